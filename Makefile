@@ -1,0 +1,46 @@
+# Two commands do everything: `make quickstart` and `make test`. Each makes .venv first if it is not there or is out of date.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# uv looks where pip is told to look (PIP_FIND_LINKS), so a local torch build is found.
+INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
+
+.PHONY: quickstart test test-slow lint docs bench clean
+
+quickstart: $(VENV)/.train
+	$(BIN)/palestra train examples/control/ppo_cartpole_fast.yaml
+
+test: lint
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summary=none
+	$(BIN)/lint-imports --verbose --no-cache | tail -n 8
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs serve
+
+bench: $(VENV)/.dev
+	$(INSTALL) -e '.[peers]'
+	$(BIN)/python benchmarks/control_cpu.py
+
+$(VENV)/bin/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt uv
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/uv
+	$(INSTALL) -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/uv
+	$(INSTALL) -e '.[dev]'
+	touch $(VENV)/.train $@
+
+clean:
+	rm -rf $(VENV) site dist

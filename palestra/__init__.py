@@ -1,0 +1,28 @@
+"""Palestra: train policies, from CartPole to language models, against rewards that can be checked."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palestra.api import check, load, run
+    from palestra.runs.run import Run, list_runs, open_run
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "run": "palestra.api",
+    "load": "palestra.api",
+    "check": "palestra.api",
+    "Run": "palestra.runs.run",
+    "open_run": "palestra.runs.run",
+    "list_runs": "palestra.runs.run",
+}
+__all__ = ["Run", "check", "list_runs", "load", "open_run", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on use: `import palestra` itself costs nothing."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'palestra' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

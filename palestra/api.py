@@ -1,0 +1,77 @@
+"""The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import UsageError
+from palestra.kinds.trial import Launch, resumed_trial
+from palestra.runs.run import Run, open_run
+from palestra.spec.kinds import loader, runner
+from palestra.spec.load import Loaded, Source
+from palestra.spec.load import load as load_spec
+
+
+def run(
+    spec: Source | None = None,
+    *,
+    resume: str | Path | Run | None = None,
+    allow: Sequence[str] = (),
+    variables: Mapping[str, Any] | None = None,
+    root: str | Path = "runs",
+    quiet: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Run a spec to its end, or resume a run, and return what came of it.
+
+    Args:
+        spec: A file ("spec.yaml" or "spec.yaml:name"), a dict or a spec; may be left out when resuming.
+        resume: A run to continue, by path, name, name/id or id.
+        allow: Dotted paths of fields that may differ from the resumed run's spec.
+        variables: Values of the `${…}` in the spec.
+        root: The folder of all runs.
+        quiet: Show no progress.
+        overrides: Fields of the spec by path, with `__` for the dot: `algorithm__lr=1e-3`. `env` may be an
+            environment's id, its class, or a function that makes one.
+    """
+    data, given, objects = _without_objects(spec, overrides)
+    trial = None
+    if resume is not None:
+        existing = resume if isinstance(resume, Run) else open_run(resume, root)
+        trial = resumed_trial(existing)
+        if data is None:
+            data = existing.spec
+    if data is None:
+        raise UsageError("give a spec to run, or a run to resume")
+    loaded = load_spec(data, variables=variables, overrides=given)
+    launch = Launch(Path(root), list(sys.argv), trial, list(allow), not quiet, objects)
+    return runner(loaded.spec.kind)(loaded.spec, launch)
+
+
+def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Any = ()) -> Loaded:
+    """Load and validate a spec without running it."""
+    return load_spec(spec, variables=variables, overrides=overrides)
+
+
+def load(run: str | Path | Run, which: str = "best", *, root: str | Path = "runs") -> Any:
+    """The trained policy of a run: `palestra.load("ppo_cartpole").act(observation)`."""
+    found = run if isinstance(run, Run) else open_run(run, root)
+    return loader(found.spec["kind"])(found, which)
+
+
+def _without_objects(
+    spec: Source | None, overrides: Mapping[str, Any]
+) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
+    """The spec, the overrides by dotted path, and the environment if it was given as an object."""
+    given = {path.replace("__", "."): value for path, value in overrides.items()}
+    objects: dict[str, Any] = {}
+    if isinstance(spec, Mapping) and "env" in spec and not isinstance(spec["env"], Mapping):
+        spec, given = {key: value for key, value in spec.items() if key != "env"}, {"env": spec["env"], **given}
+    if "env" in given and not isinstance(given["env"], Mapping):
+        env = given.pop("env")
+        if not isinstance(env, str):
+            objects["env"] = env
+            env = f"object:{getattr(env, '__module__', '')}.{getattr(env, '__qualname__', type(env).__qualname__)}"
+        given["env.id"] = env
+    return spec, given, objects

@@ -1,0 +1,180 @@
+"""`palestra`: the command line, and how errors become one paragraph and an exit code."""
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palestra import __version__
+from palestra.errors import PalestraError
+
+app = typer.Typer(
+    name="palestra",
+    help="Train policies, from CartPole to language models, against rewards that can be checked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides of the spec: algorithm.lr=3e-4", metavar="KEY=VALUE")
+]
+Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="VAR=VALUE", help="Fill a ${VAR} of the spec.")]
+Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of all runs.")]
+RUNS = Path("runs")
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def check(
+    spec: Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")],
+    overrides: Overrides = None,
+    set_: Set = None,
+) -> None:
+    """Print the resolved spec, where each value came from, and what follows from it; or every problem at once."""
+    from palestra.cli.show import show_check
+
+    show_check(spec, _variables(set_), overrides or [])
+
+
+@app.command()
+def train(
+    spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
+    overrides: Overrides = None,
+    set_: Set = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue a run: its path, name, name/id or id.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD", help="A field that may differ from the resumed run's spec.")
+    ] = None,
+    runs: Root = RUNS,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run a spec: train every seed, summarise, plot."""
+    from palestra.api import run
+    from palestra.cli.show import show_result
+    from palestra.spec.overrides import parse
+
+    given = overrides or []
+    if resume is not None and spec is not None and "=" in spec:  # `train --resume RUN key=value`: no spec was given
+        spec, given = None, [spec, *given]
+    result = run(
+        spec, resume=resume, allow=allow or (), variables=_variables(set_), root=runs, quiet=quiet, **dict(parse(given))
+    )
+    show_result(result)
+
+
+@app.command()
+def enjoy(
+    run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
+    episodes: Annotated[int, typer.Option(help="Episodes to show.", min=1)] = 1,
+    out: Annotated[Path | None, typer.Option(help="A .gif or .mp4 to write; default: the run's plots folder.")] = None,
+    which: Annotated[str, typer.Option(help="The checkpoint: best or last.")] = "best",
+    seed: Annotated[int, typer.Option(help="The seed of the episodes.", min=0)] = 0,
+    runs: Root = RUNS,
+) -> None:
+    """Watch a trained policy: in a window where there is a display, else as a GIF or MP4."""
+    from palestra.kinds.control import enjoy as play
+    from palestra.runs.run import open_run
+
+    typer.echo(play(open_run(run, runs), episodes=episodes, out=out, which=which, seed=seed))
+
+
+@app.command(name="runs")
+def list_(
+    name: Annotated[str | None, typer.Argument(help="Only runs of this name.")] = None,
+    runs: Root = RUNS,
+    limit: Annotated[int, typer.Option(help="How many at most, newest first.", min=1)] = 30,
+) -> None:
+    """List runs: state, step, headline metric, age."""
+    from palestra.cli.show import show_runs
+
+    show_runs(runs, name, limit)
+
+
+@app.command()
+def diff(a: str, b: str, runs: Root = RUNS) -> None:
+    """Show what differs between the specs and the results of two runs."""
+    from palestra.cli.show import show_diff
+
+    show_diff(a, b, runs)
+
+
+@app.command()
+def plot(
+    run: Annotated[list[str], typer.Argument(help="Runs to draw together, or one.")],
+    metric: Annotated[str, typer.Option(help="What to draw.")] = "return",
+    x: Annotated[str, typer.Option(help="Against what: frame or step.")] = "frame",
+    out: Annotated[Path | None, typer.Option(help="Where to write, without ending.")] = None,
+    runs: Root = RUNS,
+) -> None:
+    """Draw learning curves, mean ± standard deviation over seeds, as PNG and SVG."""
+    from palestra.runs.plot import curves
+    from palestra.runs.run import open_run
+
+    found = [open_run(one, runs) for one in run]
+    safe = metric.replace("/", "_")
+    default = (
+        found[0].path / "plots" / safe
+        if len(found) == 1
+        else Path(f"{'_'.join(dict.fromkeys(r.name for r in found))}_{safe}")
+    )
+    for path in curves(found, metric=metric, x=x, out=out or default):
+        typer.echo(path)
+
+
+def _variables(given: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for text in given or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{text!r} is not VAR=VALUE", param_hint="--set")
+        pairs[name] = value
+    return pairs
+
+
+def main() -> None:
+    """Run the command line; every error ends in one paragraph and its exit code."""
+    debug = "--debug" in sys.argv
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.captureWarnings(True)
+    try:
+        code = app(standalone_mode=False)
+    except PalestraError as error:
+        code = _report(error, error.exit_code, debug)
+    except KeyboardInterrupt as error:
+        code = _report(error, 130, debug)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # click's usage errors show themselves
+            error.show()
+            code = error.exit_code
+        else:
+            code = _report(error, 1, debug)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: BaseException, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    elif isinstance(error, KeyboardInterrupt):
+        print("palestra: interrupted", file=sys.stderr)
+    elif isinstance(error, PalestraError):
+        print(f"palestra: {error}", file=sys.stderr)
+    else:
+        print(f"palestra: {type(error).__name__}: {error}\n(palestra --debug … shows the traceback)", file=sys.stderr)
+    return code

@@ -1,0 +1,128 @@
+"""What the commands print: specs, results, lists and differences of runs."""
+
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from palestra.api import check
+from palestra.runs.compare import diff
+from palestra.runs.run import Run, list_runs, open_run
+from palestra.spec.plain import plain
+
+
+def console() -> Console:
+    """Standard output; wide enough never to cut a value where it is not a terminal."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+
+
+def show_check(spec: str, variables: Mapping[str, str], overrides: list[str]) -> None:
+    """The resolved spec with the origin of every value, then the derived quantities."""
+    loaded = check(spec, variables=variables, overrides=overrides)
+    lines = list(_leaves(plain(loaded.spec), ()))
+    width = max(len(text) for _, text in lines) + 2
+    for path, text in lines:
+        print(f"{text.ljust(width)}# {loaded.origin(path)}" if path else text)
+    derived = loaded.spec.derived()
+    if derived:
+        print("\n# derived")
+        for name, value in derived.items():
+            print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+
+
+def _leaves(data: Any, path: tuple) -> Any:
+    """Lines of YAML, each with the path of its value; a mapping's own line has no path."""
+    indent = "  " * len(path)
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield (), f"{indent}{key}:"
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), f"{indent}{key}: {_inline(value)}"
+
+
+def _inline(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return "{}" if value == {} else str(value)
+
+
+def show_result(run: Run) -> None:
+    """What came of a run, where it is and what to do with it next."""
+    summary = run.summary()
+    out = console()
+    evaluations = {seed: value for seed, value in summary.get("eval/return", {}).items() if value is not None}
+    if evaluations:
+        mean = sum(evaluations.values()) / len(evaluations)
+        each = (
+            ""
+            if len(evaluations) == 1
+            else "  (" + ", ".join(f"seed {s}: {v:.1f}" for s, v in evaluations.items()) + ")"
+        )
+        out.print(f"evaluation   return {mean:.1f}{each}")
+    for name in ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency"):
+        if name in summary and summary[name] == summary[name]:
+            out.print(f"{name:<20} {summary[name]:.4g}")
+    out.print(f"run          {run.path}")
+    for path in run.plots():
+        if path.suffix == ".png":
+            out.print(f"plot         {path}")
+    out.print(f"watch it     palestra enjoy {run.name}/{run.id}")
+
+
+def show_runs(root: Path, name: str | None, limit: int) -> None:
+    """A table of runs, newest first."""
+    found = [run for run in list_runs(root) if name in (None, run.name)][:limit]
+    if not found:
+        print(f"no runs in {root}" if name is None else f"no runs named {name} in {root}")
+        return
+    table = Table(box=None, header_style="bold")
+    for column in ("run", "state", "seeds", "step", "frame", "headline", "age"):
+        table.add_column(column, justify="right" if column in ("seeds", "step", "frame") else "left")
+    for run in found:
+        progress = run.progress()
+        headline = ", ".join(f"{metric} {value:.1f}" for metric, value in progress["headline"].items())
+        counts = [f"{progress[key]:,}" if key in progress else "–" for key in ("step", "frame")]
+        table.add_row(f"{run.name}/{run.id}", run.state, str(len(run.seeds)), *counts, headline, _age(run.created))
+    console().print(table)
+
+
+def show_diff(a: str, b: str, root: Path) -> None:
+    """Spec fields that differ and the numbers of both runs, side by side."""
+    left, right = open_run(a, root), open_run(b, root)
+    difference = diff(left, right)
+    names = (f"{left.name}/{left.id}", f"{right.name}/{right.id}")
+    _table("spec", names, [(d.path, _inline(d.before), _inline(d.after)) for d in difference.spec])
+    _table("results", names, [(r.metric, _number(r.a), _number(r.b)) for r in difference.results])
+
+
+def _table(what: str, names: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
+    if not rows:
+        print(f"{what}: no difference")
+        return
+    table = Table(box=None, header_style="bold")
+    for column in (what, *names):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.6g}"
+
+
+def _age(created: str) -> str:
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

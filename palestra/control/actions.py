@@ -1,0 +1,109 @@
+"""From the numbers a network puts out to actions an environment takes, for each kind of Gymnasium action space."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from palestra.errors import UsageError
+from palestra.rl.distributions import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
+
+Distribution = Categorical | MultiCategorical | Bernoulli | DiagonalGaussian
+
+
+@dataclass(frozen=True)
+class ActionHead:
+    """The policy's end of one action space. `description` is plain data, so a checkpoint can hold it."""
+
+    description: dict[str, Any]
+
+    @classmethod
+    def of(cls, space: gym.Space) -> "ActionHead":
+        """The head for `space`."""
+        match space:
+            case spaces.Discrete():
+                return cls({"type": "discrete", "n": int(space.n), "start": int(space.start)})
+            case spaces.MultiDiscrete() if space.nvec.ndim == 1:
+                return cls({"type": "multi_discrete", "sizes": space.nvec.tolist(), "start": space.start.tolist()})
+            case spaces.MultiBinary() if isinstance(space.n, int):
+                return cls({"type": "multi_binary", "n": space.n})
+            case spaces.Box() if len(space.shape) == 1 and space.dtype.kind == "f":
+                return cls({"type": "box", "low": space.low, "high": space.high})
+        raise UsageError(
+            f"the action space {space} is not supported: "
+            "use Discrete, MultiDiscrete, MultiBinary or a one-dimensional Box of floats"
+        )
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers the policy network puts out."""
+        match self.description:
+            case {"type": "multi_discrete", "sizes": sizes}:
+                return sum(sizes)
+            case {"type": "box", "low": low}:
+                return len(low)
+            case {"n": n}:
+                return n
+        raise AssertionError(self.description)
+
+    @property
+    def continuous(self) -> bool:
+        """Whether the policy has a log-std beside its outputs."""
+        return self.description["type"] == "box"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one action."""
+        match self.description:
+            case {"type": "discrete"}:
+                return ()
+            case {"type": "multi_discrete", "sizes": sizes}:
+                return (len(sizes),)
+        return (self.outputs,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a stored action."""
+        return torch.float32 if self.continuous else torch.int64
+
+    def distribution(self, outputs: Tensor, log_std: Tensor | None) -> Distribution:
+        """The distribution over actions that the network's `outputs` stand for."""
+        match self.description:
+            case {"type": "discrete"}:
+                return Categorical(outputs)
+            case {"type": "multi_discrete", "sizes": sizes}:
+                return MultiCategorical(outputs, sizes)
+            case {"type": "multi_binary"}:
+                return Bernoulli(outputs)
+        assert log_std is not None
+        return DiagonalGaussian(outputs, log_std)
+
+    def noise(self, generator: torch.Generator, *batch: int) -> Tensor:
+        """Noise for `batch` samples, drawn in one go."""
+        family = {
+            "discrete": Categorical,
+            "multi_discrete": Categorical,
+            "multi_binary": Bernoulli,
+            "box": DiagonalGaussian,
+        }
+        return family[self.description["type"]].draw(generator, (*batch, self.outputs))
+
+    def to_env(self, action: Tensor) -> np.ndarray:
+        """What the environment is given for a sampled action; a Box action is clipped here and nowhere else."""
+        array = action.numpy(force=True)
+        match self.description:
+            case {"type": "discrete", "start": 0}:
+                return array
+            case {"type": "discrete", "start": start}:
+                return array + start
+            case {"type": "multi_discrete", "start": start}:
+                return array + np.asarray(start)
+            case {"type": "multi_binary"}:
+                return array.astype(np.int8)
+            case {"type": "box", "low": low, "high": high}:
+                return np.clip(array, low, high)
+        raise AssertionError(self.description)

@@ -1,0 +1,38 @@
+"""Adam (Kingma & Ba 2015) on one flat vector, as a pure function, so that a whole update can be one compiled graph."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BETA1, BETA2 = 0.9, 0.999
+
+
+class Adam(NamedTuple):
+    """Adam's memory: both moments and the number of updates so far (a tensor, so that counting does not recompile)."""
+
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
+    @classmethod
+    def zeros(cls, parameters: Tensor) -> "Adam":
+        """The memory before the first update."""
+        return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), parameters.new_zeros(()))
+
+
+def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float) -> tuple[Tensor, Adam]:
+    """One update: the new parameters and the new memory. `eps` is added to the corrected root, as in the paper."""
+    count = adam.count + 1
+    mean = torch.lerp(adam.mean, gradient, 1 - BETA1)
+    square = torch.lerp(adam.square, gradient * gradient, 1 - BETA2)
+    root = (square / (1 - BETA2**count)).sqrt_().add_(eps)
+    return parameters - (lr / (1 - BETA1**count)) * mean / root, Adam(mean, square, count)
+
+
+def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
+    """The gradient scaled down to the norm `most` where it is longer, and its norm before."""
+    norm = torch.linalg.vector_norm(gradient)
+    if most is None:
+        return gradient, norm
+    return gradient * (most / (norm + 1e-6)).clamp(max=1.0), norm

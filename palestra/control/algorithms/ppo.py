@@ -1,0 +1,162 @@
+"""Proximal policy optimisation (Schulman et al. 2017), with the details that matter said at their line.
+
+What it stores: one rollout of T steps in N environments, thrown away after it was learned from.
+How it acts: it samples from the policy; the noise of a whole rollout is drawn at once.
+How it learns: GAE, then some epochs of minibatches on the clipped surrogate, the value loss and the entropy bonus.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from palestra.control.adam import Adam, adam_step, clip_norm
+from palestra.control.collector import Collector, Rollout
+from palestra.control.compiling import compiled
+from palestra.control.nets import Flat
+from palestra.control.policy import Policy
+from palestra.control.schedule import scheduled
+from palestra.rl.advantages import gae
+from palestra.rl.losses import masked_mean, ppo_policy_loss, value_loss
+from palestra.rl.normalise import batch_normalise
+from palestra.spec.kinds.control import PPOSpec
+
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from, one a row."""
+
+    obs: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    valid: Tensor | None  # None: every row is a real transition
+
+    def rows(self, which: Tensor | slice) -> "Batch":
+        """Some of the rows."""
+        return Batch(*(None if column is None else column[which] for column in self))  # pyrefly: ignore
+
+
+class Rates(NamedTuple):
+    """What schedules move; tensors, so that a compiled update sees their new values."""
+
+    lr: Tensor
+    clip: Tensor
+    entropy: Tensor
+
+
+class PPO:
+    """The learner: `step()` is one policy improvement."""
+
+    def __init__(
+        self, spec: PPOSpec, policy: Policy, collector: Collector, generator: torch.Generator, *, compile: bool
+    ):
+        self.spec, self.policy, self.collector, self.generator = spec, policy, collector, generator
+        self.flat = Flat(policy.net)
+        self.adam = Adam.zeros(self.flat.vector)
+        self._update = compiled(self.update) if compile else self.update
+        self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()  # timings, if anyone wants them
+
+    def step(self, progress: float) -> dict[str, float]:
+        """Collect one rollout and learn from it; `progress` in [0, 1] drives the schedules."""
+        with self.span("collect"):
+            rollout = self.collect()
+        with self.span("learn"):
+            return self.learn(self.prepare(rollout), progress)
+
+    def collect(self) -> Rollout:
+        """T steps of the sampling policy in all environments."""
+        noise = self.policy.head.noise(self.generator, self.collector.horizon, self.collector.stepper.num_envs)
+        return self.collector.collect(self.policy.sample, noise.to(self.policy.device), self.policy.head.to_env)
+
+    @torch.no_grad()
+    def prepare(self, rollout: Rollout) -> Batch:
+        """Log-probabilities, values and advantages of a rollout, under the weights that collected it."""
+        net, rollout = self.policy.net, rollout.to(self.policy.device)
+        values, next_values = rollout.next_values(net.value)
+        valid = None if rollout.valid.all() else rollout.valid
+        advantages, returns = gae(
+            rollout.rewards,
+            values,
+            next_values,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            valid=valid,
+            gamma=self.spec.gamma,
+            lam=self.spec.lam,
+        )
+        obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten(0, 1)
+        # The weights have not changed since acting, so one pass now gives the log-probabilities that the actions were
+        # sampled with, by the same kernels as the update's: the first ratio is exactly 1.
+        logprobs = net.policy(obs).log_prob(actions)
+        columns = (advantages.flatten(), returns.flatten(), values.flatten())
+        return Batch(obs, actions, logprobs, *columns, None if valid is None else valid.flatten())
+
+    def learn(self, batch: Batch, progress: float) -> dict[str, float]:
+        """Epochs of minibatches; the means of the losses and diagnostics over all updates."""
+        spec, rows = self.spec, len(batch.obs)
+        rates = Rates(*(scheduled(s, progress).to(batch.obs.device) for s in (spec.lr, spec.clip, spec.entropy)))
+        totals = torch.zeros(len(METRICS), device=self.policy.device)
+        updates = 0
+        for _ in range(spec.epochs):
+            order = torch.randperm(rows, generator=self.generator).to(
+                batch.obs.device
+            )  # every row once an epoch, in a new order each time
+            shuffled = batch.rows(order)
+            epoch = torch.zeros_like(totals)
+            for i in range(rows // spec.minibatch):
+                minibatch = shuffled.rows(slice(i * spec.minibatch, (i + 1) * spec.minibatch))
+                vector, self.adam, metrics = self._update(self.adam, minibatch, rates)
+                self.flat.vector.copy_(vector)
+                epoch += metrics
+                updates += 1
+            totals += epoch
+            # The mean over the epoch, not the last minibatch's KL: that one is stale by the time it is seen.
+            if spec.target_kl is not None and epoch[3] / (rows // spec.minibatch) > spec.target_kl:
+                break
+        return dict(zip(METRICS, (totals / updates).tolist(), strict=True)) | {
+            "updates": updates,
+            "lr": float(rates.lr),
+        }
+
+    def update(self, adam: Adam, batch: Batch, rates: Rates) -> tuple[Tensor, Adam, Tensor]:
+        """One gradient step: new parameters, new optimizer memory, metrics. A pure function, eager or one graph."""
+        gradient, metrics = self.flat.gradient(lambda net: self.loss(net, batch, rates))
+        # One global norm over policy and value together, clipped before Adam sees it.
+        gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, rates.lr, self.spec.adam_eps)
+        return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
+
+    def loss(self, net: Any, batch: Batch, rates: Rates) -> tuple[Tensor, Tensor]:
+        """Clipped surrogate + value_coef · ½(V - return)² - entropy · H."""
+        distribution, values = net(batch.obs)
+        advantages = batch.advantages
+        if self.spec.normalise_advantages:  # per minibatch, as in the first code of PPO
+            advantages = batch_normalise(advantages, batch.valid)
+        policy = ppo_policy_loss(
+            distribution.log_prob(batch.actions),
+            batch.logprobs,
+            advantages,
+            clip_low=rates.clip,
+            clip_high=rates.clip,
+            mask=batch.valid,
+        )
+        value = masked_mean(value_loss(values, batch.returns, batch.values, self.spec.clip_value), batch.valid)
+        entropy = masked_mean(distribution.entropy(), batch.valid)
+        total = policy.loss + self.spec.value_coef * value - rates.entropy * entropy
+        parts = (policy.loss, value, entropy, policy.approx_kl, policy.clip_fraction)
+        return total, torch.stack([part.detach() for part in parts])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, besides the collector's and the generator's state."""
+        return {"policy": self.policy.state(), "adam": dict(self.adam._asdict())}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.policy.load_state(state["policy"])
+        self.adam = Adam(**{name: value.to(self.policy.device) for name, value in state["adam"].items()})

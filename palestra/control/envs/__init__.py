@@ -1,0 +1,1 @@
+"""Environments: making them, stepping them fast, and saving their state."""

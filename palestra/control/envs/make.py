@@ -1,0 +1,114 @@
+"""Makes environments: by Gymnasium id or from an object, one or many, always with a state that can be saved."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from palestra.control.envs.classic import CartPoleVector
+from palestra.control.envs.snapshot import Snapshot
+from palestra.errors import MissingExtra, UsageError
+from palestra.spec.kinds.control import EnvSpec
+
+Factory = Callable[[], gym.Env]
+
+# Environments stepped as NumPy arrays: the same numbers as Gymnasium's, many times as fast.
+NUMPY: dict[str, Callable[[int], VectorEnv]] = {
+    "CartPole-v0": partial(CartPoleVector, max_episode_steps=200),
+    "CartPole-v1": CartPoleVector,
+}
+
+
+def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) -> VectorEnv:
+    """`num_envs` copies of the environment that step together and reset themselves."""
+    if factory is None and spec.vectorize in ("auto", "vector"):
+        if spec.id in NUMPY and not spec.kwargs:
+            return NUMPY[spec.id](num_envs)
+        if spec.vectorize == "vector":
+            return _own_vector(spec, num_envs)
+    maker = partial(_checked, spec, factory)
+    vector = AsyncVectorEnv if spec.vectorize == "async" else SyncVectorEnv
+    return vector([maker] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object) -> gym.Env:
+    """One environment, flattened to a Box of observations where it is not one."""
+    if spec.module is not None:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a user's module beside the spec, also when started by the console script
+        importlib.import_module(spec.module)
+    if factory is not None:
+        env = factory()
+        if not isinstance(env, gym.Env):
+            raise UsageError(f"the environment {spec.id} must make a gymnasium.Env, it made a {type(env).__name__}")
+    else:
+        with _explained(spec):
+            arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
+            env = gym.make(spec.id, **arguments)
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+def factory_of(env: object) -> Factory:
+    """What makes more of the environment that a caller passed as an object: a class, a function, or a made one."""
+    if isinstance(env, gym.Env):
+        spec = env.spec
+        if spec is None:
+            raise UsageError(
+                f"{type(env).__name__} is one environment and training needs several, and others to evaluate in: "
+                "pass its class, or a function that makes one."
+            )
+        return partial(gym.make, spec)
+    if callable(env):
+        return env
+    raise UsageError(
+        f"an environment is a Gymnasium id, a class or a function that makes one; got {type(env).__name__}"
+    )
+
+
+def _checked(spec: EnvSpec, factory: Factory | None) -> gym.Env:
+    return Snapshot(make_single(spec, factory))
+
+
+def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
+    with _explained(spec):
+        if gym.spec(spec.id).vector_entry_point is None:
+            raise UsageError(f"{spec.id} has no vectorised form of its own: use `vectorize: sync` or `async`")
+        arguments: dict[str, Any] = dict(spec.kwargs)
+        return gym.make_vec(spec.id, num_envs, vectorization_mode="vector_entry_point", **arguments)
+
+
+class _explained:
+    """Gymnasium's errors about ids and missing packages, as errors of the spec."""
+
+    def __init__(self, spec: EnvSpec):
+        self.spec = spec
+
+    def __enter__(self) -> None:
+        if self.spec.id.startswith("ALE/"):
+            try:
+                gym.register_envs(importlib.import_module("ale_py"))
+            except ImportError as error:
+                raise MissingExtra(f"{self.spec.id}", "atari") from error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        match error:
+            case gym.error.UnregisteredEnv():
+                raise UsageError(f"env.id: there is no environment {self.spec.id!r}. {error}") from error
+            case gym.error.DependencyNotInstalled() | ImportError():
+                extra = (
+                    "box2d"
+                    if "box2d" in str(error).lower()
+                    else "mujoco"
+                    if "mujoco" in str(error).lower()
+                    else "train"
+                )
+                raise MissingExtra(f"{self.spec.id} ({error})", extra) from error
+            case TypeError() | gym.error.Error():
+                raise UsageError(f"env: {self.spec.id} could not be made with {self.spec.kwargs}: {error}") from error

@@ -1,0 +1,107 @@
+"""One way to step any Gymnasium vector environment, whatever its autoreset mode.
+
+Gymnasium 1.x has three modes, and each hides the end of an episode somewhere else:
+
+- SAME_STEP: the step that ends an episode returns the *reset* observation; the final one is in `infos["final_obs"]`.
+- NEXT_STEP: it returns the final observation; the step after it ignores the action, resets, and returns reward 0.
+- DISABLED: it returns the final observation and nothing resets until we ask.
+
+`Stepper` turns all three into `Transition`: the observation to act on next, the true final observations, and `valid`,
+which is False for the dummy steps of NEXT_STEP. Nothing above this file knows which mode an environment has.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from palestra.errors import PalestraError, UsageError
+
+
+class EnvironmentFailed(PalestraError):
+    """The environment itself raised; its traceback is the cause."""
+
+
+class Transition(NamedTuple):
+    """What one vector step brought, each array with N rows."""
+
+    obs: np.ndarray  # what the policy acts on next
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    valid: np.ndarray | None  # None: all rows are real steps
+    ended: np.ndarray | None  # indices of the episodes that ended here, None when none did
+    final_obs: np.ndarray | None  # their last observations, (len(ended), ...)
+
+
+class Stepper:
+    """Steps `env` and tells ends of episodes the same way for all three autoreset modes."""
+
+    def __init__(self, env: VectorEnv, name: str = "environment"):
+        mode = env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
+            raise UsageError(
+                f"{name}: its metadata does not say which autoreset mode it has, so the ends of its episodes "
+                'cannot be told. Set metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode.'
+            )
+        self.env, self.name, self.mode = env, name, mode
+        self.num_envs = env.num_envs
+        self.steps = 0
+        self._dummy = np.zeros(env.num_envs, dtype=bool)  # NEXT_STEP: rows whose next step only resets
+
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Reset every environment; environment i gets `seed + i`."""
+        self._dummy[:] = False
+        obs, _ = self.env.reset(seed=seed)
+        return obs
+
+    def step(self, actions: np.ndarray) -> Transition:
+        """Step all environments once."""
+        try:
+            obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        except PalestraError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailed(
+                f"{self.name} raised {type(error).__name__} in vector step {self.steps + 1} "
+                f"({self.num_envs} environments): {error}"
+            ) from error
+        self.steps += 1
+        ends = np.logical_or(terminated, truncated)
+        any_end = ends.any()
+        if self.mode is AutoresetMode.NEXT_STEP:
+            valid = ~self._dummy if self._dummy.any() else None
+            self._dummy = ends
+            ended = ends.nonzero()[0] if any_end else None
+            return Transition(obs, rewards, terminated, truncated, valid, ended, None if ended is None else obs[ended])
+        if not any_end:
+            return Transition(obs, rewards, terminated, truncated, None, None, None)
+        ended = ends.nonzero()[0]
+        if self.mode is AutoresetMode.SAME_STEP:
+            final_obs = _rows(infos, ended, self.name)
+        else:
+            final_obs = obs[ended]
+            obs, _ = self.env.reset(options={"reset_mask": ends})
+        return Transition(obs, rewards, terminated, truncated, None, ended, final_obs)
+
+    def forget(self, rows: np.ndarray) -> None:
+        """These environments have just begun new episodes, outside of `step`."""
+        self._dummy[rows] = False
+
+    def state(self) -> dict[str, Any]:
+        """What the stepper itself remembers; the environment's own state is in `envs.snapshot`."""
+        return {"dummy": self._dummy.copy(), "steps": self.steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self._dummy, self.steps = state["dummy"].copy(), state["steps"]
+
+
+def _rows(infos: dict[str, Any], ended: np.ndarray, name: str) -> np.ndarray:
+    """The final observations of the `ended` rows: Gymnasium keeps them as objects, ALE as one dense array."""
+    if "final_obs" not in infos:
+        raise UsageError(
+            f"{name} says it resets in the same step but gives no infos['final_obs']: without the final observation a "
+            "truncated episode cannot be bootstrapped. Use another autoreset mode or add it."
+        )
+    return np.stack([np.asarray(infos["final_obs"][i]) for i in ended])

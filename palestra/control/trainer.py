@@ -1,0 +1,159 @@
+"""Trains one session of a control spec: collect, learn, evaluate, log, save, until the frames are used up."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from palestra.control.algorithms import ALGORITHMS
+from palestra.control.collector import Collector
+from palestra.control.compiling import should_compile
+from palestra.control.envs.make import Factory, make_vector
+from palestra.control.envs.snapshot import vector_exactness
+from palestra.control.envs.stepping import Stepper
+from palestra.control.evaluation import evaluate
+from palestra.control.policy import Policy
+from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
+from palestra.errors import Interrupted
+from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.session import Session
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.plain import plain
+from palestra.track.hooks import Moment, call_hooks, load_hooks
+from palestra.track.progress import Progress
+from palestra.track.stats import Stats
+from palestra.track.trace import Tracer
+from palestra.track.tracker import Tracker
+
+log = logging.getLogger("palestra.control")
+
+
+class Learner:
+    """One session's whole state in one place: policy, algorithm, environments, generators and counters."""
+
+    def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, device: torch.device):
+        seed_everything(seed)
+        self.seed, self.steps = seed, 0
+        self.generator = torch.Generator().manual_seed(stream(seed, "policy"))
+        self.env = make_vector(spec.env, spec.env.num_envs, factory)
+        self.policy = Policy.of(self.env.single_observation_space, self.env.single_action_space, spec.net, device)
+        self.collector = Collector(
+            Stepper(self.env, spec.env.id), spec.algorithm.horizon, self.policy.head.shape, self.policy.head.dtype
+        )
+        algorithm = ALGORITHMS[spec.algorithm.name]
+        self.algorithm = algorithm(
+            spec.algorithm, self.policy, self.collector, self.generator, compile=should_compile(spec)
+        )
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Policy improvements and environment transitions so far."""
+        return {"steps": self.steps, "frames": self.collector.frame}
+
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Reset the environments, or continue from `state()`."""
+        self.collector.reset(stream(self.seed, "env"))
+        if saved is None:
+            return
+        self.steps = saved["steps"]
+        self.algorithm.load_state(saved["algorithm"])
+        self.collector.load_state(saved["collector"])
+        self.generator.set_state(saved["generator"])
+        load_random_state(saved["random"])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on. Taking it changes nothing."""
+        return {
+            "steps": self.steps,
+            "algorithm": self.algorithm.state(),
+            "collector": self.collector.state(),
+            "generator": self.generator.get_state(),
+            "random": random_state(),
+        }
+
+
+def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None, show: bool = True) -> None:
+    """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
+    learner = Learner(spec, session.seed, factory, torch.device("cuda" if spec.device == "cuda" else "cpu"))
+    evaluator = Stepper(make_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory), spec.env.id)
+    hooks = load_hooks(spec.hooks)
+    saved = session.restore()
+    learner.begin(None if saved is None else saved.state)
+    if (inexact := vector_exactness(learner.env)) is not None:
+        log.warning(inexact)
+
+    with ExitStack() as open_files:
+        stats = Stats()
+        tracker = open_files.enter_context(
+            Tracker(
+                session.path,
+                list(spec.track.sinks),
+                project=spec.track.project or spec.name,
+                name=f"{spec.name}-{session.seed}",
+                config=plain(spec),
+                stats=stats,
+                append=True,
+            )
+        )
+        tracer = open_files.enter_context(Tracer(session.path / "trace.json", enabled=spec.track.trace, append=True))
+        progress = open_files.enter_context(
+            Progress(spec.steps * spec.frames_per_step, "frames", spec.name, enabled=show)
+        )
+        session.follow("metrics.jsonl", tracker.flush)
+        session.follow("trace.json", tracer.flush)
+        checkpoints = CheckpointsDue(spec.every.checkpoint)
+
+        @contextmanager
+        def span(name: str) -> Iterator[None]:
+            with tracer.span(name), stats.timer(name):
+                yield
+
+        learner.algorithm.span = span
+        while learner.collector.frame < spec.train.frames:
+            before, started = learner.counters, time.perf_counter()
+            metrics = learner.algorithm.step(before["frames"] / spec.train.frames)
+            learner.steps += 1
+            counters = learner.counters
+            last = counters["frames"] >= spec.train.frames
+
+            row = learner.collector.metrics() | {f"{spec.algorithm.name}/{name}": m for name, m in metrics.items()}
+            stats.last("time/fps", (counters["frames"] - before["frames"]) / (time.perf_counter() - started))
+            reasons = checkpoints.reasons(before, counters)
+            score = None
+            if last or due(spec.every.eval, before, counters):
+                with span("eval"):
+                    # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
+                    seed = stream(session.seed, "eval", learner.steps)
+                    row |= evaluate(learner.policy, evaluator, spec.eval.episodes, seed).metrics()
+                score = row["eval/return"]
+                reasons.add("best")
+            if last or score is not None or due(spec.every.log, before, counters):
+                moment = Moment(counters["steps"], counters["frames"], row, learner.policy, session.path)
+                call_hooks(hooks, moment)
+                last = last or moment.stop
+                tracker.log(row, counters["steps"], counters["frames"])
+                headline = {name: row[name] for name in ("return", "eval/return") if name in row}
+                session.progress(step=counters["steps"], frame=counters["frames"], headline=headline)
+                progress.update(counters["frames"], " ".join(f"{name} {m:.1f}" for name, m in headline.items()))
+            if last or session.stop_requested:
+                reasons.add("temporary")
+            if reasons:
+                with span("checkpoint"):
+                    session.checkpoint(
+                        learner.steps,
+                        learner.state(),
+                        reasons=reasons,
+                        score=score,
+                        metric=None if score is None else "eval/return",
+                        counters=counters,
+                    )
+            if last:
+                break
+            if session.stop_requested:
+                raise Interrupted(
+                    f"stopped at frame {counters['frames']} with everything saved; continue with: "
+                    f"palestra train --resume {session.path.parent.parent}"
+                )

@@ -1,0 +1,73 @@
+"""The metrics of a trial, as SLM-Lab's users know them, from the returns logged by its sessions.
+
+R_i is the logged return at log point i (the mean of the last 100 finished episodes of the *sampling* policy), f_i its
+frame, o_i its number of optimizer steps, and s_i = R_i − R_random, the strength over a random policy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+WINDOW = 100  # log points in total_reward_ma
+
+
+@dataclass(frozen=True)
+class SessionMetrics:
+    """One session's numbers; `nan` where a denominator is 0."""
+
+    total_reward_ma: float
+    """Mean of the last 100 R_i: the score of SLM-Lab's benchmark tables."""
+    strength: float
+    """Mean of s_i over the whole run."""
+    max_strength: float
+    final_strength: float
+    sample_efficiency: float
+    """Σ(s_i / f_i) / Σ(1 / f_i): strength weighted towards early frames."""
+    training_efficiency: float
+    """Σ(s_i / o_i) / Σ(1 / o_i): the same by optimizer steps."""
+    stability: float
+    """1 − |Σ min(s_{i+1} − s_i, 0) / Σ_{i<N} s_i|: 1 when it never got worse."""
+
+
+def session_metrics(
+    returns: Sequence[float], frames: Sequence[float], updates: Sequence[float], random_return: float
+) -> SessionMetrics:
+    """The metrics of one session from its log points."""
+    reward = np.asarray(returns, dtype=np.float64)
+    strength = reward - random_return
+    worse = np.minimum(np.diff(strength), 0).sum()
+    return SessionMetrics(
+        total_reward_ma=float(reward[-WINDOW:].mean()),
+        strength=float(strength.mean()),
+        max_strength=float(strength.max()),
+        final_strength=float(strength[-1]),
+        sample_efficiency=_efficiency(strength, np.asarray(frames, dtype=np.float64)),
+        training_efficiency=_efficiency(strength, np.asarray(updates, dtype=np.float64)),
+        stability=1 - abs(_divide(worse, strength[:-1].sum())),
+    )
+
+
+def consistency(returns: Sequence[Sequence[float]], random_return: float) -> float:
+    """1 − 2·Σ_i std_j(s_ij) / Σ_i mean_j(s_ij) over sessions j (sample std); `nan` for one session."""
+    shortest = min(map(len, returns))
+    strength = np.array([r[:shortest] for r in returns], dtype=np.float64) - random_return
+    if len(strength) < 2:
+        return math.nan
+    return 1 - 2 * _divide(strength.std(axis=0, ddof=1).sum(), strength.mean(axis=0).sum())
+
+
+def trial_metrics(sessions: Sequence[SessionMetrics]) -> dict[str, float]:
+    """The mean over sessions of each metric, and the standard deviation of the score."""
+    means = {name: float(np.mean([asdict(s)[name] for s in sessions])) for name in asdict(sessions[0])}
+    scores = [s.total_reward_ma for s in sessions]
+    return means | {"total_reward_ma_std": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan}
+
+
+def _efficiency(strength: np.ndarray, cost: np.ndarray) -> float:
+    return _divide((strength / cost).sum(), (1 / cost).sum())
+
+
+def _divide(a: float, b: float) -> float:
+    return float(a / b) if b else math.nan

@@ -1,0 +1,53 @@
+"""How a number changes over training: a pure function of progress, in Python floats."""
+
+import math
+from typing import Literal
+
+Shape = Literal["constant", "linear", "cosine", "rate", "periodic"]
+
+STAIRS = 20
+"""Equal steps of the `rate` shape."""
+
+
+def value(
+    shape: Shape,
+    progress: float,
+    start: float,
+    end: float,
+    *,
+    begin: float = 0.0,
+    finish: float = 1.0,
+    rate: float = 0.9,
+    period: float = 0.1,
+) -> float:
+    """The scheduled value when `progress` (0 to 1) of training is done.
+
+    The change happens between `begin` and `finish` (fractions of training); before it holds `start`, after it holds
+    what it reached. With p the progress between the two, start and end in either order and either of them 0:
+
+    - constant: start.
+    - linear: (1 - p)·start + p·end.
+    - cosine: half a cosine wave from start to end, flat at both.
+    - rate: 20 equal stairs, each multiplying what is left of start - end by `rate`; it nears `end`, never reaching it.
+    - periodic: linear, plus a sine of the given `period` (in units of p) with amplitude (start - end)·p·(1 - p), which
+      is 0 at both ends and never leaves the range from start to end.
+
+    Linear, cosine and periodic are exactly `start` at p = 0 and exactly `end` at p = 1.
+    """
+    if shape == "constant":
+        return start
+    if finish <= begin:
+        raise ValueError(f"a schedule must finish after it begins, not at {finish} after {begin}")
+    p = min(max((progress - begin) / (finish - begin), 0.0), 1.0)
+    linear = (1.0 - p) * start + p * end
+    if shape == "linear":
+        return linear
+    if shape == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * p))
+        return left * start + (1.0 - left) * end
+    if shape == "rate":
+        left = rate ** math.floor(p * STAIRS)
+        return left * start + (1.0 - left) * end
+    if shape == "periodic":
+        return linear + (start - end) * p * (1.0 - p) * math.sin(2.0 * math.pi * p / period)
+    raise ValueError(f"no schedule is called {shape!r}: constant, linear, cosine, rate or periodic")

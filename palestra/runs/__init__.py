@@ -1,0 +1,1 @@
+"""What came of an experiment: run folders, their status, checkpoints, comparison and plots."""

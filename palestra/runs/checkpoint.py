@@ -1,0 +1,272 @@
+"""Checkpoints of a session: written beside and renamed, metadata last, verified on load, pruned by policy."""
+
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import PalestraError
+from palestra.runs.store import sync_folder
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step_(\d{9,})")
+# A hidden sibling: a checkpoint being written or removed (part), or one being replaced by another of its step (old).
+HIDDEN = re.compile(r"\.(step_\d{9,})\.(part|old)-[0-9a-f]+")
+
+
+class DamagedCheckpoint(PalestraError):
+    """A checkpoint that is incomplete or not what was written."""
+
+
+class CheckpointFailed(PalestraError):
+    """A checkpoint could not be written; the earlier ones are intact."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says of itself without its state."""
+
+    path: Path
+    step: int
+    created: str
+    reasons: frozenset[str]
+    """Why it was taken: "kept" is never pruned, "best" competes by score, others are temporary."""
+    score: float | None
+    metric: str | None
+    counters: dict[str, Any]
+    offsets: dict[str, int]
+    """Bytes of each append-only file that belong to this checkpoint."""
+    files: dict[str, dict[str, int]]
+    """Size and CRC-32 of every other file, by path inside the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded and verified checkpoint."""
+
+    step: int
+    state: Any
+    meta: Meta
+
+
+def save(
+    folder: Path,
+    step: int,
+    state: Any,
+    *,
+    reasons: set[str],
+    score: float | None = None,
+    metric: str | None = None,
+    counters: Mapping[str, Any] | None = None,
+    offsets: Mapping[str, int] | None = None,
+) -> Path:
+    """Write `folder/checkpoints/step_N`; killed at any instant, it is there whole or not at all."""
+    from palestra.runs.tree import flatten, safetensors_chunks  # NumPy: not for those who only list runs
+
+    tree, leaves = flatten(state)  # an unsupported state is refused before anything is written
+    final = folder / FOLDER / f"step_{step:09d}"
+    temporary = _hidden(final, "part")
+    try:
+        finish_renames(folder)
+        (temporary / "state").mkdir(parents=True)
+        files = {
+            "state/tree.json": _write(temporary / "state/tree.json", [json.dumps(tree).encode()]),
+            "state/arrays.safetensors": _write(temporary / "state/arrays.safetensors", safetensors_chunks(leaves)),
+        }
+        sync_folder(temporary / "state")
+        meta = {
+            "step": step,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "reasons": sorted(reasons),
+            "score": score,
+            "metric": metric,
+            "counters": dict(counters or {}),
+            "offsets": dict(offsets or {}),
+            "files": files,
+        }
+        _write(temporary / "meta.json", [json.dumps({**meta, "crc32": _crc_of(meta)}, indent=1).encode()])
+        sync_folder(temporary)
+        _put_in_place(temporary, final)
+    except OSError as error:
+        raise CheckpointFailed(
+            f"could not write the checkpoint {final}: {error.strerror or error} ({_free(folder)}). "
+            "Earlier checkpoints are intact: make room, then resume the run."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already when all went well
+    return final
+
+
+def read_meta(path: Path) -> Meta:
+    """The metadata of a checkpoint, verified; sizes of the other files are checked, their contents are not."""
+    try:
+        data = json.loads((path / "meta.json").read_bytes())
+        if data.pop("crc32") != _crc_of(data):
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: meta.json is not what was written")
+        meta = Meta(path=path, reasons=frozenset(data.pop("reasons")), **data)
+        sizes = {name: (path / name).stat().st_size for name in meta.files}
+    except FileNotFoundError as error:
+        name = Path(error.filename).relative_to(path)
+        raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: meta.json cannot be read ({error})") from error
+    for name, size in sizes.items():
+        if size != meta.files[name]["size"]:
+            expected = meta.files[name]["size"]
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} has {size} bytes instead of {expected}")
+    return meta
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint, verifying the size and CRC-32 of every file."""
+    from palestra.runs.tree import read_safetensors, unflatten
+
+    meta = read_meta(path)
+    for name, expected in meta.files.items():
+        if _crc_of_file(path / name) != expected["crc32"]:
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} is not what was written (CRC-32 differs)")
+    carriers = read_safetensors(path / "state/arrays.safetensors")
+    tree = json.loads((path / "state/tree.json").read_bytes())
+    return Checkpoint(meta.step, unflatten(tree, carriers), meta)
+
+
+def newest(
+    folder: Path, warn: Callable[[str], None], check: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint | None:
+    """The newest loadable checkpoint; `warn` hears of each newer one that is damaged, half-written or fails `check`."""
+    for step, path in _candidates(folder):
+        if HIDDEN.fullmatch(path.name):
+            warn(f"skipping half-written checkpoint {path} (step {step})")
+            continue
+        try:
+            checkpoint = load(path)
+            if check is not None:
+                check(checkpoint)
+        except DamagedCheckpoint as error:
+            warn(f"skipping: {error}")
+            continue
+        return checkpoint
+    return None
+
+
+def metas(folder: Path) -> list[Meta]:
+    """The metadata of every complete checkpoint, oldest first."""
+    found = []
+    for _, path in _candidates(folder):
+        if NAME.fullmatch(path.name):
+            try:
+                found.append(read_meta(path))
+            except DamagedCheckpoint:
+                continue  # a reader's view; `newest` is where damage is reported
+    return found[::-1]
+
+
+def best(candidates: Iterable[Meta]) -> Meta | None:
+    """The one with the highest score among those taken as best; the later one of equals; NaN is the lowest."""
+    scored = [(meta.score, meta) for meta in candidates if "best" in meta.reasons and meta.score is not None]
+    ranked = [(-math.inf if math.isnan(score) else score, meta.step, meta) for score, meta in scored]
+    return max(ranked, key=lambda entry: entry[:2])[2] if ranked else None
+
+
+def prune(folder: Path) -> None:
+    """Keep every "kept" checkpoint, the newest and the best; delete the rest, damaged ones and temporaries."""
+    complete = metas(folder)
+    keep = {meta.path for meta in complete if "kept" in meta.reasons}
+    keep |= {meta.path for meta in complete[-1:]}
+    top = best(complete)
+    if top is not None:
+        keep.add(top.path)
+    for _, path in _candidates(folder):
+        if path not in keep:
+            _delete(path)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Rename checkpoints of later steps to `damaged_step_N-…`: a run that goes on from `step` could not load them."""
+    for other, path in _candidates(folder):
+        if other > step:
+            if NAME.fullmatch(path.name):
+                path.rename(path.parent / f"damaged_{path.name}-{uuid.uuid4().hex[:8]}")
+            else:
+                _delete(path)
+
+
+def finish_renames(folder: Path) -> None:
+    """Put back a checkpoint whose replacement was cut off between its two renames; only for a session's owner."""
+    for _, path in _candidates(folder):
+        hidden = HIDDEN.fullmatch(path.name)
+        if hidden and hidden[2] == "old" and not (path.parent / hidden[1]).exists():
+            path.rename(path.parent / hidden[1])
+
+
+def _candidates(folder: Path) -> list[tuple[int, Path]]:
+    """All checkpoint folders, whole or not, newest step first."""
+    found = []
+    if (folder / FOLDER).is_dir():
+        for name in os.listdir(folder / FOLDER):
+            hidden = HIDDEN.fullmatch(name)
+            plain = NAME.fullmatch(hidden[1] if hidden else name)
+            if plain:
+                found.append((int(plain[1]), folder / FOLDER / name))
+    return sorted(found, reverse=True)
+
+
+def _hidden(final: Path, kind: str) -> Path:
+    return final.parent / f".{final.name}.{kind}-{uuid.uuid4().hex[:8]}"
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    if not final.exists():
+        temporary.rename(final)
+        sync_folder(final.parent)
+        return
+    old = _hidden(final, "old")
+    final.rename(old)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    _delete(old)
+
+
+def _delete(path: Path) -> None:
+    """Remove a checkpoint so that a kill in the middle leaves a hidden part, never a damaged `step_N`."""
+    hidden = HIDDEN.fullmatch(path.name)
+    if not hidden or hidden[2] == "old":
+        path = path.rename(_hidden(path.with_name(hidden[1]) if hidden else path, "part"))
+    shutil.rmtree(path)
+
+
+def _write(path: Path, chunks: Iterable[Any]) -> dict[str, int]:
+    size = crc = 0
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "crc32": crc}
+
+
+def _crc_of(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+
+
+def _crc_of_file(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _free(folder: Path) -> str:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free there"

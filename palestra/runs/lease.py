@@ -1,0 +1,141 @@
+"""The one lease: exactly one process owns a folder, and a dead owner's lease is taken over."""
+
+import functools
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.store import LocalStore
+
+TTL_SECONDS = 30.0
+# A start time is derived from the boot time, which moves a little when the clock is adjusted.
+BORN_TOLERANCE_SECONDS = 2.0
+
+
+class RunBusy(UsageError):
+    """Another process owns the folder."""
+
+
+class LeaseLost(PalestraError):
+    """Another process took the lease over while this one held it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from any other on any machine and from a later one with the same pid."""
+
+    host: str
+    machine: str
+    """Boot and process namespace: pids can be looked up only where both are the same."""
+    pid: int
+    born: float
+    """Start of the process, seconds since the epoch."""
+
+    @classmethod
+    def here(cls) -> "Owner":
+        """This process."""
+        return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> "Owner":
+        """The owner in a lease or status file."""
+        return cls(data["host"], data["machine"], data["pid"], data["born"])
+
+    def alive(self, heartbeat: float, ttl: float = TTL_SECONDS) -> bool:
+        """Whether it still owns what it beat for: its process is there (where that can be seen) and beats."""
+        return not (self.machine == _machine() and self._gone()) and time.time() - heartbeat < ttl
+
+    def _gone(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            reused = abs(process.create_time() - self.born) > BORN_TOLERANCE_SECONDS
+            # A killed process whose parent has not yet asked for its exit status still has its pid.
+            return reused or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+class Lease:
+    """Ownership of a store's folder by this process; renew it well within `ttl` seconds.
+
+    Machines that share a folder need clocks that agree to within `ttl`.
+    """
+
+    def __init__(self, store: LocalStore, key: str = "lease.json", ttl: float = TTL_SECONDS):
+        self.store = store
+        self.key = key
+        self.ttl = ttl
+        self._token = uuid.uuid4().hex
+        self._held: bytes | None = None
+
+    def acquire(self) -> None:
+        """Take the lease, from a dead owner too; raises `RunBusy` where the owner lives."""
+        while True:
+            current = self.store.get(self.key)
+            self._refuse_if_alive(current)
+            mine = self._content()
+            if self.store.swap(self.key, current, mine):
+                self._held = mine
+                return
+
+    def renew(self) -> None:
+        """Beat; raises `LeaseLost` where another process has taken the lease over."""
+        if self._held is None:
+            raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
+        mine = self._content()
+        if not self.store.swap(self.key, self._held, mine):
+            current = _parse(self.store.get(self.key))
+            taker = "nobody" if current is None else _describe(current)
+            raise LeaseLost(
+                f"lost the lease on {self.store.root}: it now belongs to {taker}. This process was silent for more "
+                f"than {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
+            )
+        self._held = mine
+
+    def release(self) -> None:
+        """Give the lease back; one that was lost is left to its new owner."""
+        if self._held is not None:
+            self.store.swap(self.key, self._held, None)
+            self._held = None
+
+    def _content(self) -> bytes:
+        return json.dumps({**asdict(Owner.here()), "token": self._token, "heartbeat": time.time()}).encode()
+
+    def _refuse_if_alive(self, current: bytes | None) -> None:
+        data = _parse(current)
+        if data is None or not Owner.read(data).alive(data["heartbeat"], self.ttl):
+            return
+        age = max(0.0, time.time() - data["heartbeat"])
+        raise RunBusy(
+            f"{self.store.root} is in use by {_describe(data)}, last heard of {age:.0f} s ago. "
+            f"Wait for it to end or stop it (kill {data['pid']} on {data['host']}); "
+            f"the lease of a process that is gone is taken over by itself, within {self.ttl:g} s from another machine."
+        )
+
+
+def _parse(lease: bytes | None) -> dict[str, Any] | None:
+    """The lease, or None where nobody holds one: an unreadable file is no owner's, so nobody can renew it."""
+    try:
+        return None if lease is None else json.loads(lease)
+    except ValueError:
+        return None
+
+
+def _describe(lease: dict[str, Any]) -> str:
+    return f"process {lease['pid']} on {lease['host']}"
+
+
+@functools.cache
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    if Path("/proc/self/ns/pid").exists():
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)

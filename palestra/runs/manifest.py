@@ -1,0 +1,119 @@
+"""The manifest: what a session was made from and where it ran, so that it can be repeated."""
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from palestra.spec.difference import Difference, differences
+
+DIFF_LIMIT_BYTES = 1 << 20
+UNTRACKED_LIMIT = 1000
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, Any]:
+    """Everything to tell one run from another; "diff" is stored by `Session.create` as git.diff beside the rest."""
+    git, diff = _git(Path.cwd())
+    if git is None:  # run outside a checkout: Palestra's own, where it is installed from one
+        git, diff = _git(Path(__file__).parent)
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "spec_hash": spec_hash,
+        "seed": seed,
+        "command": list(command),
+        "folder": str(Path.cwd()),
+        "git": git,
+        "diff": diff,
+        "python": platform.python_version(),
+        "packages": _packages(),
+        "host": socket.gethostname(),
+        "os": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": _torch_threads(),
+        "environment": _environment(),
+    }
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """What differs between two manifests so that resumed numbers may differ in their last bits."""
+    exact = [
+        {"cpu": one["cpu"], "torch": one["packages"].get("torch"), "threads": one["threads"]} for one in (then, now)
+    ]
+    # None: torch was not loaded (or installed) when the manifest was made, so there is nothing to compare.
+    return [change for change in differences(*exact) if change.before is not None and change.after is not None]
+
+
+def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Commit, whether it is dirty and what is untracked, and the difference from the commit as text."""
+    inside = _git_output(folder, "rev-parse", "--show-toplevel")
+    if not inside:
+        return None, ""
+    top = Path(inside.strip())
+    commit = _git_output(top, "rev-parse", "--verify", "--quiet", "HEAD")
+    diff = _git_output(top, "diff", "HEAD", "--no-ext-diff", "--no-color") if commit else ""
+    untracked = (_git_output(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    about = {
+        "commit": commit.strip() if commit else None,
+        "dirty": bool(diff or untracked),
+        "untracked": untracked[:UNTRACKED_LIMIT],
+    }
+    return about, diff or ""
+
+
+def _git_output(folder: Path, *arguments: str) -> str | None:
+    """What git says, at most DIFF_LIMIT_BYTES of it; None where it fails or is not installed."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        process = subprocess.Popen(
+            ["git", *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        return None
+    with process:
+        assert process.stdout is not None
+        text = process.stdout.read(DIFF_LIMIT_BYTES)
+        whole = not process.stdout.read(1)
+        if not whole:
+            process.kill()
+            return text.decode(errors="replace") + f"\n… cut after {DIFF_LIMIT_BYTES} bytes\n"
+    return text.decode(errors="replace") if process.returncode == 0 else None
+
+
+def _packages() -> dict[str, str]:
+    """Versions of all installed distributions, from the names of their folders: reading each one's metadata is slow."""
+    versions: dict[str, str] = {}
+    for entry in sys.path:
+        if not os.path.isdir(entry):
+            continue
+        for folder in os.listdir(entry):
+            name, dash, version = folder.removesuffix(".dist-info").partition("-")
+            if dash and folder.endswith(".dist-info"):
+                versions.setdefault(name.replace("_", "-").lower(), version)
+    return dict(sorted(versions.items()))
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if model:
+            return model[1]
+    return platform.processor() or platform.machine()
+
+
+def _torch_threads() -> int | None:
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_num_threads()
+
+
+def _environment() -> dict[str, str]:
+    ours = {key: value for key, value in os.environ.items() if key.startswith("PALESTRA_")}
+    return {key: "(redacted)" if SECRET.search(key) else value for key, value in sorted(ours.items())}

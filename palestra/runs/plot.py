@@ -1,0 +1,174 @@
+"""Learning curves of runs: mean ± band over seeds, as PNG for the screen and SVG for paper."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.run import Run
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, told apart also by people who do not see all colours; yellow is too faint for a line.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+LINE_STYLES = ("-", "--", ":")  # one palette after another
+FAINT_SEEDS = 5  # with more seeds the single lines hide the band
+GRID_LIMIT = 24  # metrics in one picture
+AXES = {"frame": "environment frames", "step": "training steps"}
+POSITION = {"seed", "step", "frame"}  # columns of metrics.jsonl that say where, not what
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one run over its seeds: `ys` has a row a seed, at the shared `x`."""
+
+    x: "np.ndarray"
+    ys: "np.ndarray"
+
+
+def curves(runs: Sequence[Run], *, metric: str, x: str = "frame", out: Path) -> list[Path]:
+    """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation."""
+    tables = [run.metrics() for run in runs]
+    known = sorted({key for rows in tables for row in rows for key in row} - POSITION)
+    drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
+    if not drawn:
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'no metrics yet'}."
+        raise UsageError(f"no values of {metric!r} by {x!r} in {', '.join(map(str, (r.path for r in runs)))}. {hint}")
+    figure = _figure(6.4, 4.0)
+    axes = figure.add_subplot()
+    names = [run.name for run, _ in drawn]
+    for index, (run, curve) in enumerate(drawn):
+        name = run.name if names.count(run.name) == 1 else f"{run.name} {run.id}"
+        _draw(axes, curve, index, f"{name} ({_counted(len(curve.ys), 'seed')})")
+    _dress(axes, x)
+    axes.set_xlabel(AXES.get(x, _words(x)))
+    axes.set_ylabel(_words(metric))
+    meaning = "mean ± standard deviation" if any(len(curve.ys) > 1 for _, curve in drawn) else None
+    axes.legend(frameon=False, fontsize=9, loc="best", title=meaning, title_fontsize=8, alignment="left")
+    return _save(figure, out)
+
+
+def trial_plots(run: Run) -> list[Path]:
+    """Write the standard pictures into the run's plots folder: the headline's curve and a grid of the other metrics."""
+    rows = run.metrics()
+    metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
+    if not metrics:
+        raise PalestraError(f"{run.path} has no metrics to plot yet")
+    x = "frame" if any("frame" in row for row in rows) else "step"
+    headline = next((key for key in run.progress()["headline"] if key in metrics), metrics[0])
+    written = curves([run], metric=headline, x=x, out=run.path / "plots" / "learning_curve")
+    others = [(key, curve) for key in metrics if key != headline and (curve := _curve(rows, key, x))][:GRID_LIMIT]
+    if others:
+        written += _save(_grid(others, x), run.path / "plots" / "metrics")
+    return written
+
+
+def _grid(metrics: list[tuple[str, Curve]], x: str) -> "Figure":
+    columns = min(3, len(metrics))
+    lines = math.ceil(len(metrics) / columns)
+    figure = _figure(3.4 * columns, 2.4 * lines)
+    for index, (metric, curve) in enumerate(metrics):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        _draw(axes, curve, 0, None)
+        _dress(axes, x)
+        axes.set_title(_words(metric), loc="left", fontsize=9)
+        if index + columns >= len(metrics):  # the lowest picture of each column says what x is
+            axes.set_xlabel(AXES.get(x, _words(x)), fontsize=9)
+    return figure
+
+
+def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
+    """The metric of each seed on the range of x that all seeds share; None where no seed has it."""
+    import numpy as np
+
+    seeds: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        if _is_number(row.get(metric)) and _is_number(row.get(x)):
+            seeds.setdefault(row["seed"], []).append((row[x], row[metric]))
+    if not seeds:
+        return None
+    series = [np.array(sorted(points), dtype=float).T for points in seeds.values()]
+    first, last = max(xs[0] for xs, _ in series), min(xs[-1] for xs, _ in series)
+    grid = np.unique(np.concatenate([xs for xs, _ in series]))
+    shared = grid[(grid >= first) & (grid <= last)]
+    if not len(shared):  # the seeds have no x in common: nothing can be averaged
+        return None
+    return Curve(shared, np.stack([np.interp(shared, xs, ys) for xs, ys in series]))
+
+
+def _draw(axes: "Axes", curve: Curve, index: int, label: str | None) -> None:
+    colour = PALETTE[index % len(PALETTE)]
+    style = LINE_STYLES[index // len(PALETTE) % len(LINE_STYLES)]
+    mean = curve.ys.mean(0)
+    marker = "o" if len(curve.x) == 1 else None
+    axes.plot(curve.x, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, label=label, zorder=3)
+    if len(curve.ys) == 1:
+        return
+    spread = curve.ys.std(0)
+    axes.fill_between(curve.x, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0, zorder=1)
+    if len(curve.ys) <= FAINT_SEEDS:
+        axes.plot(curve.x, curve.ys.T, color=colour, linewidth=0.6, alpha=0.3, zorder=2)
+
+
+def _figure(width: float, height: float) -> "Figure":
+    """A figure of its own: pyplot's global state is never touched, so this works in any thread."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _dress(axes: "Axes", x: str) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.margins(x=0.01)
+    if x in AXES:
+        axes.set_xlim(left=0)  # counts begin there
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        if max(map(abs, axis.get_view_interval())) >= 10_000:
+            axis.set_major_formatter(FuncFormatter(lambda value, position: _short(value)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8)
+
+
+def _short(value: float) -> str:
+    """1200000 as 1.2M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{letter}"
+    return f"{value:g}"
+
+
+def _save(figure: "Figure", out: Path) -> list[Path]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=200)
+    return paths
+
+
+def _numeric(rows: list[dict[str, Any]]) -> list[str]:
+    """The metrics that have a number somewhere, in the order they first appear."""
+    found = {key: None for row in rows for key, value in row.items() if _is_number(value)}
+    return [key for key in found if key not in POSITION]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _words(name: str) -> str:
+    return name.replace("eval/", "evaluation ").replace("/", " ").replace("_", " ")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,286 @@
+"""A session: one seed's run folder, owned by the process that trains in it."""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.runs import checkpoint as checkpoints
+from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
+from palestra.runs.lease import Lease, LeaseLost
+from palestra.runs.logfile import logging_to
+from palestra.runs.status import write_status
+from palestra.runs.stop import stop_signals
+from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
+from palestra.spec.difference import Difference, differences
+
+HEARTBEAT_SECONDS = 2.0
+# Files that only grow and are cut back on resume, also when the resuming process does not follow them.
+APPEND_ONLY = ("metrics.jsonl", "trace.json")
+
+log = logging.getLogger("palestra.runs")
+
+
+class Session:
+    """One seed's run folder. As a context manager it owns the folder: lease, status, heartbeat, log file, signals.
+
+    The order in a trainer: enter, `restore()`, open the append-only files for appending and `follow()` them, train.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.manifest: dict[str, Any] = read_json(path / "manifest.json")
+        self.stop_requested = False
+        """Set by the first SIGINT or SIGTERM: take a checkpoint, then raise `Interrupted`."""
+        self._followed: dict[str, Callable[[], None]] = {}
+        self._progress: dict[str, Any] = {}
+        self._started = 0.0
+        self._lease = Lease(LocalStore(path))
+        # The heartbeat's thread and the trainer's both renew, and a renewal compares with the one before it.
+        self._renewing = threading.Lock()
+        self._lost: LeaseLost | None = None
+        self._log_file: logging.Handler | None = None
+        self._owned: ExitStack | None = None
+
+    @classmethod
+    def create(
+        cls, path: Path, *, spec_yaml: str, spec_data: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> "Session":
+        """Make a session's folder with its resolved spec and its manifest."""
+        if (path / "manifest.json").exists():
+            raise UsageError(f"{path} already holds a session: resume it, or start a new run")
+        with clear_write_errors(path):
+            (path / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
+            (path / "plots").mkdir(exist_ok=True)
+            _write_identity(path, spec_yaml, spec_data, manifest)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "Session":
+        """The session in an existing folder."""
+        if not (path / "manifest.json").exists():
+            raise UsageError(f"{path} is not a session's folder: it has no manifest.json")
+        return cls(path)
+
+    @property
+    def seed(self) -> int:
+        """The seed of this session."""
+        return self.manifest["seed"]
+
+    @property
+    def spec_data(self) -> dict[str, Any]:
+        """The resolved spec as plain data."""
+        return self.manifest["spec"]
+
+    # ---- owning the folder
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            with clear_write_errors(self.path):
+                self._lease.acquire()
+                stack.callback(self._lease.release)
+                for rest in self.path.glob(".*.tmp"):  # small files a killed owner was writing
+                    rest.unlink()
+                self._lost = None
+                self.stop_requested = False
+                stack.enter_context(stop_signals(self._request_stop))
+                self._log_file = stack.enter_context(logging_to(self.path / "log.txt"))
+                self._started = time.time()
+                self._write_status("running")
+            stack.push(self._conclude)
+            stack.enter_context(self._heartbeat())  # ends first, so that the concluding status is the last one written
+            self._owned = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._owned is not None
+        owned, self._owned = self._owned, None
+        owned.__exit__(kind, error, trace)
+
+    def progress(
+        self, *, step: int | None = None, frame: int | None = None, headline: Mapping[str, float] | None = None
+    ) -> None:
+        """Say how far the run is (`headline`: metric → value); kept in memory and written with the next heartbeat.
+
+        Raises `LeaseLost` where another process has taken the folder over.
+        """
+        if self._lost is not None:
+            raise self._lost
+        told = dict(self._progress)  # a new dict each time: the heartbeat's thread reads the old one
+        if step is not None:
+            told["step"] = int(step)
+        if frame is not None:
+            told["frame"] = int(frame)
+        if headline is not None:
+            told["headline"] = {metric: float(value) for metric, value in headline.items()}
+        self._progress = told
+
+    def _request_stop(self) -> None:
+        self.stop_requested = True
+
+    def _renew(self) -> None:
+        with self._renewing:
+            self._lease.renew()
+
+    def _write_status(self, state: str, error: BaseException | None = None) -> None:
+        write_status(self.path, state, started=self._started, progress=self._progress, error=error)
+
+    @contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        stop = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(stop,), name="palestra-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _beat(self, stop: threading.Event) -> None:
+        warned = False
+        while not stop.wait(HEARTBEAT_SECONDS):
+            try:
+                self._renew()
+                self._write_status("running")
+            except LeaseLost as error:
+                self._lost = error  # raised in the trainer's thread by progress() or checkpoint()
+                self.stop_requested = True
+                return
+            except OSError as error:
+                if not warned:
+                    log.warning("the heartbeat of %s cannot be written (%s); training goes on", self.path, error)
+                warned = True
+
+    def _conclude(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lost is not None or isinstance(error, LeaseLost):
+            return  # the folder has another owner: its status and log are not ours to write
+        if error is None:
+            state = "done"
+        elif isinstance(error, Interrupted | KeyboardInterrupt):
+            state = "interrupted"
+        else:
+            state = "failed"
+            # Into the log file alone: the terminal shows one paragraph unless the user asks for more.
+            raised = (type(error), error, trace)
+            record = logging.LogRecord(log.name, logging.ERROR, __file__, 0, "the session failed", None, raised)
+            assert self._log_file is not None
+            self._log_file.handle(record)
+        try:
+            self._write_status(state, error)
+        except OSError as problem:
+            if error is None:
+                raise PalestraError(f"could not write the last status of {self.path}: {problem}") from problem
+            error.add_note(f"status.json in {self.path} could not be written either: {problem}")
+
+    # ---- checkpoints
+
+    def follow(self, name: str, flush: Callable[[], None]) -> None:
+        """Tie an append-only file of this folder to checkpoints: `flush` brings it up to date before each."""
+        self._followed[name] = flush
+
+    def checkpoint(
+        self,
+        step: int,
+        state: Any,
+        *,
+        reasons: set[str],
+        score: float | None = None,
+        metric: str | None = None,
+        counters: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Save all state with the lengths of the append-only files, then prune; see `palestra.runs.checkpoint`."""
+        self._renew()  # a process that was stopped and has lost the folder must not write into it
+        for flush in self._followed.values():
+            flush()
+        with clear_write_errors(self.path):
+            offsets = {name: _synced_size(self.path / name) for name in self._growing()}
+            path = checkpoints.save(
+                self.path, step, state, reasons=reasons, score=score, metric=metric, counters=counters, offsets=offsets
+            )
+            checkpoints.prune(self.path)
+        return path
+
+    def restore(self) -> Checkpoint | None:
+        """The newest valid checkpoint (None: start afresh), with every append-only file cut back to it."""
+        self._renew()
+        with clear_write_errors(self.path):
+            checkpoints.finish_renames(self.path)
+            found = checkpoints.newest(self.path, log.warning, self._check_offsets)
+            checkpoints.set_aside_after(self.path, -1 if found is None else found.step)
+            offsets = {} if found is None else found.meta.offsets
+            for name in {*self._growing(), *offsets}:
+                if (self.path / name).exists():
+                    os.truncate(self.path / name, offsets.get(name, 0))
+        return found
+
+    def _growing(self) -> list[str]:
+        known = (name for name in APPEND_ONLY if (self.path / name).exists())
+        return sorted({*self._followed, *known})
+
+    def _check_offsets(self, checkpoint: Checkpoint) -> None:
+        for name, offset in checkpoint.meta.offsets.items():
+            size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
+            if size < offset:
+                raise DamagedCheckpoint(
+                    f"checkpoint {checkpoint.meta.path} does not fit {name}, which has {size} bytes instead of {offset}"
+                )
+
+    # ---- identity
+
+    def check_resume(self, spec_data: Mapping[str, Any], allow: Sequence[str] = ()) -> list[Difference]:
+        """Refuse a changed spec unless each changed field is at or under an allowed path; gives the allowed changes."""
+        changed = differences(self.spec_data, _plain(spec_data))
+        refused = [change for change in changed if not any(_covers(path, change.path) for path in allow)]
+        if refused:
+            lines = "\n".join(f"  {change}" for change in refused)
+            flags = " ".join(f"--allow {change.path}" for change in refused)
+            raise UsageError(
+                f"the spec has changed since {self.path} was started:\n{lines}\n"
+                f"Resume with the same spec, accept the changes with {flags}, or start a new run."
+            )
+        return changed
+
+    def amend(self, *, spec_yaml: str, spec_data: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Store a spec that `check_resume` accepted; the manifest before it stays in manifest.json as "before"."""
+        with clear_write_errors(self.path):
+            _write_identity(self.path, spec_yaml, spec_data, {**manifest, "before": self.manifest})
+        self.manifest = read_json(self.path / "manifest.json")
+
+
+def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    """spec.yaml, git.diff and, last because it makes the folder a session, manifest.json."""
+    write_bytes(path / "spec.yaml", spec_yaml.encode())
+    content = dict(manifest)
+    diff = content.pop("diff", "")
+    if diff:
+        write_bytes(path / "git.diff", diff.encode())
+    write_json(path / "manifest.json", {**content, "spec": spec_data})
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """As the data comes back from manifest.json, so that a tuple does not differ from its list."""
+    return json.loads(json.dumps(data))
+
+
+def _covers(allowed: str, path: str) -> bool:
+    parts = allowed.split(".")
+    return path.split(".")[: len(parts)] == parts
+
+
+def _synced_size(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # a checkpoint must not outlive, in a power cut, the rows it counts
+        return os.fstat(file.fileno()).st_size

@@ -1,0 +1,115 @@
+"""The one small store: get, put, list and compare-and-swap of small files, each atomic."""
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import PalestraError
+
+
+class LocalStore:
+    """Small values by key under one local folder; a key is a relative path with forward slashes."""
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root)
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None where there is none."""
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write the value whole: a reader sees the old one or the new one, also after a kill."""
+        write_bytes(self._path(key), data)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """The keys that begin with the prefix, sorted; hidden files (temporaries, locks) are no keys."""
+        found = []
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            relative = Path(folder).relative_to(self.root)
+            found += [(relative / name).as_posix() for name in files if not name.startswith(".")]
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def swap(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
+        """Replace the value if it still is `expected` (None: absent); says whether it was. `new=None` removes it."""
+        with self._locked(key):
+            if self.get(key) != expected:
+                return False
+            if new is not None:
+                self.put(key, new)
+            elif expected is not None:
+                self._path(key).unlink()
+            return True
+
+    def _path(self, key: str) -> Path:
+        parts = Path(key).parts
+        if not parts or Path(key).is_absolute() or any(part.startswith(".") for part in parts):
+            raise ValueError(f"not a store key: {key!r} (a relative path without hidden parts)")
+        return self.root.joinpath(*parts)
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file stays: removing it would let two processes hold locks on two files of one name.
+        with (path.parent / f".{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically: beside it, fsynced, renamed; missing parent folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, so that a rename survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Write a small JSON file atomically, indented for people."""
+    write_bytes(path, (json.dumps(obj, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; one that does not parse is an error that names it."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PalestraError(f"{path} is not valid JSON ({error}); restore it from a copy or remove it") from error
+
+
+@contextmanager
+def clear_write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that says which run folder cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise PalestraError(
+            f"cannot write the run folder {path}: {error.strerror or error} ({error.filename}). "
+            "Check its permissions and the free space, or choose another folder for runs."
+        ) from error

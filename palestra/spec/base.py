@@ -1,0 +1,110 @@
+"""What the specs of all kinds share: identity, seeds, cadences, tracking, hooks and the machine."""
+
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.model import Model
+from palestra.spec.words import Words
+
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100),
+    Words("a name of letters, digits, '_', '-' and '.' that begins with a letter or digit"),
+]
+Module = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"),
+    Words("an import path such as 'package.module'"),
+]
+Function = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
+    Words("a function as 'module:function'"),
+]
+
+
+class Conflict(NamedTuple):
+    """Two fields that do not fit together: where to look and what to do."""
+
+    path: tuple[str | int, ...]
+    reason: str
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+Cadences = Annotated[
+    list[Cadence],
+    BeforeValidator(_listed, json_schema_input_type=Cadence | list[Cadence]),
+    Words("a cadence such as '5 minutes' or '1e4 frames', or a list of them"),
+]
+
+
+class Every(Model):
+    """How often things happen during a run."""
+
+    checkpoint: Cadences = Field(default=[Cadence(5, "minutes")])
+    """When to save all state: by time (only the newest is kept) and by steps or frames (kept for good)."""
+    eval: CountCadence | None = None
+    """When to evaluate besides at the end; null evaluates only at the end."""
+    log: CountCadence = Cadence(1, "steps")
+    """When to write a row of metrics."""
+
+
+class TrackSpec(Model):
+    """Where metrics go besides the run folder."""
+
+    sinks: list[Literal["tensorboard", "wandb", "swanlab", "trackio"]] = Field(default=[])
+    """Services that receive every row of metrics besides metrics.jsonl."""
+    project: str | None = Field(default=None, min_length=1)
+    """The project at those services; null means the name of the spec."""
+    trace: bool = True
+    """Write a timeline of what the run does, for Perfetto."""
+
+
+class ExperimentSpec(Model):
+    """What every kind of experiment has."""
+
+    kind: str
+    """The kind of experiment."""
+    name: Name
+    """The folder under runs/; by default the key in a file of several specs, else the file's stem."""
+    seed: int = Field(default=0, ge=0)
+    """The first seed."""
+    max_session: int = Field(default=1, ge=1)
+    """How many sessions: the seeds `seed` to `seed + max_session - 1`, run in parallel, make one trial."""
+    every: Every = Every()
+    """How often to checkpoint, evaluate and log."""
+    track: TrackSpec = TrackSpec()
+    """Where metrics go."""
+    hooks: list[Function] = Field(default=[])
+    """Functions called at the events of the run, each as module:function."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes the GPU when there is one that pays."""
+    threads: int | None = Field(default=None, ge=1)
+    """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the trial's sessions."""
+        return list(range(self.seed, self.seed + self.max_session))
+
+    def conflicts(self) -> list[Conflict]:
+        """Fields that are fine by themselves and do not fit together; a kind adds its own."""
+        return []
+
+    def derived(self) -> dict[str, int | float | str]:
+        """What follows from the spec, by name, for people to check before a run."""
+        return {}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        conflicts = self.conflicts()
+        if conflicts:
+            reasons = "; ".join(f"{'.'.join(map(str, c.path))}: {c.reason}" for c in conflicts)
+            raise PydanticCustomError("conflicts", "{reasons}", {"reasons": reasons, "conflicts": conflicts})
+        return self

@@ -1,0 +1,80 @@
+"""The table of kinds: which type a spec of a kind has and which function runs it, loaded on use."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from palestra.errors import UsageError
+from palestra.spec.base import ExperimentSpec
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where a kind lives, each as "module:name": its spec type, its runner and what loads a trained policy or model."""
+
+    spec: str
+    run: str
+    load: str
+
+
+KINDS: dict[str, Kind] = {
+    "control": Kind(
+        spec="palestra.spec.kinds.control:ControlSpec",
+        run="palestra.kinds.control:run",
+        load="palestra.kinds.control:load",
+    ),
+}
+
+
+def kinds() -> dict[str, Kind]:
+    """All kinds by name: those of the entry points `palestra.kinds`, and Palestra's own, which none replaces."""
+    return _installed_kinds() | KINDS
+
+
+def is_kind(name: object) -> bool:
+    """Whether there is a kind of this name."""
+    return isinstance(name, str) and (name in KINDS or name in _installed_kinds())
+
+
+def spec_type(kind: str) -> type[ExperimentSpec]:
+    """The type of the specs of a kind."""
+    return _load(_find(kind).spec)
+
+
+def runner(kind: str) -> Callable[..., Any]:
+    """The function that runs specs of a kind."""
+    return _load(_find(kind).run)
+
+
+def loader(kind: str) -> Callable[..., Any]:
+    """The function that loads what a run of a kind has trained."""
+    return _load(_find(kind).load)
+
+
+def unknown_kind(kind: object) -> str:
+    """What to tell someone who asked for a kind that does not exist."""
+    names = sorted(kinds())
+    near = get_close_matches(str(kind), names, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"unknown kind {kind!r}.{hint} The kinds are: {', '.join(names)}."
+
+
+def _find(kind: str) -> Kind:
+    if not is_kind(kind):
+        raise UsageError(unknown_kind(kind))
+    return KINDS.get(kind) or _installed_kinds()[kind]
+
+
+@cache
+def _installed_kinds() -> dict[str, Kind]:
+    from importlib.metadata import entry_points  # here, because our own kinds need not wait for a walk of all packages
+
+    return {point.name: point.load() for point in entry_points(group="palestra.kinds")}
+
+
+def _load(reference: str) -> Any:
+    module, name = reference.split(":")
+    return getattr(import_module(module), name)

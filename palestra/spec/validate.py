@@ -1,0 +1,162 @@
+"""Plain data to a typed spec, or all its problems at once in plain words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from palestra.errors import UsageError
+from palestra.spec.base import ExperimentSpec
+from palestra.spec.kinds import is_kind, kinds, spec_type, unknown_kind
+from palestra.spec.place import Place, locate, models
+from palestra.spec.source import DataPath, Origin, Origins, Tree, dotted
+from palestra.spec.words import literals
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a spec: which key, where it is written, what was found and what to do."""
+
+    path: str
+    origin: Origin
+    value: Any
+    reason: str
+    hint: str = ""
+
+    @property
+    def where(self) -> str:
+        """The place to look at: "file.yaml:7", "override", ..."""
+        return self.origin.where
+
+    def __str__(self) -> str:
+        return f"{self.where}  {self.path}: {self.reason}" + (f". {self.hint}" if self.hint else "")
+
+
+class SpecError(UsageError):
+    """A spec that is not valid, with all its problems."""
+
+    def __init__(self, problems: list[Problem]):
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"the spec has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        self.problems = problems
+
+
+def validate(data: Any, origins: Origins) -> ExperimentSpec:
+    """The typed spec that plain data describes; raises SpecError with every problem."""
+    tree = Tree(data, origins)
+    kind = data.get("kind")
+    if not is_kind(kind):
+        raise SpecError([_kind_problem(tree)])
+    model = spec_type(kind)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        found = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
+        raise SpecError(sorted(found.values(), key=_place_in_file)) from None
+
+
+def _kind_problem(tree: Tree) -> Problem:
+    names = ", ".join(sorted(kinds()))
+    if "kind" not in tree.data:
+        return Problem("kind", tree.origin(()), None, f"missing. The kinds are: {names}")
+    kind = tree.data["kind"]
+    return Problem("kind", tree.origin(("kind",)), kind, unknown_kind(kind).rstrip("."))
+
+
+def _place_in_file(problem: Problem) -> tuple[str, int]:
+    return problem.origin.file or "", problem.origin.line or 0
+
+
+def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -> Iterator[Problem]:
+    for details in error.errors():
+        if details["type"] == "conflicts":
+            for conflict in details["ctx"]["conflicts"]:
+                value = _value(tree.data, conflict.path)
+                yield Problem(dotted(conflict.path), tree.origin(conflict.path), value, conflict.reason)
+            continue
+        place = locate(model, tree.data, details["loc"], absent=details["type"] == "missing")
+        yield _problem(details, place, model, tree)
+
+
+def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree) -> Problem:
+    kind, value, path = details["type"], details["input"], place.path
+    reason, hint = "", ""
+    if kind == "extra_forbidden":
+        reason, hint = "unknown key", _nearest_key(path, place, model)
+    elif kind == "missing":
+        value, reason = None, f"missing; expected {place.words}"
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        key = details["ctx"]["discriminator"].strip("'")
+        path = (*path, key)
+        options = [str(option) for member in models(place.annotation) for option in _options(member, key)]
+        expected = "one of " + ", ".join(f"'{option}'" for option in options)
+        value = value.get(key) if isinstance(value, dict) else value
+        reason = f"missing; expected {expected}" if kind == "union_tag_not_found" else _expected(expected, value)
+        hint = _nearest_option(value, options)
+    elif "url" not in details:  # a message of our own types
+        reason = _with_value(details["msg"], value)
+    elif kind in ("value_error", "assertion_error"):
+        reason = _with_value(str(details["ctx"]["error"]), value)
+    else:
+        reason = _expected(place.words, value)
+        hint = _nearest_option(value, literals(place.annotation))
+    return Problem(dotted(path), tree.origin(path), value, reason, hint)
+
+
+def _options(model: type[BaseModel], key: str) -> tuple[Any, ...]:
+    return get_args(model.model_fields[key].annotation)
+
+
+def _expected(words: str, value: Any) -> str:
+    return f"expected {words}, got {_shown(value)}"
+
+
+def _with_value(reason: str, value: Any) -> str:
+    if isinstance(value, dict | list):
+        return reason
+    return f"{reason}{',' if reason.startswith('expected') else ';'} got {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a spec would write it, shortened."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _nearest_option(value: Any, options: Any) -> str:
+    near = get_close_matches(value, [o for o in options if isinstance(o, str)], n=1) if isinstance(value, str) else []
+    return f"Did you mean '{near[0]}'?" if near else ""
+
+
+def _nearest_key(path: DataPath, place: Place, model: type[ExperimentSpec]) -> str:
+    """The nearest valid key; else where a key of that name does exist; else all valid keys."""
+    key = str(path[-1])
+    valid = list(place.owner.model_fields) if place.owner else []
+    near = get_close_matches(key, valid, n=1)
+    if near:
+        return f"Did you mean '{near[0]}'?"
+    elsewhere = [f"'{where}'" for where in _paths_of(key, model)]
+    known = f"Valid keys: {', '.join(valid)}"
+    return f"Did you mean {' or '.join(elsewhere)}? {known}" if elsewhere else known
+
+
+def _paths_of(key: str, model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name == key:
+            yield prefix + name
+        for inner in models(field.annotation):
+            yield from _paths_of(key, inner, f"{prefix}{name}.")
+
+
+def _value(data: Any, path: DataPath) -> Any:
+    for part in path:
+        if not isinstance(data, dict) or part not in data:
+            return None
+        data = data[part]
+    return data

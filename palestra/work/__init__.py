@@ -1,0 +1,1 @@
+"""The one process pool, for everything that runs beside the main process."""

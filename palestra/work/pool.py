@@ -1,0 +1,233 @@
+"""The process pool: fresh interpreters that run tasks, can be killed at any moment, and never outlive the pool.
+
+Workers are started as `python -c`, not through multiprocessing, so a script or notebook needs no
+`if __name__ == "__main__"`. Each worker is a session of its own: killing one ends its children too, and Ctrl-C at a
+terminal reaches only the main process. Each is served by one thread here.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, as_completed
+from pathlib import Path
+from typing import Any, Self
+
+from palestra.errors import PalestraError
+from palestra.work import guard
+from palestra.work.process import Process, TaskFailed, TaskTimeout, WorkerDied
+from palestra.work.worker import pack
+
+__all__ = ["Pool", "Task", "TaskFailed", "TaskTimeout", "WorkerDied", "as_completed"]
+
+LIBRARIES = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")  # <library>_THREADS caps each
+
+
+class Task(Future):
+    """A `concurrent.futures.Future` whose `cancel` also ends a running task, by killing its worker."""
+
+    def __init__(self, name: str, payload: bytes, timeout: float | None, log: Path | None) -> None:
+        super().__init__()
+        self.name = name
+        self._order = (payload, None if log is None else str(log), timeout)
+        self._lock = threading.RLock()  # a worker is signalled only while it runs this very task
+        self._process: Process | None = None
+        self._asked = self._unwanted = False
+
+    def cancel(self) -> bool:
+        """End the task, waiting or running; its result is then a CancelledError. False if it is already done."""
+        with self._lock:
+            if self.cancelled():
+                return True
+            if super().cancel():
+                self.set_running_or_notify_cancel()  # wakes as_completed now, not when a worker comes by
+                return True
+            if self.done():
+                return False
+            self._unwanted = True
+            if self._process is not None:
+                self._process.kill()
+            return True
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, once, to the worker that runs the task."""
+        with self._lock:
+            if self._process is not None and not self._asked:
+                self._asked = True
+                self._process.terminate()
+
+    def silent_for(self) -> float:
+        """Seconds since the worker last gave a sign of life."""
+        process = self._process
+        return 0.0 if process is None else time.monotonic() - process.heard
+
+    def begin(self) -> bool:
+        """Take the task from waiting to running; False if it was cancelled."""
+        with self._lock:
+            return not self.cancelled() and self.set_running_or_notify_cancel()
+
+    def run_in(self, process: Process, silence: float | None) -> None:
+        """Run in that worker and keep what comes of it; a worker that is of no more use is killed."""
+        with self._lock:
+            self._process = process
+            if self._unwanted:
+                process.kill()
+        try:
+            value = pickle.loads(process.run(self.name, *self._order, silence))
+        except BaseException as error:
+            if isinstance(error, (TaskTimeout, WorkerDied)):
+                process.kill()
+            self.finish(error=error)
+        else:
+            self.finish(value)
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Keep the outcome and wake those who wait for it."""
+        with self._lock:
+            self._process = None
+            self._order = (b"", None, None)  # a large payload is not kept as long as the task
+            if self._unwanted:
+                error = CancelledError()
+            self.set_result(value) if error is None else self.set_exception(error)
+
+
+class Pool:
+    """Runs tasks in `workers` processes, each capped at `threads` compute threads, with `env` added to its environment.
+
+    A worker that gives no sign of life for `heartbeat_timeout` seconds of a task (stopped, or stuck in C with the
+    interpreter lock) is killed. Leaving the `with` block waits for the tasks; leaving it by an exception stops them.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        threads: int = 1,
+        name: str = "work",
+        env: dict[str, str] | None = None,
+        heartbeat_timeout: float | None = None,
+    ) -> None:
+        self._env = {**os.environ, **{f"{name}_THREADS": str(threads) for name in LIBRARIES}, **(env or {})}
+        self._silence = heartbeat_timeout
+        self._waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._running: set[Task] = set()
+        self._closed = self._stopping = False
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        # A worker's parent-death signal fires when the thread that started it ends: these live as long as the pool.
+        self._threads = [threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        fn: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float | None = None,
+        log: Path | None = None,
+        **kwargs: Any,
+    ) -> Task:
+        """Queue `fn(*args, **kwargs)`; `fn` may be "module:function", which only the worker imports.
+
+        `timeout` seconds count from when the worker has loaded the function. `log` takes everything that the task
+        prints; without it, that goes where the main process prints.
+        """
+        if self._closed:
+            raise RuntimeError("the pool is closed")
+        name = fn if isinstance(fn, str) else getattr(fn, "__qualname__", repr(fn))
+        task = Task(name, pack((fn, args, kwargs)), timeout, log)
+        self._waiting.put(task)
+        return task
+
+    def silent(self, seconds: float) -> list[Task]:
+        """Return the running tasks whose worker has given no sign of life for `seconds`."""
+        return [task for task in self._running.copy() if task.silent_for() > seconds]
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Cancel what waits, ask what runs to save and end (SIGTERM), kill what is left after `grace` seconds."""
+        deadline = time.monotonic() + grace
+        self._stopping = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (task := self._waiting.get_nowait()) is not None:
+                    task.cancel()
+        self._close()
+        try:
+            while time.monotonic() < deadline and any(thread.is_alive() for thread in self._threads):
+                for task in self._running.copy():
+                    task.ask_to_end()
+                time.sleep(0.02)
+        finally:  # a second Ctrl-C ends the grace
+            for task in self._running.copy():
+                task.cancel()
+            self._join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.stop()
+            return
+        self._close()
+        try:
+            self._join()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+    def _close(self) -> None:
+        self._closed = True
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._guard.communicate()
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # a killed guard: the workers' parent-death signal remains
+            self._guard.stdin.write(f"{line}\n".encode())
+
+    def _serve(self) -> None:
+        """Run one task after another in one worker, which is replaced when it is gone."""
+        process: Process | None = None
+        while True:
+            with contextlib.suppress(OSError):  # the next task tries again, and says why it cannot
+                process = self._ready(process)
+            task = self._waiting.get()
+            if task is None:
+                break
+            self._running.add(task)
+            if self._stopping:
+                task.cancel()
+            if task.begin():
+                try:
+                    process = self._ready(process)
+                except OSError as error:
+                    task.finish(error=PalestraError(f"Cannot start a worker process: {error}"))
+                else:
+                    task.run_in(process, self._silence)
+            self._running.discard(task)
+            del task
+        if process is not None:
+            process.end(ask=True)
+
+    def _ready(self, process: Process | None) -> Process:
+        """The worker if it can take a task, else a fresh one in its place."""
+        if process is not None and process.alive():
+            return process
+        if process is not None:
+            process.end(ask=False)
+        return Process(self._env, self._tell_guard)

@@ -1,0 +1,459 @@
+"""States of environments: restored into fresh environments, everything that follows is equal bit for bit."""
+
+import importlib.util
+import pickle
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, NormalizeReward, RecordEpisodeStatistics
+from gymnasium.wrappers import vector as vector_wrappers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from palestra.control.envs.classic import CartPoleVector
+from palestra.control.envs.plain import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
+from palestra.control.envs.snapshot import Snapshot, restore_vector, vector_exactness, vector_state
+from palestra.errors import UsageError
+
+if importlib.util.find_spec("ale_py"):
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium", "ignore::DeprecationWarning")
+
+NEXT, SAME = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+
+# environment id, arguments of make, the package it needs, how many steps to compare after a cut, autoreset modes
+CASES = [
+    ("CartPole-v1", {"max_episode_steps": 45}, None, 300, (NEXT, SAME)),
+    ("Acrobot-v1", {"max_episode_steps": 45}, None, 300, (NEXT,)),
+    ("Pendulum-v1", {"max_episode_steps": 45}, None, 300, (NEXT, SAME)),
+    ("MountainCar-v0", {"max_episode_steps": 45}, None, 300, (SAME,)),
+    ("Taxi-v4", {"max_episode_steps": 45, "fickle_passenger": True}, None, 300, (NEXT,)),
+    ("FrozenLake-v1", {}, None, 300, (NEXT, SAME)),
+    ("Blackjack-v1", {}, None, 300, (SAME,)),
+    ("LunarLander-v3", {"enable_wind": True}, "Box2D", 300, (NEXT, SAME)),
+    ("LunarLander-v3", {"continuous": True, "max_episode_steps": 60}, "Box2D", 300, (NEXT,)),
+    ("BipedalWalker-v3", {"max_episode_steps": 60}, "Box2D", 120, (SAME,)),
+    ("HalfCheetah-v5", {"max_episode_steps": 60}, "mujoco", 300, (NEXT, SAME)),
+    ("Reacher-v5", {}, "mujoco", 300, (NEXT,)),
+    ("Ant-v5", {"max_episode_steps": 60}, "mujoco", 80, (NEXT,)),
+    ("Humanoid-v5", {}, "mujoco", 80, (SAME,)),
+    ("Pusher-v5", {"max_episode_steps": 60}, "mujoco", 80, (SAME,)),
+    ("ALE/Pong-v5", {"max_num_frames_per_episode": 200, "obs_type": "grayscale"}, "ale_py", 70, (NEXT, SAME)),
+    ("ALE/Breakout-v5", {"max_num_frames_per_episode": 200, "frameskip": (2, 5)}, "ale_py", 70, (SAME,)),
+]
+CASES = [pytest.param(*case, mode, id=f"{case[0]}-{mode.value}") for *case, modes in CASES for mode in modes]
+
+
+def maker(name: str, kwargs: dict[str, Any], package: str | None = None):
+    if package is not None:
+        pytest.importorskip(package, reason=f"{name} needs {package}")
+    return lambda: Snapshot(gymnasium.make(name, **kwargs))
+
+
+def sync(make, mode=AutoresetMode.NEXT_STEP, num_envs=2):
+    return SyncVectorEnv([make] * num_envs, autoreset_mode=mode)
+
+
+def bits(value: Any) -> Any:
+    """A step's results so that == means bit for bit; wall-clock times, which cannot repeat, left out."""
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items() if key not in ("t", "_t")}
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return [bits(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, tuple | list):
+        return [bits(item) for item in value]
+    return repr(value)
+
+
+def assert_plain(tree: Any) -> None:
+    if isinstance(tree, dict):
+        assert all(type(key) is str for key in tree)
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            assert_plain(item)
+    elif isinstance(tree, np.ndarray):
+        assert tree.dtype.kind in "biuf"
+    else:
+        assert tree is None or type(tree) in (str, int, float, bool, bytes)
+
+
+def assert_continues(make_vector, follow: int, seed: int) -> None:
+    """Record a run, taking states at a few points; continue fresh environments from each; compare what follows."""
+    rng = np.random.default_rng(seed)
+    plain, recorded = make_vector(), make_vector()
+    for env in (plain, recorded):
+        env.reset(seed=seed)
+        env.action_space.seed(seed)
+    trace, actions, states = [], [], {0: vector_state(recorded)}
+    cuts, first_end, step = {int(rng.integers(1, 60))}, None, 0
+    while first_end is None or step < max(cuts) + follow:
+        step += 1
+        actions.append(recorded.action_space.sample())
+        result = recorded.step(actions[-1])
+        trace.append(bits(result))
+        # what taking states changed would show here
+        assert trace[-1] == bits(plain.step(plain.action_space.sample()))
+        if first_end is None and (result[2].any() or result[3].any()):
+            first_end = step
+            cuts |= {step, step + 1}
+        if step in cuts:
+            states[step] = vector_state(recorded)
+            assert same_bits(states[step], vector_state(recorded))
+    for cut, state in states.items():
+        assert_plain(state)
+        fresh = make_vector()
+        fresh.reset(seed=seed + 1000)
+        fresh.action_space.seed(seed + 1)
+        for _ in range(cut % 7):
+            fresh.step(fresh.action_space.sample())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert restore_vector(fresh, state) is None
+        assert same_bits(state, vector_state(fresh))
+        for step in range(cut, cut + follow):
+            action = fresh.action_space.sample()
+            assert bits(action) == bits(actions[step])
+            assert bits(fresh.step(action)) == trace[step], f"cut {cut}, step {step}"
+        fresh.close()
+    plain.close()
+    recorded.close()
+
+
+@pytest.mark.parametrize(("name", "kwargs", "package", "follow", "mode"), CASES)
+def test_restore_sync_fresh_envs_continue_bit_for_bit(name, kwargs, package, follow, mode):
+    make = maker(name, kwargs, package)
+    assert_continues(lambda: sync(make, mode), follow, seed=3)
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=st.integers(0, 2**31), limit=st.integers(1, 30), mode=st.sampled_from([NEXT, SAME]))
+def test_restore_any_seed_and_episode_length_continues_bit_for_bit(seed, limit, mode):
+    make = maker("CartPole-v1", {"max_episode_steps": limit})
+    assert_continues(lambda: sync(make, mode, num_envs=3), follow=30, seed=seed)
+
+
+@pytest.mark.parametrize("mode", [NEXT, SAME])
+@pytest.mark.parametrize(
+    ("name", "kwargs", "package"),
+    [
+        ("Pendulum-v1", {"max_episode_steps": 20}, None),
+        ("LunarLander-v3", {"max_episode_steps": 20}, "Box2D"),
+        ("Reacher-v5", {"max_episode_steps": 20}, "mujoco"),
+    ],
+)
+def test_restore_async_fresh_processes_continue_bit_for_bit(name, kwargs, package, mode):
+    make = maker(name, kwargs, package)
+    assert_continues(lambda: AsyncVectorEnv([make] * 2, autoreset_mode=mode), follow=45, seed=5)
+
+
+def test_restore_async_without_shared_memory_continues_bit_for_bit():
+    make = maker("CartPole-v1", {"max_episode_steps": 20})
+    assert_continues(lambda: AsyncVectorEnv([make] * 2, shared_memory=False), follow=45, seed=5)
+
+
+def test_restore_cartpole_vector_continues_bit_for_bit():
+    assert vector_exactness(CartPoleVector(3)) is None
+    assert_continues(lambda: CartPoleVector(3, max_episode_steps=20), follow=60, seed=1)
+
+
+def wrapped(name: str, **kwargs):
+    env = RecordEpisodeStatistics(gymnasium.make(name, **kwargs))
+    return Snapshot(NormalizeReward(FrameStackObservation(NormalizeObservation(env), 3)))
+
+
+def test_restore_wrappers_with_state_around_cartpole_continue_bit_for_bit():
+    assert_continues(lambda: sync(lambda: wrapped("CartPole-v1")), follow=100, seed=2)
+
+
+def test_restore_wrappers_with_state_around_replayed_env_continue_bit_for_bit():
+    pytest.importorskip("Box2D")
+    assert_continues(lambda: sync(lambda: wrapped("LunarLander-v3", max_episode_steps=40)), follow=100, seed=2)
+
+
+def test_restore_atari_preprocessing_continues_bit_for_bit():
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2", reason="AtariPreprocessing needs OpenCV")
+
+    def make():
+        env = gymnasium.make("ALE/Pong-v5", frameskip=1, max_num_frames_per_episode=250)
+        return Snapshot(FrameStackObservation(gymnasium.wrappers.AtariPreprocessing(env), 4))
+
+    assert_continues(lambda: sync(make, SAME), follow=70, seed=2)
+
+
+def test_restore_wrappers_around_the_vector_continue_bit_for_bit():
+    def make_vector():
+        inner = SyncVectorEnv([maker("CartPole-v1", {})] * 2)
+        return vector_wrappers.NormalizeObservation(vector_wrappers.RecordEpisodeStatistics(inner))
+
+    assert vector_exactness(make_vector()) is None
+    assert_continues(make_vector, follow=100, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("LunarLander-v3", "Box2D"), ("Reacher-v5", "mujoco"), ("ALE/Pong-v5", "ale_py")]
+)
+def test_set_state_where_pickle_comes_back_fresh_is_in_the_episode(name, package):
+    pytest.importorskip(package)
+    env, fresh = Snapshot(gymnasium.make(name)), Snapshot(gymnasium.make(name))
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    for _ in range(20):
+        env.step(env.action_space.sample())
+    by_pickle = pickle.loads(pickle.dumps(env.env))
+    assert fresh.set_state(env.get_state())
+    action = env.action_space.sample()
+    expected = bits(env.step(action))
+    assert bits(fresh.step(action)) == expected
+    by_pickle.unwrapped.reset(seed=0)
+    assert bits(by_pickle.step(action)) != expected
+
+
+class Walk(gymnasium.Env):
+    """A random walk on the line; subclasses say, or do not say, what its state is."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.position = self.np_random.normal()
+        self.resource = object()
+        return np.array([self.position]), {}
+
+    def step(self, action):
+        self.position += (1 if action else -1) * self.np_random.random()
+        return np.array([self.position]), float(action), abs(self.position) > 5, False, {}
+
+
+class DeclaredWalk(Walk):
+    palestra_state = ("position", "np_random")
+
+
+class BadlyDeclaredWalk(Walk):
+    palestra_state = ("resource",)
+
+
+class UnsavableWalk(Walk):
+    palestra_state = None
+
+
+class TiredWalk(Walk):
+    """Its steps depend on the clock of the machine: nothing can repeat them."""
+
+    clock = 0
+
+    def step(self, action):
+        TiredWalk.clock += 1
+        self.position += TiredWalk.clock
+        return np.array([self.position]), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Walk, "replay"), (DeclaredWalk, "attributes")])
+@pytest.mark.parametrize("mode", [NEXT, SAME])
+def test_restore_own_environment_continues_bit_for_bit(kind, expected, mode):
+    assert Snapshot(kind()).get_state()["kind"] == expected
+    assert_continues(lambda: sync(lambda: Snapshot(kind()), mode), follow=60, seed=0)
+
+
+def test_restore_replayed_env_reset_without_a_seed_continues_bit_for_bit():
+    env, fresh = Snapshot(Walk()), Snapshot(Walk())
+    env.reset()
+    for action in (1, 0, 1):
+        env.step(action)
+    assert fresh.set_state(env.get_state())
+    assert bits(fresh.step(1)) == bits(env.step(1))
+
+
+def test_reset_declared_attribute_not_plain_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"BadlyDeclaredWalk lists 'resource'.*palestra_state = None"):
+        Snapshot(BadlyDeclaredWalk()).reset()
+
+
+@pytest.mark.parametrize("mode", [NEXT, SAME])
+@pytest.mark.parametrize("kind", [UnsavableWalk, TiredWalk])
+def test_restore_env_that_cannot_continue_warns_once_and_restarts(kind, mode):
+    env, fresh = (sync(lambda: Snapshot(kind()), mode, num_envs=3) for _ in range(2))
+    env.reset(seed=0)
+    env.step(np.array([0, 1, 1]))
+    state = vector_state(env)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} could not be brought back") as record:
+        restarted = restore_vector(fresh, state)
+    assert len(record) == 1
+    assert restarted is not None
+    assert restarted.which.all()
+    positions = [one.unwrapped.position for one in fresh.envs]
+    np.testing.assert_array_equal(restarted.observations[:, 0], positions)
+    np.testing.assert_array_equal(
+        fresh.reset(options={"reset_mask": np.array([True, False, False])})[0][1:, 0], positions[1:]
+    )
+    # the new episodes come from the restored generators: a second resume from the same state gives the same ones
+    again = sync(lambda: Snapshot(kind()), mode, num_envs=3)
+    with pytest.warns(UserWarning, match="restart"):
+        np.testing.assert_array_equal(restore_vector(again, state).observations, restarted.observations)
+
+
+def test_restore_some_envs_restart_others_go_on():
+    kinds = [DeclaredWalk, UnsavableWalk]
+    env, fresh = (SyncVectorEnv([lambda kind=kind: Snapshot(kind()) for kind in kinds]) for _ in range(2))
+    env.reset(seed=0)
+    observations, *_ = env.step(np.array([0, 1]))
+    with pytest.warns(UserWarning, match="restart"):
+        restarted = restore_vector(fresh, vector_state(env))
+    assert restarted.which.tolist() == [False, True]
+    assert restarted.observations[0] == observations[0]
+    assert restarted.observations[1] != observations[1]
+
+
+def test_exactness_env_that_opts_out_says_so_in_one_sentence():
+    sentence = "UnsavableWalk has no way to save its state: after a resume its running episodes restart."
+    assert Snapshot(UnsavableWalk()).exactness == sentence
+    assert vector_exactness(sync(lambda: Snapshot(UnsavableWalk()))) == sentence
+    assert Snapshot(DeclaredWalk()).exactness is None
+    assert Snapshot(Walk()).exactness is None
+
+
+def test_restore_vector_env_without_adapter_warns_and_restarts():
+    env, fresh = (gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point") for _ in range(2))
+    assert "no way to save its state" in vector_exactness(env)
+    env.reset(seed=0)
+    state = vector_state(env)
+    assert_plain(state)
+    with pytest.warns(UserWarning, match="CartPoleVectorEnv"):
+        assert restore_vector(fresh, state).which.all()
+
+
+class Memo(gymnasium.Wrapper):
+    """Holds changing state that is not plain data."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.seen = {1.5}
+
+    def step(self, action):
+        observation, *rest = self.env.step(action)
+        self.seen.add(float(observation[0]))
+        return (observation, *rest)
+
+
+def test_get_state_wrapper_with_state_not_plain_replays_instead():
+    def make():
+        return Snapshot(Memo(gymnasium.make("CartPole-v1")))
+
+    assert make().get_state()["kind"] == "replay"
+    assert_continues(lambda: sync(make), follow=60, seed=0)
+
+
+def test_get_state_something_not_plain_appears_late_falls_back_to_restart():
+    env, fresh = (Snapshot(gymnasium.make("CartPole-v1")) for _ in range(2))
+    env.reset(seed=0)
+    env.env.late = object()
+    with pytest.warns(UserWarning, match="CartPole-v1"):
+        assert not fresh.set_state(env.get_state())
+    assert fresh.restart is not None
+
+
+def test_restore_after_rendering_continues_bit_for_bit():
+    pytest.importorskip("pygame")
+    env, fresh = (Snapshot(gymnasium.make("CartPole-v1", render_mode="rgb_array")) for _ in range(2))
+    env.reset(seed=0)
+    env.render()
+    env.step(1)
+    assert fresh.set_state(env.get_state())
+    assert bits(fresh.step(0)) == bits(env.step(0))
+    np.testing.assert_array_equal(fresh.render(), env.render())
+
+
+@pytest.mark.parametrize(
+    ("make_other", "message"),
+    [
+        (lambda: sync(maker("CartPole-v1", {}), num_envs=3), "2 environments"),
+        (lambda: sync(maker("Pendulum-v1", {})), "CartPole-v1, it cannot be continued by Pendulum-v1"),
+        (lambda: sync(lambda: wrapped("CartPole-v1")), "other wrappers"),
+        (lambda: CartPoleVector(2), "another kind"),
+    ],
+)
+def test_restore_state_of_something_else_is_refused(make_other, message):
+    env = sync(maker("CartPole-v1", {}))
+    env.reset(seed=0)
+    other = make_other()
+    other.reset(seed=0)
+    with pytest.raises(UsageError, match=message):
+        restore_vector(other, vector_state(env))
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.floats(width=32).map(np.float32)
+    | st.integers(0, 9).map(np.int64)
+    | st.lists(st.floats(), max_size=3).map(np.array)
+    | st.lists(st.text(min_size=1, max_size=2), min_size=1, max_size=2).map(np.array),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(0, 5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(PLAIN)
+def test_decode_of_encode_gives_the_value_with_types_and_bits(value):
+    tree = encode(value)
+    assert_plain(tree)
+    back = decode(tree)
+    assert bits(back) == bits(value)
+    assert type(back) is type(value)
+    assert same_bits(encode(back), tree)
+
+
+@pytest.mark.parametrize("value", [object(), {1}, np.array([None]), [object()], ValueError()])
+def test_encode_not_plain_raises(value):
+    with pytest.raises(NotPlain):
+        encode(value)
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        [],
+        [1, 0],
+        [np.int64(1), np.int64(0)],
+        [np.ones(2, np.float32)] * 3,
+        [np.ones(2), 1],
+        [{"a": np.ones(2)}, {"a": 3}],
+    ],
+)
+def test_decode_actions_of_encoded_gives_the_actions_with_their_types(actions):
+    tree = encode_actions(actions)
+    assert_plain(tree)
+    assert bits(decode_actions(tree)) == bits(actions)
+
+
+@pytest.mark.parametrize("bit_generator", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_decode_generator_continues_its_stream(bit_generator):
+    generator = np.random.Generator(bit_generator(7))
+    generator.random(5)
+    tree = encode(generator)
+    assert_plain(tree)
+    copy = decode(tree)
+    expected = generator.random(4)
+    np.testing.assert_array_equal(copy.random(4), expected)
+    in_place = np.random.Generator(bit_generator(8))
+    assert decode(tree, in_place) is in_place
+    np.testing.assert_array_equal(in_place.random(4), expected)

@@ -1,0 +1,191 @@
+"""Normalisers: against NumPy over everything seen, masks, groups of any size, equal values, saved and loaded state."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from palestra.rl.normalise import RewardScale, RunningMeanStd, batch_normalise, group_normalise, leave_one_out
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_running_mean_std_odd_batches_large_mean_equals_numpy():
+    data = (randn(100_000, 3, dtype=torch.float32) * torch.tensor([1.0, 0.1, 5.0]) + 1e4).float()
+    statistics, start = RunningMeanStd((3,)), 0
+    sizes = torch.randint(1, 5000, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    for size in sizes:
+        statistics.update(data[start : start + size])
+        start += size
+    seen = data[:start].double().numpy()
+    assert statistics.count == len(seen)
+    np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-9)
+    normalised = statistics.normalise(data)
+    assert normalised.dtype == torch.float32
+    np.testing.assert_allclose(normalised.double().std(0, correction=0), np.ones(3), rtol=1e-3)
+
+
+def test_running_mean_std_masked_rows_do_not_count():
+    data, mask = randn(6, 4, 3), torch.rand((6, 4), generator=torch.Generator().manual_seed(2)) < 0.5
+    masked, plain = RunningMeanStd((3,)), RunningMeanStd((3,))
+    plain.update(data[mask])
+    masked.update(torch.where(mask.unsqueeze(-1), data, torch.nan), mask)
+    masked.update(torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.bool))
+    assert all(torch.equal(masked.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+
+def test_running_mean_std_scalar_statistics_subtract_in_full_precision():
+    statistics = RunningMeanStd()
+    # The mean, 10 000 000⅔, is not a float32.
+    data = torch.tensor([1e7, 1e7 + 1, 1e7 + 1])
+    statistics.update(data)
+    expected = torch.tensor([-(2**0.5), 0.5**0.5, 0.5**0.5])
+    torch.testing.assert_close(statistics.normalise(data), expected)
+    torch.testing.assert_close(statistics.normalise(data, clip=1.0), expected.clamp(min=-1.0))
+
+
+def test_running_mean_std_unseen_is_identity_and_constant_is_zero():
+    statistics = RunningMeanStd((2,))
+    torch.testing.assert_close(statistics.normalise(randn(4, 2)), randn(4, 2))
+    statistics.update(torch.full((8, 2), 3.7))
+    assert torch.equal(statistics.normalise(torch.full((8, 2), 3.7)), torch.zeros(8, 2))
+
+
+def test_running_mean_std_evaluation_and_reload_leave_it_unchanged():
+    statistics, loaded = RunningMeanStd((3,)), RunningMeanStd((3,))
+    statistics.update(randn(10, 3))
+    saved = statistics.state_dict()
+    first = statistics.normalise(5 * randn(10, 3, seed=1))
+    assert torch.equal(statistics.normalise(5 * randn(10, 3, seed=1)), first)
+    loaded.load_state_dict(saved)
+    assert torch.equal(loaded.normalise(5 * randn(10, 3, seed=1)), first)
+    loaded.update(randn(5, 3, seed=2))
+    statistics.update(randn(5, 3, seed=2))
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in statistics.state_dict().items())
+    assert not torch.equal(saved["mean"], statistics.mean)
+
+
+def test_reward_scale_equals_loop_with_resets():
+    rewards = randn(50, 3)
+    ended = torch.rand((50, 3), generator=torch.Generator().manual_seed(3)) < 0.1
+    valid = torch.rand((50, 3), generator=torch.Generator().manual_seed(4)) < 0.8
+    running, seen = np.zeros(3), []
+    for t in range(50):
+        for i in range(3):
+            if not valid[t, i]:
+                running[i] = 0.0
+                continue
+            running[i] = 0.9 * running[i] + rewards[t, i].item()
+            seen.append(running[i])
+            if ended[t, i]:
+                running[i] = 0.0
+    scale = RewardScale(3, gamma=0.9)
+    for part in (slice(0, 1), slice(1, 20), slice(20, 50)):
+        scale.update(torch.where(valid, rewards, torch.nan)[part], ended[part], valid[part])
+    np.testing.assert_allclose(scale.running, running, rtol=1e-12)
+    np.testing.assert_allclose(scale.statistics.var, np.var(seen), rtol=1e-10)
+    np.testing.assert_allclose(scale.scale(rewards), rewards / np.std(seen), rtol=1e-6)
+
+
+def test_reward_scale_constant_reward_keeps_sign_and_size():
+    """Reward 1, γ 0.99: the running sums are (1 - γ^t) / (1 - γ); their mean is not subtracted from the reward."""
+    scale = RewardScale(2, gamma=0.99)
+    rewards = torch.ones(300, 2)
+    scale.update(rewards, torch.zeros(300, 2, dtype=torch.bool))
+    sums = (1 - 0.99 ** np.arange(1, 301)) / 0.01
+    np.testing.assert_allclose(scale.scale(rewards), np.full((300, 2), 1 / sums.std()), rtol=1e-6)
+    assert (scale.scale(-rewards) < 0).all()
+    assert scale.scale(1e6 * rewards, clip=10.0).max() == 10.0
+
+
+def test_reward_scale_saved_and_loaded_in_mid_episode_continues_the_same():
+    whole, first, second = (RewardScale(2, gamma=0.95) for _ in range(3))
+    rewards, ended = randn(40, 2), randn(40, 2, seed=1) > 1.5
+    whole.update(rewards[:17], ended[:17])
+    first.update(rewards[:17], ended[:17])
+    second.load_state_dict(first.state_dict())
+    for scale in (whole, second):
+        scale.update(rewards[17:], ended[17:])
+    assert all(torch.equal(second.state_dict()[key], value) for key, value in whole.state_dict().items())
+
+
+def test_batch_normalise_has_mean_zero_and_population_std_one():
+    x = 5 * randn(8, 16) + 100
+    normalised = batch_normalise(x)
+    torch.testing.assert_close(normalised, (x - x.mean()) / x.std(correction=0))
+    torch.testing.assert_close(batch_normalise(x, torch.ones(8, 16, dtype=torch.bool)), normalised)
+
+
+def test_batch_normalise_padding_changes_nothing_and_comes_out_zero():
+    x = randn(20)
+    padded = torch.cat((x, torch.tensor([torch.nan, 1e9, -torch.inf], dtype=torch.float64)))
+    normalised = batch_normalise(padded, torch.arange(23) < 20)
+    torch.testing.assert_close(normalised[:20], batch_normalise(x))
+    assert torch.equal(normalised[20:], torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 3, 7, 1000])
+def test_batch_normalise_equal_values_are_exactly_zero(dtype: torch.dtype, count: int):
+    x = torch.full((count,), 0.1, dtype=dtype)
+    assert torch.equal(batch_normalise(x), torch.zeros_like(x))
+    assert torch.equal(batch_normalise(x, torch.ones(count, dtype=torch.bool)), torch.zeros_like(x))
+    assert torch.equal(batch_normalise(x, torch.zeros(count, dtype=torch.bool)), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.0, 1.0, 0.0], [-0.5, 1.0, -0.5]),
+        ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        ([0.0, 0.5, 1.0], [-0.75, 0.0, 0.75]),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [-3.0, -1.8, -0.6, 0.6, 1.8, 3.0]),
+    ],
+)
+def test_leave_one_out_equals_hand_numbers(rewards: list[float], expected: list[float]):
+    actual = leave_one_out(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.long))
+    torch.testing.assert_close(actual, torch.tensor(expected))
+
+
+@st.composite
+def grouped_rewards(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    size = draw(st.integers(1, 12))
+    ids = draw(st.lists(st.sampled_from([-5, 0, 3, 10**12]), min_size=size, max_size=size))
+    rewards = draw(st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0, -2.0]), min_size=size, max_size=size))
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids)
+
+
+@given(grouped_rewards(), st.randoms())
+@settings(max_examples=80, deadline=None)
+def test_group_baselines_partial_groups_equal_each_group_alone(batch: tuple[Tensor, Tensor], random):
+    rewards, ids = batch
+    centred, scaled = group_normalise(rewards, ids, scale="none"), group_normalise(rewards, ids, scale="std")
+    others = leave_one_out(rewards, ids)
+    for i, (reward, group) in enumerate(zip(rewards.tolist(), ids.tolist(), strict=True)):
+        members = rewards[ids == group].numpy()
+        alike = len(set(members.tolist())) == 1
+        assert centred[i].item() == pytest.approx(reward - members.mean(), abs=1e-12)
+        expected = 0.0 if alike else (reward - members.mean()) / (members.std() + 1e-6)
+        assert scaled[i].item() == pytest.approx(expected, abs=1e-9)
+        rest = np.delete(members, members.tolist().index(reward))
+        assert others[i].item() == pytest.approx(reward - rest.mean() if len(rest) else 0.0, abs=1e-12)
+        if alike:
+            assert centred[i] == scaled[i] == others[i] == 0.0
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    torch.testing.assert_close(group_normalise(rewards[order], ids[order], scale="std"), scaled[order])
+    torch.testing.assert_close(leave_one_out(rewards[order], ids[order]), others[order])
+
+
+def test_group_normalise_two_groups_equal_hand_numbers():
+    """Population std: [0, 1] has 0.5, so ±1; float32 in, float32 out."""
+    rewards, ids = torch.tensor([0.0, 10.0, 1.0, 30.0]), torch.tensor([4, 9, 4, 9])
+    actual = group_normalise(rewards, ids, scale="std")
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-5, rtol=0)
+    assert group_normalise(rewards, ids, scale="none").tolist() == [-0.5, -10.0, 0.5, 10.0]

@@ -1,0 +1,176 @@
+"""Cadences, schedules, the control spec, and the documentation of every field."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from palestra.spec import Cadence, Model, kinds, load, spec_type
+from palestra.spec.cadence import CountCadence
+from palestra.spec.kinds.control import ControlSpec, PPOSpec
+from palestra.spec.place import models
+from palestra.spec.schedule import Schedule, ScheduleSpec
+
+MINIMAL = {
+    "kind": "control",
+    "name": "x",
+    "env": {"id": "CartPole-v1"},
+    "algorithm": {"name": "ppo"},
+    "train": {"frames": 1000},
+}
+
+# --- cadences
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit", "written"),
+    [
+        ("5 minutes", 5, "minutes", "5 minutes"),
+        ("1 step", 1, "steps", "1 step"),
+        ("1e4 frames", 10_000, "frames", "10000 frames"),
+        ("1_000 frames", 1000, "frames", "1000 frames"),
+        ("0.5 hours", 0.5, "hours", "0.5 hours"),
+        ("1 hour", 1, "hours", "1 hour"),
+        ("90seconds", 90, "seconds", "90 seconds"),
+        (" 2  steps ", 2, "steps", "2 steps"),
+    ],
+)
+def test_cadence_text_is_parsed_and_written(text, amount, unit, written):
+    cadence = Cadence.parse(text)
+    assert (cadence.amount, cadence.unit, str(cadence)) == (amount, unit, written)
+    assert Cadence.parse(written) == cadence
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "minutes", "-5 steps", "0 steps", "2.5 frames", "5 days", "5 stepss", "5 m", "inf hours", "1e999 steps"],
+)
+def test_cadence_bad_text_is_refused(text):
+    with pytest.raises(ValueError, match="expected"):
+        Cadence.parse(text)
+
+
+@given(st.integers(1, 1000), st.integers(0, 5000), st.integers(0, 3000))
+def test_cadence_crossed_equals_counting_the_multiples(amount, before, length):
+    multiples = [n for n in range(before + 1, before + length + 1) if n % amount == 0]
+    assert Cadence(amount, "steps").crossed(before, before + length) == bool(multiples)
+
+
+def test_cadence_time_has_seconds_and_counts_have_not():
+    assert Cadence.parse("1.5 minutes").seconds == 90
+    assert Cadence.parse("2 hours").seconds == 7200
+    assert Cadence.parse("2 hours").is_time
+    with pytest.raises(ValueError, match="no length"):
+        _ = Cadence.parse("2 steps").seconds
+    with pytest.raises(ValueError, match="is time"):
+        Cadence.parse("2 hours").crossed(0, 1)
+
+
+def test_cadence_that_must_be_counted_refuses_time():
+    counted = TypeAdapter(CountCadence)
+    assert counted.validate_python("1e4 frames") == Cadence(10_000, "frames")
+    with pytest.raises(ValidationError, match="never timed in minutes, because a resumed run must repeat them exactly"):
+        counted.validate_python("5 minutes")
+
+
+def test_cadence_one_checkpoint_becomes_a_list():
+    spec = load(MINIMAL | {"every": {"checkpoint": "1e5 frames"}}).spec
+    assert spec.every.checkpoint == [Cadence(100_000, "frames")]
+
+
+# --- schedules
+
+
+def test_schedule_bare_number_is_a_constant_and_is_written_as_one():
+    adapter = TypeAdapter(ScheduleSpec)
+    for given_value in (1, 1.0, {"shape": "constant", "start": 1}):
+        schedule = adapter.validate_python(given_value)
+        assert (schedule.shape, schedule.start) == ("constant", 1.0)
+        assert adapter.dump_python(schedule, mode="json") == 1.0
+
+
+def test_schedule_is_written_with_only_what_its_shape_reads():
+    schedule = Schedule(shape="rate", start=1, end=0.1, rate=0.5)
+    written = schedule.model_dump(mode="json")
+    assert written == {"shape": "rate", "start": 1, "end": 0.1, "begin": 0, "finish": 1, "rate": 0.5}
+    assert Schedule.model_validate(written) == schedule
+
+
+@pytest.mark.parametrize("value", [True, "0.1", None, [0.1], float("inf")])
+def test_schedule_of_another_type_is_refused(value):
+    with pytest.raises(ValidationError):
+        TypeAdapter(ScheduleSpec).validate_python(value)
+
+
+# --- control
+
+
+def test_control_derived_counts_of_the_published_cartpole_spec():
+    spec = load("examples/control/ppo_cartpole.yaml").spec
+    assert isinstance(spec, ControlSpec)
+    assert spec.seeds == [0, 1, 2, 3]
+    assert spec.derived() == {
+        "frames per step": 1024,
+        "steps": 196,
+        "frames in all": 200_704,
+        "minibatches per step": 120,
+        "gradient steps in all": 23_520,
+    }
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 100_000))
+def test_control_steps_are_the_fewest_that_hold_all_frames(horizon, num_envs, frames):
+    batch = horizon * num_envs
+    spec = ControlSpec.model_validate(
+        MINIMAL
+        | {"env": {"id": "x", "num_envs": num_envs}, "train": {"frames": frames}}
+        | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalise_advantages": False}}
+    )
+    assert (spec.steps - 1) * batch < frames <= spec.steps * batch
+    assert spec.minibatches_per_step == 4
+
+
+def test_spec_is_frozen():
+    spec = load(MINIMAL).spec
+    with pytest.raises(ValidationError):
+        spec.seed = 3
+
+
+def test_spec_made_in_python_is_checked_as_a_whole():
+    with pytest.raises(ValidationError, match="expected at most horizon × num_envs"):
+        ControlSpec.model_validate(MINIMAL | {"algorithm": PPOSpec(name="ppo", minibatch=4096)})
+
+
+# --- documentation
+
+
+def every_model():
+    found: dict[type[Model], None] = {}
+
+    def visit(model):
+        found[model] = None
+        for field in model.model_fields.values():
+            for inner in models(field.annotation):
+                if inner not in found:
+                    visit(inner)
+
+    for kind in kinds():
+        visit(spec_type(kind))
+    return list(found)
+
+
+def test_every_model_walk_reaches_the_leaves():
+    assert {PPOSpec, Schedule} <= set(every_model())
+
+
+@pytest.mark.parametrize("model", every_model(), ids=lambda model: model.__name__)
+def test_every_field_has_a_one_line_docstring_and_every_model_is_strict(model):
+    assert issubclass(model, Model)
+    assert model.__doc__
+    for name, field in model.model_fields.items():
+        assert field.description, f"{model.__name__}.{name} has no docstring"
+        assert "\n" not in field.description
+        assert field.description.endswith("."), f"{model.__name__}.{name}"
+    assert model.model_config["extra"] == "forbid"
+    assert model.model_config["strict"] is True
+    assert model.model_config["frozen"] is True
