@@ -1,5 +1,5 @@
 # Two commands do everything: `make quickstart` and `make test`. Each makes .venv first if it is not there or is out of date.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 # uv looks where pip is told to look (PIP_FIND_LINKS), so a local torch build is found.

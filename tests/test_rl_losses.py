@@ -131,9 +131,9 @@ def test_masked_mean_nothing_left_is_zero():
 @pytest.mark.parametrize(
     ("value", "old", "expected", "gradient"),
     [
-        (3.0, 1.0, 2.0, 2.0),  # ½·(3-1)² = 2 beats the clipped ½·(1.5-1)²: V moved away and is pulled back
-        (1.5, 3.0, 1.125, 0.0),  # V moved towards the return by more than the clip allows: ½·(2.5-1)², no gradient
-        (1.4, 1.5, 0.08, 0.4),  # within the clip: both are ½·(1.4-1)²
+        (3.0, 1.0, 4.0, 4.0),  # (3-1)² = 4 beats the clipped (1.5-1)²: V moved away and is pulled back
+        (1.5, 3.0, 2.25, 0.0),  # V moved towards the return by more than the clip allows: (2.5-1)², no gradient
+        (1.4, 1.5, 0.16, 0.8),  # within the clip: both are (1.4-1)²
     ],
 )
 def test_value_loss_clipped_equals_table(value: float, old: float, expected: float, gradient: float):
@@ -144,12 +144,12 @@ def test_value_loss_clipped_equals_table(value: float, old: float, expected: flo
     assert values.grad.item() == pytest.approx(gradient)
 
 
-def test_value_loss_unclipped_has_half_factor_and_far_gradient():
+def test_value_loss_unclipped_is_squared_error_with_far_gradient():
     values = torch.tensor([1000.0], requires_grad=True)
     loss = value_loss(values, torch.zeros(1))
     loss.sum().backward()
-    assert loss.item() == 500_000.0
-    assert values.grad.item() == 1000.0
+    assert loss.item() == 1_000_000.0
+    assert values.grad.item() == 2000.0
 
 
 def test_value_loss_clip_without_old_values_raises():

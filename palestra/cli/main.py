@@ -151,7 +151,8 @@ def _variables(given: list[str] | None) -> dict[str, str]:
 def main() -> None:
     """Run the command line; every error ends in one paragraph and its exit code."""
     debug = "--debug" in sys.argv
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger().handlers[0].setLevel(logging.WARNING)  # log.txt has the rest
     logging.captureWarnings(True)
     try:
         code = app(standalone_mode=False)

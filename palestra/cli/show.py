@@ -1,5 +1,6 @@
 """What the commands print: specs, results, lists and differences of runs."""
 
+import math
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -58,24 +59,23 @@ def _inline(value: Any) -> str:
 def show_result(run: Run) -> None:
     """What came of a run, where it is and what to do with it next."""
     summary = run.summary()
-    out = console()
-    evaluations = {seed: value for seed, value in summary.get("eval/return", {}).items() if value is not None}
-    if evaluations:
-        mean = sum(evaluations.values()) / len(evaluations)
-        each = (
-            ""
-            if len(evaluations) == 1
-            else "  (" + ", ".join(f"seed {s}: {v:.1f}" for s, v in evaluations.items()) + ")"
-        )
-        out.print(f"evaluation   return {mean:.1f}{each}")
-    for name in ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency"):
-        if name in summary and summary[name] == summary[name]:
-            out.print(f"{name:<20} {summary[name]:.4g}")
-    out.print(f"run          {run.path}")
-    for path in run.plots():
-        if path.suffix == ".png":
-            out.print(f"plot         {path}")
-    out.print(f"watch it     palestra enjoy {run.name}/{run.id}")
+    lines = []
+    if "eval/return" in summary:
+        lines.append(("evaluation", f"return {summary['eval/return']:.1f}{_by_seed(summary['eval/return_by_seed'])}"))
+    scores = ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency")
+    known = [f"{name} {summary[name]:.4g}" for name in scores if not math.isnan(summary.get(name, math.nan))]
+    lines.append(("trial metrics", ", ".join(known)))
+    lines.append(("run folder", str(run.path)))
+    lines += [("plot", str(path)) for path in run.plots() if path.suffix == ".png"]
+    lines.append(("watch it", f"palestra enjoy {run.name}/{run.id}"))
+    for label, text in lines:
+        print(f"{label:<15}{text}")
+
+
+def _by_seed(values: Mapping[str, float]) -> str:
+    if len(values) < 2:
+        return ""
+    return " (" + ", ".join(f"seed {seed}: {value:.1f}" for seed, value in values.items()) + ")"
 
 
 def show_runs(root: Path, name: str | None, limit: int) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -100,11 +101,11 @@ def summarise(trial: Run, spec: ControlSpec, launch: Launch) -> dict[str, Any]:
     baseline = float(random_episodes(stepper, RANDOM_EPISODES, stream(spec.seed, "random")).returns.mean())
     rows = {seed: [row for row in trial.metrics(seed) if "return" in row] for seed in trial.seeds}
     rows = {seed: logged for seed, logged in rows.items() if logged}
-    evaluations = {
-        seed: next((row["eval/return"] for row in reversed(logged) if "eval/return" in row), None)
-        for seed, logged in rows.items()
-    }
-    summary: dict[str, Any] = {"random_return": baseline, "eval/return": evaluations}
+    evaluated = {seed: [row["eval/return"] for row in logged if "eval/return" in row] for seed, logged in rows.items()}
+    last = {seed: values[-1] for seed, values in evaluated.items() if values}
+    summary: dict[str, Any] = {"random_return": baseline, "eval/return_by_seed": last}
+    if last:
+        summary |= {"eval/return": fmean(last.values()), "eval/return_std": pstdev(last.values())}
     if not rows:
         return summary
     updates = f"{spec.algorithm.name}/updates"

@@ -110,7 +110,7 @@ def _run_in_parallel(
             Pool(parallel, threads=threads, name=spec.name) as pool,
             stop_signals(lambda: stop.append(True)),
         ):
-            tasks = {folder: pool.submit(session, folder, quiet, log=folder / "output.txt") for folder in folders}
+            tasks = {folder: pool.submit(session, folder, quiet, log=folder / "log.txt") for folder in folders}
             while not all(task.done() for task in tasks.values()) and not stop:
                 time.sleep(LOOK_SECONDS)
                 lease.renew()

@@ -93,7 +93,7 @@ def ppo_policy_loss(
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float | Tensor | None = None
 ) -> Tensor:
-    """½·(V - return)² per element; Stable-Baselines3's `vf_coef` of 0.5, without the ½, is a coefficient of 1 here.
+    """(V - return)² per element, without the ½ that some codes have: a coefficient means what Stable-Baselines3's does.
 
     With `clip`, the larger of that and the loss of `old_values + clip(V - old_values, ±clip)`, as in PPO's first code.
     """
@@ -104,4 +104,4 @@ def value_loss(
         # pyrefly: ignore[no-matching-overload]  # both bounds are floats, or both are tensors
         moved = old_values + (values - old_values).clamp(-clip, clip)
         squared = torch.maximum(squared, (moved - returns).square())
-    return 0.5 * squared
+    return squared

@@ -204,8 +204,9 @@ class Pool:
         """Run one task after another in one worker, which is replaced when it is gone."""
         process: Process | None = None
         while True:
-            with contextlib.suppress(OSError):  # the next task tries again, and says why it cannot
-                process = self._ready(process)
+            if not self._closed:
+                with contextlib.suppress(OSError):  # the next task tries again, and says why it cannot
+                    process = self._ready(process)
             task = self._waiting.get()
             if task is None:
                 break

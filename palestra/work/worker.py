@@ -94,9 +94,10 @@ def main(socket: int, parent: int) -> None:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
-            return os.killpg(0, signal.SIGKILL)
+            os.killpg(0, signal.SIGKILL)
+            raise
         if not message:
-            return None
+            return
         payload, log = pickle.loads(message)
         busy.set()
         answer = _answer(payload, log, running)

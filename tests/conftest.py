@@ -1,0 +1,145 @@
+"""The real `palestra` command in a scratch folder, and small specs for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+COMMAND = str(Path(sys.executable).with_name("palestra"))
+# Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+
+# About 40 ms a step on one core.
+SHORT: dict[str, Any] = {
+    "kind": "control",
+    "name": "short",
+    "env": {"id": "CartPole-v1", "num_envs": 4},
+    "algorithm": {"name": "ppo", "horizon": 32, "minibatch": 32, "epochs": 3},
+    "net": {"hidden": [16]},
+    "train": {"frames": 66 * 128},
+    "eval": {"episodes": 4, "num_envs": 4},
+    "every": {"checkpoint": ["3 steps", "0.3 seconds"], "eval": "7 steps"},
+}
+
+
+class Scratch:
+    """A folder with specs and runs, and the command started there as a process of its own."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.started: list[subprocess.Popen] = []
+
+    def spec(self, name: str = "short", base: dict[str, Any] | None = None, **changes: Any) -> str:
+        """Write a spec: SHORT with some fields of its blocks changed (`train={"frames": 100}`)."""
+        data = {**(SHORT if base is None else base), "name": name}
+        for key, value in changes.items():
+            data[key] = {**data.get(key, {}), **value} if isinstance(value, dict) else value
+        (self.path / f"{name}.yaml").write_text(yaml.safe_dump(data))
+        return f"{name}.yaml"
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        """Start `palestra …` in a process group of its own."""
+        process = subprocess.Popen(
+            [COMMAND, *arguments],
+            cwd=self.path,
+            env={**ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        """Run `palestra …` to its end."""
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def trial(self, name: str = "short") -> Path:
+        """The folder of the only run of this name."""
+        (pointer,) = self.path.glob(f"runs/{name}/*/trial.json")
+        return pointer.parent
+
+    def session(self, name: str = "short", seed: int = 0) -> Path:
+        """The folder of one seed of it."""
+        return self.trial(name) / "sessions" / str(seed)
+
+    def status(self, name: str = "short", seed: int = 0) -> dict[str, Any]:
+        """The status of one seed of it."""
+        return json.loads((self.session(name, seed) / "status.json").read_text())
+
+    def rows(self, name: str = "short", seed: int = 0) -> list[dict[str, Any]]:
+        """Its rows of metrics, without the timings."""
+        return numbers(self.session(name, seed))
+
+    def end(self) -> None:
+        """Kill what a failed test has left behind."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def numbers(session: Path) -> list[dict[str, Any]]:
+    """The rows of a session's metrics.jsonl without what is under time/."""
+    rows = [json.loads(line) for line in (session / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def last_step(session: Path) -> int:
+    """The step of the last whole row in metrics.jsonl, 0 where there is none yet."""
+    path = session / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    whole, newline, _ = path.read_bytes().rpartition(b"\n")
+    return json.loads(whole.rpartition(b"\n")[2])["step"] if newline else 0
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float = 120.0) -> Any:
+    """Poll until the condition holds; a process that ends before is an error that shows what it said."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if process.poll() is not None:
+            out, err = process.communicate()
+            raise AssertionError(f"ended with {process.returncode} before its time:\n{out}{err}")
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.001)
+    return value
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Scratch]:
+    made = Scratch(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    """A run of SHORT that nobody interrupted; only to be read."""
+    made = Scratch(tmp_path_factory.mktemp("finished"))
+    result = made("train", made.spec(), "--quiet")
+    assert result.returncode == 0, result.stderr
+    return made
+
+
+@pytest.fixture(scope="session")
+def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
+    """The same with two seeds side by side."""
+    made = Scratch(tmp_path_factory.mktemp("two_seeds"))
+    result = made("train", made.spec(max_session=2), "--quiet")
+    assert result.returncode == 0, result.stderr
+    return made
