@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from palestra.api import check, load, run
+    from palestra.api import check, enjoy, load, run
     from palestra.runs.run import Run, list_runs, open_run
 
 __version__ = "0.1.0"
@@ -12,11 +12,12 @@ _LAZY = {
     "run": "palestra.api",
     "load": "palestra.api",
     "check": "palestra.api",
+    "enjoy": "palestra.api",
     "Run": "palestra.runs.run",
     "open_run": "palestra.runs.run",
     "list_runs": "palestra.runs.run",
 }
-__all__ = ["Run", "check", "list_runs", "load", "open_run", "run"]
+__all__ = ["Run", "check", "enjoy", "list_runs", "load", "open_run", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,18 @@
 """The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
 from palestra.runs.run import Run, open_run
 from palestra.spec.kinds import loader, runner
 from palestra.spec.load import Loaded, Source
 from palestra.spec.load import load as load_spec
+from palestra.spec.overrides import parse
 
 
 def run(
@@ -21,7 +23,8 @@ def run(
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
-    **overrides: Any,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    **fields: Any,
 ) -> Run:
     """Run a spec to its end, or resume a run, and return what came of it.
 
@@ -32,10 +35,12 @@ def run(
         variables: Values of the `${…}` in the spec.
         root: The folder of all runs.
         quiet: Show no progress.
-        overrides: Fields of the spec by path, with `__` for the dot: `algorithm__lr=1e-3`. `env` may be an
+        overrides: Fields of the spec as on the command line: `["algorithm.lr=1e-3"]`, or a mapping of paths to values.
+        fields: Fields of the spec by path, with `__` for the dot: `algorithm__lr=1e-3`. `env` may be an
             environment's id, its class, or a function that makes one.
     """
-    data, given, objects = _without_objects(spec, overrides)
+    given = {**dict(parse(overrides)), **{path.replace("__", "."): value for path, value in fields.items()}}
+    data, given, objects = _without_objects(spec, given)
     trial = None
     if resume is not None:
         existing = resume if isinstance(resume, Run) else open_run(resume, root)
@@ -46,7 +51,9 @@ def run(
         raise UsageError("give a spec to run, or a run to resume")
     loaded = load_spec(data, variables=variables, overrides=given)
     launch = Launch(Path(root), list(sys.argv), trial, list(allow), not quiet, objects)
-    return runner(loaded.spec.kind)(loaded.spec, launch)
+    with _missing_extra():
+        runs = runner(loaded.spec.kind)
+    return runs(loaded.spec, launch)
 
 
 def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Any = ()) -> Loaded:
@@ -57,15 +64,47 @@ def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides
 def load(run: str | Path | Run, which: str = "best", *, root: str | Path = "runs") -> Any:
     """The trained policy of a run: `palestra.load("ppo_cartpole").act(observation)`."""
     found = run if isinstance(run, Run) else open_run(run, root)
-    return loader(found.spec["kind"])(found, which)
+    with _missing_extra():
+        loads = loader(found.spec["kind"])
+    return loads(found, which)
+
+
+def enjoy(
+    run: str | Path | Run,
+    *,
+    episodes: int = 1,
+    out: str | Path | None = None,
+    which: str = "best",
+    seed: int = 0,
+    env: Any = None,
+    root: str | Path = "runs",
+) -> str:
+    """Show the trained policy of a run in a window, or write a video where there is none or `out` is given.
+
+    `env` is the environment's class or function where the run was given one. Returns a sentence of what was seen.
+    """
+    found = run if isinstance(run, Run) else open_run(run, root)
+    with _missing_extra():
+        from palestra.kinds.control import enjoy as play
+    return play(found, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
+
+
+@contextmanager
+def _missing_extra() -> Iterator[None]:
+    """The base install has neither torch nor gymnasium."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "gymnasium"):
+            raise MissingExtra("training", "train") from error
+        raise
 
 
 def _without_objects(
-    spec: Source | None, overrides: Mapping[str, Any]
+    spec: Source | None, given: dict[str, Any]
 ) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
     """The spec, the overrides by dotted path, and the environment if it was given as an object."""
-    given = {path.replace("__", "."): value for path, value in overrides.items()}
-    objects: dict[str, Any] = {}
+    given, objects = dict(given), {}
     if isinstance(spec, Mapping) and "env" in spec and not isinstance(spec["env"], Mapping):
         spec, given = {key: value for key, value in spec.items() if key != "env"}, {"env": spec["env"], **given}
     if "env" in given and not isinstance(given["env"], Mapping):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ class Scratch:
         (self.path / f"{name}.yaml").write_text(yaml.safe_dump(data))
         return f"{name}.yaml"
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
-        """Start `palestra …` in a process group of its own."""
+    def start(self, *arguments: str, before: Sequence[str] = (), **environment: str) -> subprocess.Popen:
+        """Start `palestra …` in a process group of its own; `before` is a command that starts it."""
         process = subprocess.Popen(
-            [COMMAND, *arguments],
+            [*before, COMMAND, *arguments],
             cwd=self.path,
             env={**ENVIRONMENT, **environment},
             stdout=subprocess.PIPE,
@@ -62,9 +62,9 @@ class Scratch:
         self.started.append(process)
         return process
 
-    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments: str, before: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
         """Run `palestra …` to its end."""
-        process = self.start(*arguments, **environment)
+        process = self.start(*arguments, before=before, **environment)
         out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 

@@ -99,7 +99,9 @@ class Identity(gym.Env):
             return drawn[0]
         if self.kind == "dict_obs":
             return {"wanted": drawn[0], "noise": random.uniform(-1, 1, 2).astype(np.float32)}
-        return np.concatenate([np.eye(size, dtype=np.float32)[one] for one, size in zip(drawn, self.sizes, strict=True)])
+        return np.concatenate(
+            [np.eye(size, dtype=np.float32)[one] for one, size in zip(drawn, self.sizes, strict=True)]
+        )
 
 
 gym.register("Faulty-v0", Faulty)

@@ -1,6 +1,7 @@
 """States of environments: restored into fresh environments, everything that follows is equal bit for bit."""
 
 import importlib.util
+import json
 import pickle
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from palestra.control.envs.classic import CartPoleVector
 from palestra.control.envs.plain import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
 from palestra.control.envs.snapshot import Snapshot, restore_vector, vector_exactness, vector_state
 from palestra.errors import UsageError
+from palestra.runs.tree import flatten, unflatten
 
 if importlib.util.find_spec("ale_py"):
     import ale_py
@@ -40,13 +42,19 @@ CASES = [
     ("LunarLander-v3", {"enable_wind": True}, "Box2D", 300, (NEXT, SAME)),
     ("LunarLander-v3", {"continuous": True, "max_episode_steps": 60}, "Box2D", 300, (NEXT,)),
     ("BipedalWalker-v3", {"max_episode_steps": 60}, "Box2D", 120, (SAME,)),
-    ("HalfCheetah-v5", {"max_episode_steps": 60}, "mujoco", 300, (NEXT, SAME)),
+    ("HalfCheetah-v5", {"max_episode_steps": 60}, "mujoco", 300, (SAME,)),
     ("Reacher-v5", {}, "mujoco", 300, (NEXT,)),
     ("Ant-v5", {"max_episode_steps": 60}, "mujoco", 80, (NEXT,)),
     ("Humanoid-v5", {}, "mujoco", 80, (SAME,)),
     ("Pusher-v5", {"max_episode_steps": 60}, "mujoco", 80, (SAME,)),
-    ("ALE/Pong-v5", {"max_num_frames_per_episode": 200, "obs_type": "grayscale"}, "ale_py", 70, (NEXT, SAME)),
-    ("ALE/Breakout-v5", {"max_num_frames_per_episode": 200, "frameskip": (2, 5)}, "ale_py", 70, (SAME,)),
+    ("ALE/Pong-v5", {"max_num_frames_per_episode": 90, "obs_type": "grayscale"}, "ale_py", 30, (NEXT,)),
+    (
+        "ALE/Breakout-v5",
+        {"max_num_frames_per_episode": 90, "obs_type": "ram", "frameskip": (2, 5)},
+        "ale_py",
+        30,
+        (SAME,),
+    ),
 ]
 CASES = [pytest.param(*case, mode, id=f"{case[0]}-{mode.value}") for *case, modes in CASES for mode in modes]
 
@@ -87,6 +95,12 @@ def assert_plain(tree: Any) -> None:
         assert tree is None or type(tree) in (str, int, float, bool, bytes)
 
 
+def stored(state: Any) -> Any:
+    """The state as it comes back from a checkpoint on disk."""
+    tree, leaves = flatten(state)
+    return unflatten(json.loads(json.dumps(tree)), {leaf.key: leaf.carrier for leaf in leaves})
+
+
 def assert_continues(make_vector, follow: int, seed: int) -> None:
     """Record a run, taking states at a few points; continue fresh environments from each; compare what follows."""
     rng = np.random.default_rng(seed)
@@ -111,6 +125,7 @@ def assert_continues(make_vector, follow: int, seed: int) -> None:
             assert same_bits(states[step], vector_state(recorded))
     for cut, state in states.items():
         assert_plain(state)
+        state = stored(state)
         fresh = make_vector()
         fresh.reset(seed=seed + 1000)
         fresh.action_space.seed(seed + 1)
@@ -132,7 +147,8 @@ def assert_continues(make_vector, follow: int, seed: int) -> None:
 @pytest.mark.parametrize(("name", "kwargs", "package", "follow", "mode"), CASES)
 def test_restore_sync_fresh_envs_continue_bit_for_bit(name, kwargs, package, follow, mode):
     make = maker(name, kwargs, package)
-    assert_continues(lambda: sync(make, mode), follow, seed=3)
+    num_envs = 1 if package == "ale_py" else 2  # loading a game takes a third of a second
+    assert_continues(lambda: sync(make, mode, num_envs), follow, seed=3)
 
 
 @settings(deadline=None, max_examples=8)
@@ -180,15 +196,29 @@ def test_restore_wrappers_with_state_around_replayed_env_continue_bit_for_bit():
     assert_continues(lambda: sync(lambda: wrapped("LunarLander-v3", max_episode_steps=40)), follow=100, seed=2)
 
 
+def test_restore_atari_sticky_actions_repeat_the_action_in_force():
+    pytest.importorskip("ale_py")
+    # one frame a step: at many of the cuts the next frame repeats an action that the ALE does not save
+    make = maker("ALE/Pong-v5", {"frameskip": 1, "obs_type": "ram", "repeat_action_probability": 0.6})
+    env, fresh = make(), make()
+    env.reset(seed=3)
+    env.action_space.seed(0)
+    for cut in range(40):
+        assert fresh.set_state(env.get_state())
+        for _ in range(1 + cut % 3):
+            action = env.action_space.sample()
+            assert bits(fresh.step(action)) == bits(env.step(action)), f"cut {cut}"
+
+
 def test_restore_atari_preprocessing_continues_bit_for_bit():
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2", reason="AtariPreprocessing needs OpenCV")
 
     def make():
-        env = gymnasium.make("ALE/Pong-v5", frameskip=1, max_num_frames_per_episode=250)
+        env = gymnasium.make("ALE/Pong-v5", frameskip=1, max_num_frames_per_episode=90)
         return Snapshot(FrameStackObservation(gymnasium.wrappers.AtariPreprocessing(env), 4))
 
-    assert_continues(lambda: sync(make, SAME), follow=70, seed=2)
+    assert_continues(lambda: sync(make, SAME, num_envs=1), follow=30, seed=2)
 
 
 def test_restore_wrappers_around_the_vector_continue_bit_for_bit():
@@ -457,3 +487,32 @@ def test_decode_generator_continues_its_stream(bit_generator):
     in_place = np.random.Generator(bit_generator(8))
     assert decode(tree, in_place) is in_place
     np.testing.assert_array_equal(in_place.random(4), expected)
+
+
+class ReusesItsArray(gymnasium.Env):
+    """Writes every observation into one array of its own: 1, 2, 3 (terminated), and 0 at a reset."""
+
+    observation_space = gymnasium.spaces.Box(-10, 10, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.array = np.zeros(1, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.array[:] = 0
+        return self.array, {}
+
+    def step(self, action):
+        self.array += 1
+        return self.array, 0.0, bool(self.array[0] == 3), False, {}
+
+
+def test_final_observation_of_an_environment_that_reuses_its_array_is_not_the_reset_one():
+    venv = SyncVectorEnv([lambda: Snapshot(ReusesItsArray())], autoreset_mode=AutoresetMode.SAME_STEP)
+    venv.reset(seed=0)
+    for _ in range(3):
+        observations, _, terminated, _, infos = venv.step(np.zeros(1, int))
+    assert terminated[0]
+    assert infos["final_obs"][0] == 3
+    assert observations[0] == 0

@@ -1,6 +1,7 @@
 """`palestra`: the command line, and how errors become one paragraph and an exit code."""
 
 import logging
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -68,13 +69,12 @@ def train(
     """Run a spec: train every seed, summarise, plot."""
     from palestra.api import run
     from palestra.cli.show import show_result
-    from palestra.spec.overrides import parse
 
     given = overrides or []
     if resume is not None and spec is not None and "=" in spec:  # `train --resume RUN key=value`: no spec was given
         spec, given = None, [spec, *given]
     result = run(
-        spec, resume=resume, allow=allow or (), variables=_variables(set_), root=runs, quiet=quiet, **dict(parse(given))
+        spec, resume=resume, allow=allow or (), variables=_variables(set_), root=runs, quiet=quiet, overrides=given
     )
     show_result(result)
 
@@ -89,10 +89,9 @@ def enjoy(
     runs: Root = RUNS,
 ) -> None:
     """Watch a trained policy: in a window where there is a display, else as a GIF or MP4."""
-    from palestra.kinds.control import enjoy as play
-    from palestra.runs.run import open_run
+    from palestra.api import enjoy as show
 
-    typer.echo(play(open_run(run, runs), episodes=episodes, out=out, which=which, seed=seed))
+    typer.echo(show(run, episodes=episodes, out=out, which=which, seed=seed, root=runs))
 
 
 @app.command(name="runs")
@@ -154,12 +153,13 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger().handlers[0].setLevel(logging.WARNING)  # log.txt has the rest
     logging.captureWarnings(True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, also where no session answers it
     try:
         code = app(standalone_mode=False)
+        if code == 130:  # what Typer makes of a KeyboardInterrupt
+            print("palestra: interrupted", file=sys.stderr)
     except PalestraError as error:
         code = _report(error, error.exit_code, debug)
-    except KeyboardInterrupt as error:
-        code = _report(error, 130, debug)
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # click's usage errors show themselves
             error.show()
@@ -169,11 +169,9 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _report(error: BaseException, code: int, debug: bool) -> int:
+def _report(error: Exception, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    elif isinstance(error, KeyboardInterrupt):
-        print("palestra: interrupted", file=sys.stderr)
     elif isinstance(error, PalestraError):
         print(f"palestra: {error}", file=sys.stderr)
     else:

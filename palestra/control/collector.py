@@ -115,10 +115,8 @@ class Collector:
                 )
                 self.episodes += len(ended)
                 self.episode_return[ended] = self.episode_length[ended] = 0
-        self._check_finite()
-        self.frame += int(self.valid.sum())
         space = self.obs.shape[2:]
-        return Rollout(
+        rollout = Rollout(
             obs=torch.from_numpy(self.obs),
             actions=self.actions,
             rewards=torch.from_numpy(self.rewards),
@@ -131,6 +129,9 @@ class Collector:
                 np.concatenate(finals).astype(self.obs.dtype) if finals else self.obs[:0, 0].reshape(0, *space)
             ),
         )
+        self._check_finite(rollout)
+        self.frame += int(self.valid.sum())
+        return rollout
 
     def metrics(self) -> dict[str, float]:
         """How the policy that collects is doing: raw returns of its last finished episodes."""
@@ -166,14 +167,23 @@ class Collector:
             self.stepper.forget(rows)
         self.recent = deque((tuple(pair) for pair in state["recent"]), maxlen=EPISODE_WINDOW)
 
-    def _check_finite(self) -> None:
-        for what, array in (("reward", self.rewards), ("observation", self.obs)):
-            if np.isfinite(array).all():
+    def _check_finite(self, rollout: Rollout) -> None:
+        n = self.stepper.num_envs
+        rows = self.horizon * n
+        # Each array with, for every row of it, (vector steps of this rollout before it came)·N + environment.
+        for what, array, came in (
+            ("reward", rollout.rewards.flatten(0, 1), range(n, n + rows)),
+            ("observation", rollout.obs.flatten(0, 1), range(rows)),
+            ("final observation", rollout.final_obs, rollout.ends + n),
+            ("observation", rollout.last_obs, range(rows, rows + n)),
+        ):
+            finite = torch.isfinite(array)
+            if finite.all():
                 continue
-            t, n = np.argwhere(~np.isfinite(array))[0][:2]
-            step = self.stepper.steps - self.horizon + t + 1
+            first = (~finite).nonzero()[0]
+            steps, env = divmod(int(came[first[0]]), n)
             raise NotFinite(
-                f"{self.stepper.name} gave a {what} of {array[t, n]} in environment {n} at vector step {step} "
-                f"(frame {self.frame + t * self.stepper.num_envs + n}). Nothing was learned from it and the last "
-                "checkpoint is intact: fix the environment, then resume."
+                f"{self.stepper.name} gave a {what} of {array[tuple(first)]:g} in environment {env} at vector step "
+                f"{self.stepper.steps - self.horizon + steps} (about frame {self.frame + steps * n}). Nothing was "
+                "learned from it and the last checkpoint is intact: fix the environment, then resume."
             )

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ def should_compile(spec: ControlSpec) -> bool:
     return wanted == "on" or (wanted == "auto" and compiler is not None and spec.updates >= WORTH_UPDATES)
 
 
-def compiled(function: Callable) -> Callable:
-    """`function` as one graph for fixed shapes.
+def compiled(method: MethodType) -> Callable:
+    """`method` as one graph for fixed shapes.
 
     On small networks what surrounds the kernels costs as much as they do: the C++ wrapper and checking only the tensors
-    (the Python objects an update reads never change) save 40 % of a call (docs/log.md).
+    (the Python objects an update reads never change) save 40 % of a call (docs/log.md). The price of not checking: an
+    argument that was None must stay None.
     """
+    # torch keeps graphs by code object, and nothing it still checks tells two objects of one class apart: with a code
+    # object of its own, one learner cannot be handed the graph, and so the coefficients, of another.
+    f: Any = method.__func__
+    own = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
     options: dict[str, Any] = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(MethodType(own, method.__self__), fullgraph=True, dynamic=False, options=options)

@@ -41,10 +41,10 @@ class Trunk(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to (B, last size)."""
-        if x.dtype != torch.float32:
+        if not x.is_floating_point():
             x = x / 255 if x.dtype == torch.uint8 else x.float()  # the one place where images are scaled
         if x.ndim != 2:
-            x = x.flatten(1)
+            x = x.reshape(len(x), -1)
         for layer in self._linears:
             x = self.activation(F.linear(x, layer.weight, layer.bias))
         return x
@@ -58,7 +58,7 @@ class ActorCritic(nn.Module):
         self.head = head
         sizes = [math.prod(obs_shape), *spec.hidden]
         self.trunk = Trunk(sizes, spec)
-        self.value_trunk = self.trunk if spec.shared else Trunk(sizes, spec)
+        self.value_trunk = None if spec.shared else Trunk(sizes, spec)  # one module twice does not trace as one graph
         # A small policy head makes the first policy almost uniform, whatever the observation.
         self.policy_head = linear(sizes[-1], head.outputs, 0.01 if spec.orthogonal else None)
         self.value_head = linear(sizes[-1], 1, 1.0 if spec.orthogonal else None)
@@ -66,16 +66,24 @@ class ActorCritic(nn.Module):
 
     def policy(self, obs: Tensor) -> Distribution:
         """The distribution over actions in `obs`, (B, ...)."""
-        hidden = self.trunk.forward(obs)
-        return self.head.distribution(F.linear(hidden, self.policy_head.weight, self.policy_head.bias), self.log_std)
+        return self._distribution(self.trunk.forward(obs))
 
     def value(self, obs: Tensor) -> Tensor:
         """V of `obs`, (B,)."""
-        return self.value_head(self.value_trunk(obs)).squeeze(-1)
+        return self._values((self.value_trunk or self.trunk).forward(obs))
 
     def forward(self, obs: Tensor) -> tuple[Distribution, Tensor]:
         """Both, for learning."""
-        return self.policy(obs), self.value(obs)
+        hidden = self.trunk.forward(obs)
+        return self._distribution(hidden), self._values(
+            hidden if self.value_trunk is None else self.value_trunk.forward(obs)
+        )
+
+    def _distribution(self, hidden: Tensor) -> Distribution:
+        return self.head.distribution(F.linear(hidden, self.policy_head.weight, self.policy_head.bias), self.log_std)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
 
 
 class Flat:

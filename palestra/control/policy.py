@@ -65,8 +65,8 @@ class Policy:
         return self.sample(obs, self.head.noise(torch.default_generator, len(obs)).to(self.device))
 
     def state(self) -> dict[str, Any]:
-        """Weights and spaces as plain data and tensors."""
-        weights = {name: value.detach().cpu() for name, value in self.net.state_dict().items()}
+        """Weights and spaces as plain data and tensors, copied: later updates do not change them."""
+        weights = {name: value.detach().to("cpu", copy=True) for name, value in self.net.state_dict().items()}
         return {"obs_shape": list(self.obs_shape), "actions": self.head.description, "weights": weights}
 
     def load_state(self, state: dict[str, Any]) -> None:

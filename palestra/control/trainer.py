@@ -1,15 +1,14 @@
 """Trains one session of a control spec: collect, learn, evaluate, log, save, until the frames are used up."""
 
 import logging
+import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from palestra.control.algorithms import ALGORITHMS
-from palestra.control.collector import Collector
+from palestra.control.collector import Collector, NotFinite
 from palestra.control.compiling import should_compile
 from palestra.control.envs.make import Factory, make_vector
 from palestra.control.envs.snapshot import vector_exactness
@@ -21,12 +20,8 @@ from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.control import ControlSpec
-from palestra.spec.plain import plain
 from palestra.track.hooks import Moment, call_hooks, load_hooks
-from palestra.track.progress import Progress
-from palestra.track.stats import Stats
-from palestra.track.trace import Tracer
-from palestra.track.tracker import Tracker
+from palestra.track.recorder import Recorder
 
 log = logging.getLogger("palestra.control")
 
@@ -36,7 +31,7 @@ class Learner:
 
     def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, device: torch.device):
         seed_everything(seed)
-        self.seed, self.steps = seed, 0
+        self.seed, self.steps, self.name = seed, 0, spec.algorithm.name
         self.generator = torch.Generator().manual_seed(stream(seed, "policy"))
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
         self.policy = Policy.of(self.env.single_observation_space, self.env.single_action_space, spec.net, device)
@@ -52,6 +47,18 @@ class Learner:
     def counters(self) -> dict[str, int]:
         """Policy improvements and environment transitions so far."""
         return {"steps": self.steps, "frames": self.collector.frame}
+
+    def improve(self, progress: float) -> dict[str, float]:
+        """One policy improvement; a row of metrics of the collecting policy and of the algorithm."""
+        metrics = self.algorithm.step(progress)
+        self.steps += 1
+        broken = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        if broken:
+            raise NotFinite(
+                f"training has diverged at step {self.steps}: {', '.join(broken)}. The last checkpoint is from before: "
+                "start again with a smaller algorithm.lr or algorithm.max_grad_norm."
+            )
+        return self.collector.metrics() | {f"{self.name}/{metric}": value for metric, value in metrics.items()}
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Reset the environments, or continue from `state()`."""
@@ -82,77 +89,45 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
     hooks = load_hooks(spec.hooks)
     saved = session.restore()
     learner.begin(None if saved is None else saved.state)
+    log.info("seed %d: %s", session.seed, "from the start" if saved is None else f"resumed at step {saved.step}")
     if (inexact := vector_exactness(learner.env)) is not None:
         log.warning(inexact)
 
-    with ExitStack() as open_files:
-        stats = Stats()
-        tracker = open_files.enter_context(
-            Tracker(
-                session.path,
-                list(spec.track.sinks),
-                project=spec.track.project or spec.name,
-                name=f"{spec.name}-{session.seed}",
-                config=plain(spec),
-                stats=stats,
-                append=True,
-            )
-        )
-        tracer = open_files.enter_context(Tracer(session.path / "trace.json", enabled=spec.track.trace, append=True))
-        progress = open_files.enter_context(
-            Progress(spec.steps * spec.frames_per_step, "frames", spec.name, enabled=show)
-        )
-        session.follow("metrics.jsonl", tracker.flush)
-        session.follow("trace.json", tracer.flush)
-        checkpoints = CheckpointsDue(spec.every.checkpoint)
-
-        @contextmanager
-        def span(name: str) -> Iterator[None]:
-            with tracer.span(name), stats.timer(name):
-                yield
-
-        learner.algorithm.span = span
-        while learner.collector.frame < spec.train.frames:
+    checkpoints = CheckpointsDue(spec.every.checkpoint)
+    with Recorder(session, spec, total=spec.steps * spec.frames_per_step, unit="frames", show=show) as record:
+        learner.algorithm.span = record.span
+        last = learner.collector.frame >= spec.train.frames
+        while not last:
             before, started = learner.counters, time.perf_counter()
-            metrics = learner.algorithm.step(before["frames"] / spec.train.frames)
-            learner.steps += 1
+            row = learner.improve(before["frames"] / spec.train.frames)
             counters = learner.counters
             last = counters["frames"] >= spec.train.frames
+            record.stats.last("time/fps", (counters["frames"] - before["frames"]) / (time.perf_counter() - started))
 
-            row = learner.collector.metrics() | {f"{spec.algorithm.name}/{name}": m for name, m in metrics.items()}
-            stats.last("time/fps", (counters["frames"] - before["frames"]) / (time.perf_counter() - started))
-            reasons = checkpoints.reasons(before, counters)
-            score = None
+            reasons, score = checkpoints.reasons(before, counters), None
             if last or due(spec.every.eval, before, counters):
-                with span("eval"):
+                with record.span("eval"):
                     # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
                     seed = stream(session.seed, "eval", learner.steps)
                     row |= evaluate(learner.policy, evaluator, spec.eval.episodes, seed).metrics()
                 score = row["eval/return"]
                 reasons.add("best")
             if last or score is not None or due(spec.every.log, before, counters):
-                moment = Moment(counters["steps"], counters["frames"], row, learner.policy, session.path)
+                moment = Moment(learner.steps, learner.collector.frame, row, learner.policy, session.path)
                 call_hooks(hooks, moment)
                 last = last or moment.stop
-                tracker.log(row, counters["steps"], counters["frames"])
-                headline = {name: row[name] for name in ("return", "eval/return") if name in row}
-                session.progress(step=counters["steps"], frame=counters["frames"], headline=headline)
-                progress.update(counters["frames"], " ".join(f"{name} {m:.1f}" for name, m in headline.items()))
+                record.row(row, counters, headline=("return", "eval/return"))
+
             if last or session.stop_requested:
                 reasons.add("temporary")
             if reasons:
-                with span("checkpoint"):
+                log.info("step %d: checkpoint (%s)", learner.steps, ", ".join(sorted(reasons)))
+                metric = None if score is None else "eval/return"
+                with record.span("checkpoint"):
                     session.checkpoint(
-                        learner.steps,
-                        learner.state(),
-                        reasons=reasons,
-                        score=score,
-                        metric=None if score is None else "eval/return",
-                        counters=counters,
+                        learner.steps, learner.state(), reasons=reasons, score=score, metric=metric, counters=counters
                     )
-            if last:
-                break
-            if session.stop_requested:
+            if session.stop_requested and not last:
                 raise Interrupted(
                     f"stopped at frame {counters['frames']} with everything saved; continue with: "
                     f"palestra train --resume {session.path.parent.parent}"

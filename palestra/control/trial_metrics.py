@@ -5,8 +5,10 @@ frame, o_i its number of optimizer steps, and s_i = R_i − R_random, the streng
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +65,25 @@ def trial_metrics(sessions: Sequence[SessionMetrics]) -> dict[str, float]:
     means = {name: float(np.mean([asdict(s)[name] for s in sessions])) for name in asdict(sessions[0])}
     scores = [s.total_reward_ma for s in sessions]
     return means | {"total_reward_ma_std": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan}
+
+
+def summarise(rows: Mapping[int, Sequence[Mapping[str, float]]], random_return: float, updates: str) -> dict[str, Any]:
+    """What a trial came to, from each seed's rows of metrics; `updates` names the column of optimizer steps so far."""
+    evaluated = {seed: [row["eval/return"] for row in logged if "eval/return" in row] for seed, logged in rows.items()}
+    last = {seed: values[-1] for seed, values in evaluated.items() if values}
+    summary: dict[str, Any] = {"random_return": random_return, "eval/return_by_seed": last}
+    if last:
+        summary |= {"eval/return": fmean(last.values()), "eval/return_std": pstdev(last.values())}
+    # Before the first episode has ended there is no return to log.
+    points = [logged for all_rows in rows.values() if (logged := [row for row in all_rows if "return" in row])]
+    if not points:
+        return summary
+    returns = [[row["return"] for row in logged] for logged in points]
+    sessions = [
+        session_metrics(each, [row["frame"] for row in logged], [row[updates] for row in logged], random_return)
+        for each, logged in zip(returns, points, strict=True)
+    ]
+    return summary | trial_metrics(sessions) | {"consistency": consistency(returns, random_return)}
 
 
 def _efficiency(strength: np.ndarray, cost: np.ndarray) -> float:

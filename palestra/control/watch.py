@@ -35,6 +35,8 @@ def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
     """The pictures as a GIF (in the base of training) or an MP4 (with the extra `video`)."""
     if out.suffix not in (".gif", ".mp4"):
         raise UsageError(f"{out}: a video ends in .gif or .mp4")
+    if not frames:
+        raise UsageError(f"{out}: the environment gave no pictures; make it with render_mode='rgb_array'")
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".gif":
         from PIL import Image

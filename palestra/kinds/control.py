@@ -1,9 +1,8 @@
 """The kind `control`: deep RL in Gymnasium environments."""
 
-import logging
 import os
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from palestra.control.evaluation import random_episodes
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
-from palestra.control.trial_metrics import consistency, session_metrics, trial_metrics
+from palestra.control.trial_metrics import summarise
 from palestra.control.watch import has_display, play, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, run_sessions
@@ -23,18 +22,20 @@ from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
+from palestra.runs.store import clear_write_errors
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load as load_spec
 from palestra.track.hooks import load_hooks
 
-log = logging.getLogger("palestra.control")
-
 RANDOM_EPISODES = 100
+OBJECT = "object:"  # begins the id of an environment that was given as a Python object
 
 
 def run(spec: ControlSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarise and plot the trial."""
     factory = _factory(spec, launch)
+    if factory is not None:  # sent to other processes, where a made environment may not be able to go
+        launch = replace(launch, objects={"env": factory})
     # A spec that cannot run ends here, before there is a folder for it.
     probe = make_single(spec.env, factory)
     ActionHead.of(probe.action_space)
@@ -44,8 +45,11 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     trial = run_sessions(
         spec, launch, run_session, threads=spec.threads or 1, total=spec.steps * spec.frames_per_step, unit="frames"
     )
-    trial.trial.write_summary(summarise(trial, spec, launch))
-    trial_plots(trial)
+    rows = {seed: trial.metrics(seed) for seed in trial.seeds}
+    updates = f"{spec.algorithm.name}/updates"
+    trial.trial.write_summary(summarise(rows, _random_return(spec, factory), updates))
+    with clear_write_errors(trial.path):
+        trial_plots(trial)
     return trial
 
 
@@ -74,9 +78,10 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
     """Show a run's policy in a window, or as a video where there is none or `out` is given; says what was seen."""
     spec = load_spec(run.spec).spec
     assert isinstance(spec, ControlSpec)
-    if env is None and spec.env.id.startswith("object:"):
+    if env is None and spec.env.id.startswith(OBJECT):
         raise UsageError(
-            f"{run.path} was trained in the object {spec.env.id[7:]}: call palestra.load(run).act from Python"
+            f"{run.path} was trained in the Python object {spec.env.id.removeprefix(OBJECT)}: "
+            "call palestra.load(run).act from Python"
         )
     window = out is None and has_display()
     mode = "human" if window else "rgb_array"
@@ -95,33 +100,16 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
     return f"{seen}: {path}"
 
 
-def summarise(trial: Run, spec: ControlSpec, launch: Launch) -> dict[str, Any]:
-    """SLM-Lab's trial metrics, and the last evaluation of each session."""
-    stepper = Stepper(make_vector(spec.env, min(RANDOM_EPISODES, 20), _factory(spec, launch)), spec.env.id)
-    baseline = float(random_episodes(stepper, RANDOM_EPISODES, stream(spec.seed, "random")).returns.mean())
-    rows = {seed: [row for row in trial.metrics(seed) if "return" in row] for seed in trial.seeds}
-    rows = {seed: logged for seed, logged in rows.items() if logged}
-    evaluated = {seed: [row["eval/return"] for row in logged if "eval/return" in row] for seed, logged in rows.items()}
-    last = {seed: values[-1] for seed, values in evaluated.items() if values}
-    summary: dict[str, Any] = {"random_return": baseline, "eval/return_by_seed": last}
-    if last:
-        summary |= {"eval/return": fmean(last.values()), "eval/return_std": pstdev(last.values())}
-    if not rows:
-        return summary
-    updates = f"{spec.algorithm.name}/updates"
-    sessions = []
-    for logged in rows.values():
-        done, optimizer_steps = 0, []
-        for row in logged:
-            done += row[updates]
-            optimizer_steps.append(done)
-        sessions.append(
-            session_metrics([r["return"] for r in logged], [r["frame"] for r in logged], optimizer_steps, baseline)
-        )
-    returns = [[row["return"] for row in logged] for logged in rows.values()]
-    return summary | trial_metrics(sessions) | {"consistency": consistency(returns, baseline)}
+def _random_return(spec: ControlSpec, factory: Any) -> float:
+    stepper = Stepper(make_vector(spec.env, min(RANDOM_EPISODES, 20), factory), spec.env.id)
+    return float(random_episodes(stepper, RANDOM_EPISODES, stream(spec.seed, "random")).returns.mean())
 
 
 def _factory(spec: ControlSpec, launch: Launch) -> Any:
     given = launch.objects.get("env")
+    if given is None and spec.env.id.startswith(OBJECT):
+        raise UsageError(
+            f"env: this run's environment is the Python object {spec.env.id.removeprefix(OBJECT)}: "
+            "resume it from Python, palestra.run(resume=…, env=…), with that object"
+        )
     return None if given is None else factory_of(given)

@@ -58,7 +58,9 @@ def run_sessions(
     `total` and `unit` are for the progress line.
     """
     parallel = min(spec.max_session, max(1, (os.cpu_count() or 1) // threads))
-    trial = launch.resume or new_trial(launch.root, spec.name, seeds=spec.seeds, command=launch.command)
+    trial = launch.resume or new_trial(
+        launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
+    )
     folders = _prepare(spec, launch, trial, threads)
     if len(folders) == 1:
         session(folders[0], launch)

@@ -42,7 +42,7 @@ class Trial:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What trial.json says: name, id, seeds, created, command."""
+        """What trial.json says: name, id, seeds, created, command, spec."""
         return read_json(self.path / "trial.json")
 
     def session(self, seed: int) -> SessionDir:
@@ -62,8 +62,18 @@ class Trial:
             write_json(self.path / "summary.json", dict(summary))
 
 
-def new_trial(root: Path | str, name: str, *, seeds: Sequence[int], command: Sequence[str]) -> Trial:
-    """Make `root/<name>/<id>` with its trial.json, and point `root/<name>/latest` to it."""
+def new_trial(
+    root: Path | str,
+    name: str,
+    *,
+    seeds: Sequence[int],
+    command: Sequence[str],
+    spec: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Make `root/<name>/<id>` with its trial.json, and point `root/<name>/latest` to it.
+
+    With the spec in it, a trial that is killed before its first session was made can be resumed.
+    """
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} cannot name a run: use letters, digits, '.', '_' and '-', beginning with one of the first two"
@@ -85,6 +95,7 @@ def new_trial(root: Path | str, name: str, *, seeds: Sequence[int], command: Seq
             "seeds": list(seeds),
             "created": now.isoformat(timespec="seconds"),
             "command": list(command),
+            "spec": None if spec is None else dict(spec),
         }
         write_json(trial.path / "trial.json", info)
         write_bytes(trial.path.parent / "latest", f"{trial.path.name}\n".encode())

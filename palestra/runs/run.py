@@ -72,7 +72,12 @@ class Run:
     @property
     def spec(self) -> dict[str, Any]:
         """The resolved spec as plain data."""
-        return read_json(self._any_session().path / "manifest.json")["spec"]
+        if self.sessions:
+            return read_json(self.sessions[0].path / "manifest.json")["spec"]
+        spec = self.trial.info["spec"]
+        if spec is None:
+            raise PalestraError(f"{self.path} has no session yet: it was stopped before one began")
+        return spec
 
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of all sessions or of one seed, each with its "seed"."""
@@ -110,11 +115,6 @@ class Run:
     @property
     def _is_trial(self) -> bool:
         return (self.path / "trial.json").is_file()
-
-    def _any_session(self) -> SessionDir:
-        if not self.sessions:
-            raise PalestraError(f"{self.path} has no session yet: it was stopped before one began")
-        return self.sessions[0]
 
 
 def open_run(ref: Path | str, root: Path | str = ROOT) -> Run:

@@ -254,7 +254,11 @@ class Session:
     def amend(self, *, spec_yaml: str, spec_data: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """Store a spec that `check_resume` accepted; the manifest before it stays in manifest.json as "before"."""
         with clear_write_errors(self.path):
-            _write_identity(self.path, spec_yaml, spec_data, {**manifest, "before": self.manifest})
+            self._lease.acquire()  # not under a process that is training in it
+            try:
+                _write_identity(self.path, spec_yaml, spec_data, {**manifest, "before": self.manifest})
+            finally:
+                self._lease.release()
         self.manifest = read_json(self.path / "manifest.json")
 
 

@@ -109,7 +109,8 @@ def clear_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        where = "" if error.filename is None else f" ({error.filename})"
         raise PalestraError(
-            f"cannot write the run folder {path}: {error.strerror or error} ({error.filename}). "
+            f"cannot write the run folder {path}: {error.strerror or error}{where}. "
             "Check its permissions and the free space, or choose another folder for runs."
         ) from error

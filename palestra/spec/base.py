@@ -84,7 +84,7 @@ class ExperimentSpec(Model):
     hooks: list[Function] = Field(default=[])
     """Functions called at the events of the run, each as module:function."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes the GPU when there is one that pays."""
+    """Where to compute; auto takes what suits the kind (the CPU for control, whose networks are small)."""
     threads: int | None = Field(default=None, ge=1)
     """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
 

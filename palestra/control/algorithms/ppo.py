@@ -59,6 +59,7 @@ class PPO:
         self.spec, self.policy, self.collector, self.generator = spec, policy, collector, generator
         self.flat = Flat(policy.net)
         self.adam = Adam.zeros(self.flat.vector)
+        self.updates = 0
         self._update = compiled(self.update) if compile else self.update
         self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()  # timings, if anyone wants them
 
@@ -76,10 +77,11 @@ class PPO:
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout) -> Batch:
-        """Log-probabilities, values and advantages of a rollout, under the weights that collected it."""
+        """Log-probabilities, values and advantages of a rollout, under the weights that collected it, shuffled."""
         net, rollout = self.policy.net, rollout.to(self.policy.device)
         values, next_values = rollout.next_values(net.value)
-        valid = None if rollout.valid.all() else rollout.valid
+        # By the kind of environment, not by what this rollout holds: see `compiled`.
+        valid = rollout.valid if self.collector.stepper.has_dummy_steps else None
         advantages, returns = gae(
             rollout.rewards,
             values,
@@ -90,37 +92,53 @@ class PPO:
             gamma=self.spec.gamma,
             lam=self.spec.lam,
         )
-        obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten(0, 1)
-        # The weights have not changed since acting, so one pass now gives the log-probabilities that the actions were
-        # sampled with, by the same kernels as the update's: the first ratio is exactly 1.
-        logprobs = net.policy(obs).log_prob(actions)
-        columns = (advantages.flatten(), returns.flatten(), values.flatten())
-        return Batch(obs, actions, logprobs, *columns, None if valid is None else valid.flatten())
+        order = self.order(rollout.rewards.numel())
+
+        def shuffled(column: Tensor) -> Tensor:
+            return column.flatten(0, 1)[order]
+
+        obs, actions = shuffled(rollout.obs), shuffled(rollout.actions)
+        # The weights have not changed since acting, so the log-probabilities that the actions were sampled with can be
+        # computed now. A matrix product rounds differently with the number of rows, so it is done for the very
+        # minibatches of the first epoch: the first ratio is exactly 1.
+        pairs = zip(obs.split(self.spec.minibatch), actions.split(self.spec.minibatch), strict=True)
+        logprobs = torch.cat([net.policy(o).log_prob(a) for o, a in pairs])
+        return Batch(
+            obs,
+            actions,
+            logprobs,
+            shuffled(advantages),
+            shuffled(returns),
+            shuffled(values),
+            None if valid is None else shuffled(valid),
+        )
+
+    def order(self, rows: int) -> Tensor:
+        """Every row once, in a new order."""
+        return torch.randperm(rows, generator=self.generator).to(self.policy.device)
 
     def learn(self, batch: Batch, progress: float) -> dict[str, float]:
         """Epochs of minibatches; the means of the losses and diagnostics over all updates."""
         spec, rows = self.spec, len(batch.obs)
         rates = Rates(*(scheduled(s, progress).to(batch.obs.device) for s in (spec.lr, spec.clip, spec.entropy)))
         totals = torch.zeros(len(METRICS), device=self.policy.device)
-        updates = 0
-        for _ in range(spec.epochs):
-            order = torch.randperm(rows, generator=self.generator).to(
-                batch.obs.device
-            )  # every row once an epoch, in a new order each time
-            shuffled = batch.rows(order)
+        before = self.updates
+        for number in range(spec.epochs):
+            if number > 0:  # `prepare` shuffled for the first
+                batch = batch.rows(self.order(rows))
             epoch = torch.zeros_like(totals)
             for i in range(rows // spec.minibatch):
-                minibatch = shuffled.rows(slice(i * spec.minibatch, (i + 1) * spec.minibatch))
+                minibatch = batch.rows(slice(i * spec.minibatch, (i + 1) * spec.minibatch))
                 vector, self.adam, metrics = self._update(self.adam, minibatch, rates)
                 self.flat.vector.copy_(vector)
                 epoch += metrics
-                updates += 1
+                self.updates += 1
             totals += epoch
             # The mean over the epoch, not the last minibatch's KL: that one is stale by the time it is seen.
             if spec.target_kl is not None and epoch[3] / (rows // spec.minibatch) > spec.target_kl:
                 break
-        return dict(zip(METRICS, (totals / updates).tolist(), strict=True)) | {
-            "updates": updates,
+        return dict(zip(METRICS, (totals / (self.updates - before)).tolist(), strict=True)) | {
+            "updates": self.updates,
             "lr": float(rates.lr),
         }
 
@@ -133,7 +151,7 @@ class PPO:
         return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
 
     def loss(self, net: Any, batch: Batch, rates: Rates) -> tuple[Tensor, Tensor]:
-        """Clipped surrogate + value_coef · ½(V - return)² - entropy · H."""
+        """Clipped surrogate + value_coef · (V - return)² - entropy · H."""
         distribution, values = net(batch.obs)
         advantages = batch.advantages
         if self.spec.normalise_advantages:  # per minibatch, as in the first code of PPO
@@ -154,9 +172,10 @@ class PPO:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides the collector's and the generator's state."""
-        return {"policy": self.policy.state(), "adam": dict(self.adam._asdict())}
+        return {"policy": self.policy.state(), "adam": dict(self.adam._asdict()), "updates": self.updates}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
         self.policy.load_state(state["policy"])
+        self.updates = state["updates"]
         self.adam = Adam(**{name: value.to(self.policy.device) for name, value in state["adam"].items()})

@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers import PassiveEnvChecker
 
 from palestra.control.envs.plain import NotPlain, decode, encode, same_bits
+from palestra.control.envs.simulators import RecordedAle
 from palestra.errors import UsageError
 
 _NOT_STATE = {
@@ -22,7 +23,7 @@ _NOT_STATE = {
 }
 # A layer that holds one of these holds nothing that changes with an episode, or what a simulator's adapter saves.
 _CONSTANT = (
-    *(gymnasium.Env, VectorEnv, Space, EnvSpec, Enum, np.dtype, np.ufunc, type, functools.partial),
+    *(gymnasium.Env, VectorEnv, Space, EnvSpec, Enum, np.dtype, np.ufunc, type, functools.partial, RecordedAle),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
 _CONSTANT_PACKAGES = {"mujoco", "ale_py", "pygame"}

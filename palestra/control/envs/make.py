@@ -1,7 +1,9 @@
 """Makes environments: by Gymnasium id or from an object, one or many, always with a state that can be saved."""
 
 import importlib
+import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +28,7 @@ NUMPY: dict[str, Callable[[int], VectorEnv]] = {
 
 def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) -> VectorEnv:
     """`num_envs` copies of the environment that step together and reset themselves."""
+    _import_module(spec)
     if factory is None and spec.vectorize in ("auto", "vector"):
         if spec.id in NUMPY and not spec.kwargs:
             return NUMPY[spec.id](num_envs)
@@ -38,10 +41,7 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
 
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object) -> gym.Env:
     """One environment, flattened to a Box of observations where it is not one."""
-    if spec.module is not None:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a user's module beside the spec, also when started by the console script
-        importlib.import_module(spec.module)
+    _import_module(spec)
     if factory is not None:
         env = factory()
         if not isinstance(env, gym.Env):
@@ -72,7 +72,23 @@ def factory_of(env: object) -> Factory:
     )
 
 
+def _import_module(spec: EnvSpec) -> None:
+    if spec.module is None:
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a user's module beside the spec, also when started by the console script
+    try:
+        importlib.import_module(spec.module)
+    except ImportError as error:
+        raise UsageError(f"env.module: {spec.module} cannot be imported from {os.getcwd()}: {error}") from error
+
+
 def _checked(spec: EnvSpec, factory: Factory | None) -> gym.Env:
+    if multiprocessing.parent_process() is not None:
+        # A process of AsyncVectorEnv, forked with the run's own handlers: with them SIGTERM would not end it, and a
+        # Ctrl-C at the terminal, which is for the run to answer, would reach it too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return Snapshot(make_single(spec, factory))
 
 

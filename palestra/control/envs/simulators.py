@@ -28,6 +28,58 @@ _MUJOCO_OUTPUTS = (
 )
 
 
+class RecordedAle:
+    """An ALE that remembers how it came through its last frames.
+
+    With sticky actions each frame repeats the action in force with some probability, and the state that the ALE saves
+    has its random generator but not the action in force. Going again through the last 32 to 64 frames brings it about:
+    one frame that does not repeat is enough, and 32 in a row repeat with probability 0.25³² ≈ 5e-20.
+    """
+
+    WINDOW = 32
+
+    def __init__(self, ale: Any):
+        self._ale = ale
+        self._start: Any = None  # the state before `_frames`
+        self._middle: Any = None  # the state after the first WINDOW of them
+        self._frames: list[tuple[int, float]] = []  # action and strength
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ale, name)
+
+    def reset_game(self) -> None:
+        """Begin a game; the action in force is NOOP again."""
+        self._ale.reset_game()
+        self._start, self._middle, self._frames = self._ale.cloneState(include_rng=True), None, []
+
+    def act(self, action: Any, strength: float = 1.0) -> int:
+        """Emulate one frame."""
+        if len(self._frames) == self.WINDOW and self._middle is None:
+            self._middle = self._ale.cloneState(include_rng=True)
+        elif len(self._frames) == 2 * self.WINDOW:
+            self._start, self._middle = self._middle, self._ale.cloneState(include_rng=True)
+            del self._frames[: self.WINDOW]
+        self._frames.append((action.value, float(strength)))
+        return self._ale.act(action, strength)
+
+    def get_state(self) -> dict[str, Any]:
+        """Give the emulator's own encoding of itself and its random generator, and of the way there."""
+        frames = np.array(self._frames, dtype=np.float64).reshape(-1, 2)
+        start = self._start.serialize() if self._start is not None else None
+        return {"ale": self._ale.cloneState(include_rng=True).serialize(), "start": start, "frames": frames}
+
+    def set_state(self, saved: dict[str, Any]) -> None:
+        """Continue from what `get_state` gave."""
+        ale_py: Any = importlib.import_module("ale_py")
+        if saved["start"] is not None:
+            self.reset_game()
+            self._start = ale_py.ALEState(saved["start"])
+            self._ale.restoreState(self._start)
+            for action, strength in saved["frames"].tolist():
+                self.act(ale_py.Action(int(action)), strength)
+        self._ale.restoreState(ale_py.ALEState(saved["ale"]))
+
+
 def simulator(env: Any) -> str | None:
     """Say which simulator with an adapter an unwrapped environment has, without importing any."""
     bases = {f"{base.__module__}.{base.__qualname__}" for base in type(env).__mro__}
@@ -38,8 +90,8 @@ def simulator(env: Any) -> str | None:
 
 def simulator_state(env: Any, kind: str) -> dict[str, Any]:
     """Give the state of the simulator as arrays or bytes."""
-    if kind == "atari":  # the emulator's own encoding of itself and its random generator
-        return {"ale": env.ale.cloneState(include_rng=True).serialize()}
+    if kind == "atari":
+        return env.ale.get_state()
     mujoco: Any = importlib.import_module("mujoco")
     whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     physics = np.empty(mujoco.mj_stateSize(env.model, whole))
@@ -50,7 +102,7 @@ def simulator_state(env: Any, kind: str) -> dict[str, Any]:
 def set_simulator_state(env: Any, kind: str, saved: dict[str, Any]) -> None:
     """Continue from what `simulator_state` gave."""
     if kind == "atari":
-        env.ale.restoreState(importlib.import_module("ale_py").ALEState(saved["ale"]))
+        env.ale.set_state(saved)
         return
     mujoco: Any = importlib.import_module("mujoco")
     whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)

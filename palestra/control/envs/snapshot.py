@@ -36,7 +36,7 @@ from palestra.control.envs.layers import (
     spaces,
 )
 from palestra.control.envs.plain import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
-from palestra.control.envs.simulators import renew_world, set_simulator_state, simulator, simulator_state
+from palestra.control.envs.simulators import RecordedAle, renew_world, set_simulator_state, simulator, simulator_state
 from palestra.errors import UsageError
 
 Tree = dict[str, Any]
@@ -57,6 +57,8 @@ class Snapshot(gymnasium.Wrapper):
         self._core: Any = self._chain[-1]
         self._spaces = spaces(self._chain)
         self._family = _family(self._chain)
+        if self._family == "atari":
+            self._core.ale = RecordedAle(self._core.ale)
         self._confirmed = False  # whether a state could be taken after a reset, when all attributes are there
         self._ended = False
         self._before: Tree | None = None  # the generators and wrappers just before the last reset
@@ -105,6 +107,10 @@ class Snapshot(gymnasium.Wrapper):
             self._actions.append(action if constant else deepcopy(action))
         result = self.env.step(action)
         self._ended = bool(result[2] or result[3])
+        if (
+            self._ended
+        ):  # the reset that follows may write into the array that an environment keeps for its observations
+            result = (deepcopy(result[0]), *result[1:])
         self._last = result[:4]
         return result
 

@@ -47,13 +47,13 @@ class Stepper:
         self.env, self.name, self.mode = env, name, mode
         self.num_envs = env.num_envs
         self.steps = 0
+        self.has_dummy_steps = mode is AutoresetMode.NEXT_STEP  # whether `valid` is ever anything but None
         self._dummy = np.zeros(env.num_envs, dtype=bool)  # NEXT_STEP: rows whose next step only resets
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset every environment; environment i gets `seed + i`."""
         self._dummy[:] = False
-        obs, _ = self.env.reset(seed=seed)
-        return obs
+        return self._reset(seed=seed)
 
     def step(self, actions: np.ndarray) -> Transition:
         """Step all environments once."""
@@ -62,10 +62,7 @@ class Stepper:
         except PalestraError:
             raise
         except Exception as error:
-            raise EnvironmentFailed(
-                f"{self.name} raised {type(error).__name__} in vector step {self.steps + 1} "
-                f"({self.num_envs} environments): {error}"
-            ) from error
+            raise self._failed(error, f"vector step {self.steps + 1}") from error
         self.steps += 1
         ends = np.logical_or(terminated, truncated)
         any_end = ends.any()
@@ -81,8 +78,20 @@ class Stepper:
             final_obs = _rows(infos, ended, self.name)
         else:
             final_obs = obs[ended]
-            obs, _ = self.env.reset(options={"reset_mask": ends})
+            obs = self._reset(options={"reset_mask": ends})
         return Transition(obs, rewards, terminated, truncated, None, ended, final_obs)
+
+    def _reset(self, **arguments: Any) -> np.ndarray:
+        try:
+            return self.env.reset(**arguments)[0]
+        except PalestraError:
+            raise
+        except Exception as error:
+            raise self._failed(error, f"a reset after vector step {self.steps}") from error
+
+    def _failed(self, error: Exception, where: str) -> EnvironmentFailed:
+        raised = f"{self.name} raised {type(error).__name__} in {where} ({self.num_envs} environments): {error}"
+        return EnvironmentFailed(raised)
 
     def forget(self, rows: np.ndarray) -> None:
         """These environments have just begun new episodes, outside of `step`."""

@@ -1,0 +1,274 @@
+"""The Python API from end to end: environments as objects, hooks, metrics, trained policies, videos."""
+
+import functools
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium as gym
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from conftest import ENVIRONMENT, numbers
+from envs import LENGTH, Faulty, Identity
+from PIL import Image
+
+import palestra
+from palestra.errors import UsageError
+from palestra.kinds.control import enjoy
+from palestra.track.hooks import Moment
+
+TINY: dict[str, Any] = {
+    "kind": "control",
+    "name": "tiny",
+    "algorithm": {"name": "ppo", "horizon": 32, "minibatch": 32, "epochs": 2},
+    "net": {"hidden": [8]},
+    "train": {"frames": 256},
+    "eval": {"episodes": 2, "num_envs": 2},
+}
+run = functools.partial(palestra.run, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory) -> palestra.Run:
+    """A run that has learned a little; only to be read."""
+    return run(
+        {**TINY, "env": "CartPole-v1", "net": {"hidden": [32]}, "algorithm": {"name": "ppo", "lr": 3e-3}},
+        root=tmp_path_factory.mktemp("runs"),
+        train__frames=20 * 512,
+        every__eval="10 steps",
+        eval__episodes=10,
+    )
+
+
+# ---- specs and results
+
+
+def test_run_of_a_file_with_fields_overrides_and_variables_uses_them(tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "base:\n  kind: control\n  env: {id: '${game}', num_envs: 2}\n"
+        "  algorithm: {name: ppo, horizon: 32, minibatch: 64}\n  train: {frames: 128}\n  eval: {episodes: 2}\n"
+    )
+    done = run(
+        f"{path}:base",
+        variables={"game": "CartPole-v1"},
+        root=tmp_path,
+        algorithm__lr=1e-3,
+        overrides=["net.hidden=[4]"],
+    )
+    assert done.name == "base"
+    assert done.spec["algorithm"]["lr"] == pytest.approx(1e-3)
+    assert done.spec["net"]["hidden"] == [4]
+    assert done.spec["env"]["id"] == "CartPole-v1"
+    assert done.state == "done"
+
+
+def test_metrics_has_every_row_of_every_seed_and_nothing_but_the_files_numbers(cartpole):
+    rows = cartpole.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert [row["frame"] for row in rows] == list(range(512, 512 * 21, 512))
+    assert {row["seed"] for row in rows} == {0}
+    assert ["eval/return" in row for row in rows] == [step in (10, 20) for step in range(1, 21)]
+    on_disk = numbers(cartpole.sessions[0].path)
+    assert [{k: v for k, v in row.items() if k != "seed" and not k.startswith("time/")} for row in rows] == on_disk
+
+
+def test_same_seed_alone_and_beside_another_gives_equal_numbers_and_the_other_seed_others(two_seeds, finished):
+    assert two_seeds.rows(seed=0) == finished.rows()
+    assert two_seeds.rows(seed=1) != finished.rows()
+
+
+def test_summary_has_the_trial_metrics_of_slm_lab_recomputed_from_the_rows(two_seeds):
+    done = palestra.open_run(two_seeds.trial())
+    summary = json.loads((done.path / "summary.json").read_text())
+    returns = {seed: [row["return"] for row in done.metrics(seed) if "return" in row] for seed in (0, 1)}
+    assert summary["total_reward_ma"] == pytest.approx(np.mean([np.mean(r) for r in returns.values()]))
+    strengths = {seed: np.array(r) - summary["random_return"] for seed, r in returns.items()}
+    assert summary["strength"] == pytest.approx(np.mean([s.mean() for s in strengths.values()]))
+    frames = {seed: [row["frame"] for row in done.metrics(seed) if "return" in row] for seed in (0, 1)}
+    efficiency = [np.average(strengths[seed], weights=1 / np.array(frames[seed])) for seed in (0, 1)]
+    assert summary["sample_efficiency"] == pytest.approx(np.mean(efficiency))
+    for name in ("stability", "consistency", "training_efficiency", "max_strength", "final_strength"):
+        assert math.isfinite(summary[name])
+    assert 15 < summary["random_return"] < 30
+    assert summary == done.summary()
+
+
+# ---- environments
+
+
+def test_environment_as_class_function_instance_and_id_trains_the_same(tmp_path):
+    """All four are CartPole, stepped one after the other."""
+    from gymnasium.envs.classic_control import CartPoleEnv
+
+    given = {
+        "id": "CartPole-v1",
+        "instance": gym.make("CartPole-v1"),
+        "function": lambda: gym.make("CartPole-v1"),
+        "class": CartPoleEnv,
+    }
+    rows = {}
+    for name, env in given.items():
+        done = run(TINY, root=tmp_path, name=name, env=env, env__vectorize="sync")
+        rows[name] = numbers(done.sessions[0].path)
+    assert rows["instance"] == rows["function"] == rows["id"]
+    assert rows["class"][0]["ppo/policy_loss"] == rows["id"][0]["ppo/policy_loss"]
+
+
+def test_local_class_and_lambda_travel_to_the_processes_of_two_seeds(tmp_path):
+    class Local(Faulty):
+        def __init__(self) -> None:
+            super().__init__(at=-1)
+
+    done = run(TINY, root=tmp_path, env=lambda: Local(), max_session=2)
+    assert done.state == "done"
+    assert done.spec["env"]["id"].startswith("object:")
+    assert [len(done.metrics(seed)) for seed in (0, 1)] == [2, 2]
+    assert done.metrics(0)[-1]["return"] != done.metrics(1)[-1]["return"]
+
+
+def test_made_instance_with_pictures_travels_to_the_processes_of_two_seeds(tmp_path):
+    env = gym.make("CartPole-v1", render_mode="rgb_array")
+    env.reset()
+    env.render()  # it now holds a surface that no pickle can take
+    assert run(TINY, root=tmp_path, env=env, max_session=2).state == "done"
+
+
+def test_object_that_is_no_environment_is_refused_before_there_is_a_folder(tmp_path):
+    for env, said in ((3, "got int"), (lambda: 3, "made a int"), (Faulty(), "pass its class")):
+        with pytest.raises(UsageError, match=said):
+            run(TINY, root=tmp_path, env=env)
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_with_an_object_resumes_with_the_object_and_says_so_without(tmp_path):
+    done = run(TINY, root=tmp_path, env=Faulty)
+    with pytest.raises(UsageError, match=r"Python object envs\.Faulty.*env="):
+        run(resume=done, root=tmp_path, train__frames=512, allow=["train.frames"])
+    more = run(resume=done, root=tmp_path, env=Faulty, train__frames=512, allow=["train.frames"])
+    assert more.path == done.path
+    assert [row["step"] for row in more.metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("space", Identity.SPACES)
+def test_every_space_learns_to_do_what_it_is_shown(tmp_path, space):
+    done = run(
+        TINY,
+        root=tmp_path,
+        env={"id": "Identity-v0", "module": "envs", "kwargs": {"kind": space}, "num_envs": 8},
+        algorithm={"name": "ppo", "horizon": 32, "minibatch": 64, "epochs": 8, "lr": 0.01, "gamma": 0.5},
+        net__hidden=[32],
+        train__frames=256 * 30,
+        every__eval=None,
+    )
+    last = done.metrics()[-1]
+    assert last["eval/return"] > (0.8 if space == "box" else 0.95) * LENGTH
+    assert last["eval/return"] > done.summary()["random_return"] + 0.2 * LENGTH
+
+
+def test_script_without_main_guard_runs_seeds_in_parallel_with_its_own_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import palestra\n"
+        "from envs import Faulty\n"
+        "class Mine(Faulty):\n"
+        "    pass\n"
+        f"spec = {TINY!r}\n"
+        "run = palestra.run(spec, env=Mine, max_session=2, quiet=True)\n"
+        "print(run.state, len(run.metrics()), palestra.load(run).act([1.0, 0.0]))\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == ["done", "4"]
+
+
+# ---- policies
+
+
+def test_loaded_policy_acts_alike_on_one_observation_and_a_batch(cartpole):
+    policy = palestra.load(cartpole)
+    batch = np.random.default_rng(0).normal(0, 0.1, (32, 4)).astype(np.float32)
+    actions = policy.act(batch)
+    assert actions.shape == (32,)
+    assert set(actions.tolist()) == {0, 1}
+    assert [policy.act(obs) for obs in batch] == actions.tolist()
+    assert np.shape(policy.act(batch[0])) == ()
+    assert policy.act(batch[0].tolist()) == actions[0]
+    with pytest.raises(UsageError, match="shape"):
+        policy.act([1.0, 2.0])
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_loaded_policy_plays_the_evaluations_episodes_to_the_same_returns(cartpole, which):
+    from palestra.control.seeding import stream
+
+    scores = {row["step"]: row["eval/return"] for row in cartpole.metrics() if "eval/return" in row}
+    step = max(scores, key=lambda s: (scores[s], s)) if which == "best" else max(scores)
+    policy, env = palestra.load(cartpole, which), gym.make("CartPole-v1")
+    returns = []
+    for i in range(2):  # 10 episodes from 2 environments: 5 each, those after the first from the environment's own RNG
+        obs, _ = env.reset(seed=stream(0, "eval", step) + i)
+        for _ in range(5):
+            total, over = 0.0, False
+            while not over:
+                obs, reward, terminated, truncated, _ = env.step(policy.act(obs))
+                total, over = total + float(reward), terminated or truncated
+            returns.append(total)
+            obs, _ = env.reset()
+    assert np.mean(returns) == scores[step]
+
+
+def test_sampled_actions_follow_the_policy_not_only_its_mode(cartpole):
+    policy = palestra.load(cartpole)
+    obs = np.zeros((500, 4), np.float32)
+    assert len(set(policy.act(obs).tolist())) == 1
+    assert len(set(policy.act(obs, deterministic=False).tolist())) == 2
+
+
+# ---- hooks
+
+
+def count_and_stop(moment: Moment) -> dict[str, float]:
+    if moment.step == 3:
+        moment.stop = True
+    return {"hook/twice": 2 * moment.metrics["episodes"], "hook/action": float(moment.policy.act(np.zeros(4)))}
+
+
+def test_hook_adds_metrics_and_stops_the_run_which_counts_as_done(tmp_path):
+    done = run(
+        {**TINY, "env": "CartPole-v1"}, root=tmp_path, train__frames=10**5, hooks=["test_e2e_api:count_and_stop"]
+    )
+    rows = done.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["hook/twice"] == 2 * row["episodes"] for row in rows)
+    assert all(row["hook/action"] in (0, 1) for row in rows)
+    assert done.state == "done"
+    assert done.checkpoint("last").name == "step_000000003"
+
+
+# ---- watching
+
+
+def test_enjoy_writes_an_mp4_and_by_default_a_gif_that_open(cartpole, scratch):
+    result = scratch("enjoy", str(cartpole.path), "--out", "seen.mp4", DISPLAY="", WAYLAND_DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(r"return [\d.]+ over 1 episode: seen\.mp4\n", result.stdout)
+    length = int(float(result.stdout.split()[1]))  # CartPole gives 1 a step
+    assert imageio_ffmpeg.count_frames_and_secs(str(scratch.path / "seen.mp4"))[0] == length + 1
+    result = scratch("enjoy", str(cartpole.path), DISPLAY="", WAYLAND_DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    with Image.open(cartpole.path / "plots" / "enjoy.gif") as gif:
+        assert gif.size == (600, 400)
+        assert length // 2 < gif.n_frames <= length + 1  # equal neighbours may be one frame
+
+
+def test_enjoy_of_an_object_or_into_another_format_is_refused(cartpole, tmp_path):
+    with pytest.raises(UsageError, match=r"\.gif or \.mp4"):
+        enjoy(cartpole, episodes=1, out=tmp_path / "seen.avi", which="last", seed=0)
+    trained = run(TINY, root=tmp_path, env=Faulty)
+    with pytest.raises(UsageError, match=r"envs\.Faulty"):
+        enjoy(trained, episodes=1, out=None, which="best", seed=0)

@@ -1,0 +1,220 @@
+"""A run that is killed again and again and resumed each time ends with the numbers of one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import SHORT, Scratch, last_step, wait_until
+
+import palestra
+from palestra.runs.checkpoint import load, metas
+from palestra.runs.folder import new_trial
+from palestra.runs.status import state_of
+from palestra.spec.plain import plain
+
+STEPS = SHORT["train"]["frames"] // 128
+
+
+def assert_equal_runs(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in rows] == list(range(1, len(reference) + 1))  # none missing, none doubled
+    for row, expected in zip(rows, reference, strict=True):
+        assert json.dumps(row) == json.dumps(expected)  # as text: NaN equals NaN, and every digit counts
+
+
+def begin(scratch: Scratch, spec: str) -> subprocess.Popen:
+    """The first start, or a resume where there is a run."""
+    arguments = ["--resume", Path(spec).stem] if list(scratch.path.glob("runs/*/*/trial.json")) else [spec]
+    return scratch.start("train", *arguments, "--quiet")
+
+
+def session_of(scratch: Scratch, process: subprocess.Popen, seed: int = 0) -> Path:
+    """The session's folder, once this process or a worker of it owns it."""
+
+    def owned() -> Path | None:
+        for lease in scratch.path.glob(f"runs/*/*/sessions/{seed}/lease.json"):
+            try:
+                owner = json.loads(lease.read_text())["pid"]
+                if owner == process.pid or process.pid in map(_pid, psutil.Process(owner).parents()):
+                    return lease.parent
+            except (FileNotFoundError, psutil.NoSuchProcess):
+                continue
+        return None
+
+    return wait_until(owned, process)
+
+
+def _pid(process: psutil.Process) -> int:
+    return process.pid
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL the process alone, then see that nothing it started outlives it."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, f"left behind: {alive}"
+
+
+def kill_at(scratch: Scratch, spec: str, step: int, wait: float, seed: int = 0) -> None:
+    """Start or resume, wait for a step's row and then some more, and kill."""
+    process = begin(scratch, spec)
+    session = session_of(scratch, process, seed)
+    wait_until(lambda: last_step(session) >= step, process)
+    time.sleep(wait)
+    kill(process)
+    assert state_of(session) == "killed"
+
+
+def kill_in_checkpoint(scratch: Scratch, spec: str, step: int) -> None:
+    """Start or resume, and kill while a checkpoint at or after that step is being written."""
+    process = begin(scratch, spec)
+    session = session_of(scratch, process)
+
+    def writing() -> bool:
+        names = os.listdir(session / "checkpoints")
+        return any(name.startswith(".step_") and ".part-" in name and int(name[6:15]) >= step for name in names)
+
+    wait_until(writing, process)
+    kill(process)
+
+
+def finish(scratch: Scratch, spec: str) -> None:
+    process = begin(scratch, spec)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+
+
+def test_run_killed_at_ten_moments_equals_one_that_was_not(scratch, finished):
+    spec, moments = scratch.spec(), random.Random(20)
+    process = begin(scratch, spec)
+    session = session_of(scratch, process)
+    kill(process)  # before there is anything to resume from
+    assert not metas(session)
+    for i in range(7):
+        kill_at(scratch, spec, 8 * i + moments.randint(1, 7), moments.uniform(0, 0.06))
+    for step in (57, 60):
+        kill_in_checkpoint(scratch, spec, step)
+    finish(scratch, spec)
+    assert_equal_runs(scratch.rows(), finished.rows())
+    assert state_of(session) == "done"
+    assert sorted(os.listdir(session / "checkpoints")) == sorted(os.listdir(finished.session() / "checkpoints"))
+    trained, reference = (load(metas(folder)[-1].path).state["algorithm"] for folder in (session, finished.session()))
+    weights = reference["policy"]["weights"]
+    assert all(torch.equal(trained["policy"]["weights"][name], weights[name]) for name in weights)
+    trace = json.loads((session / "trace.json").read_text())
+    assert sum(event["name"] == "learn" for event in trace) == STEPS
+
+
+def test_run_killed_before_its_first_checkpoint_restarts_and_equals(scratch, finished):
+    spec = scratch.spec(every={"checkpoint": "5 minutes", "eval": None})
+    reference = [{key: value for key, value in row.items() if "eval/" not in key} for row in finished.rows()]
+    kill_at(scratch, spec, 10, 0)
+    assert not metas(scratch.session())
+    finish(scratch, spec)
+    rows = [{key: value for key, value in row.items() if "eval/" not in key} for row in scratch.rows()]
+    assert_equal_runs(rows, reference)
+
+
+def test_trial_killed_before_its_first_session_was_made_is_resumed_from_its_own_spec(tmp_path):
+    spec = palestra.check({**SHORT, "train": {"frames": 256}, "seed": 3}).spec
+    new_trial(tmp_path, "short", seeds=[3], command=[], spec=plain(spec))
+    done = palestra.run(resume="short", root=tmp_path, quiet=True)
+    assert done.state == "done"
+    assert [(row["seed"], row["step"]) for row in done.metrics()] == [(3, 1), (3, 2)]
+
+
+def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(scratch, finished):
+    spec = scratch.spec(every={"checkpoint": "5 minutes"})
+    for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 30)):
+        process = begin(scratch, spec)
+        session = session_of(scratch, process)
+        wait_until(lambda session=session, step=step: last_step(session) >= step, process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "continue with: palestra train --resume " in err
+        assert f"runs/short/{scratch.trial().name}" in err
+        assert "Traceback" not in err
+        assert scratch.status()["state"] == "interrupted"
+        assert metas(session)[-1].step == last_step(session)
+    process = begin(scratch, spec)
+    wait_until((scratch.trial() / "summary.json").exists, process)
+    process.send_signal(signal.SIGTERM)  # after the sessions: while it draws
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "palestra: interrupted\n")
+    assert not list((scratch.trial() / "plots").iterdir())
+    finish(scratch, spec)
+    assert (scratch.trial() / "plots" / "learning_curve.png").exists()
+    assert_equal_runs(scratch.rows(), finished.rows())
+
+
+def test_trial_of_two_seeds_killed_and_stopped_leaves_no_orphan_and_equals(scratch, finished, two_seeds):
+    spec = scratch.spec(max_session=2)
+    kill_at(scratch, spec, 12, 0.02, seed=1)
+    process = begin(scratch, spec)
+    session = session_of(scratch, process, seed=1)
+    wait_until(lambda: last_step(session) >= 30, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    finish(scratch, spec)
+    assert_equal_runs(scratch.rows(seed=0), finished.rows())  # a trial's session is the run of its seed
+    assert_equal_runs(scratch.rows(seed=1), two_seeds.rows(seed=1))
+    assert json.loads((scratch.trial() / "summary.json").read_text()) == json.loads(
+        (two_seeds.trial() / "summary.json").read_text()
+    )
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "replayed": {"env": {"id": "LunarLander-v3", "num_envs": 2}},
+    "continuous": {"env": {"id": "Pendulum-v1", "num_envs": 2}},
+    "mujoco": {"env": {"id": "Hopper-v5", "num_envs": 2}},
+    "processes": {"env": {"id": "Acrobot-v1", "num_envs": 2, "vectorize": "async"}},
+    "compiled": {"env": {"id": "CartPole-v1", "num_envs": 2}, "train": {"frames": 64 * 30, "compile": "on"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_run_of_another_family_killed_three_times_equals_one_that_was_not(scratch, tmp_path_factory, family):
+    changes = {"train": {"frames": 64 * 30}, "eval": {"episodes": 2, "num_envs": 2}, **FAMILIES[family]}
+    reference = Scratch(tmp_path_factory.mktemp("reference"))
+    finish(reference, reference.spec(**changes))
+    spec = scratch.spec(**changes)
+    moments = random.Random(family)
+    for i in range(3):
+        kill_at(scratch, spec, 9 * i + moments.randint(1, 8), moments.uniform(0, 0.05))
+    finish(scratch, spec)
+    assert_equal_runs(scratch.rows(), reference.rows())
+
+
+def test_ctrl_c_with_environments_in_processes_saves_exits_130_and_resumes_equal(scratch, tmp_path_factory):
+    changes = {
+        "env": {"id": "CartPole-v1", "num_envs": 2, "vectorize": "async"},
+        "train": {"frames": 64 * 20},
+        "eval": {"episodes": 2, "num_envs": 1},
+        "every": {"checkpoint": "5 minutes", "eval": None},
+    }
+    reference = Scratch(tmp_path_factory.mktemp("reference"))
+    finish(reference, reference.spec(**changes))
+    spec = scratch.spec(**changes)
+    process = begin(scratch, spec)
+    session = session_of(scratch, process)
+    wait_until(lambda: last_step(session) >= 5, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the environments' processes get it too
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert len(family) >= 3
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    finish(scratch, spec)
+    assert_equal_runs(scratch.rows(), reference.rows())
