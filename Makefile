@@ -20,7 +20,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
-	$(BIN)/lint-imports --verbose --no-cache | tail -n 8
+	$(BIN)/lint-imports --no-cache
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py

@@ -1,5 +1,6 @@
 """The real `palestra` command in a scratch folder, and small specs for it."""
 
+import fcntl
 import json
 import os
 import signal
@@ -130,16 +131,24 @@ def scratch(tmp_path: Path) -> Iterator[Scratch]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """A run of SHORT that nobody interrupted; only to be read."""
-    made = Scratch(tmp_path_factory.mktemp("finished"))
-    result = made("train", made.spec(), "--quiet")
-    assert result.returncode == 0, result.stderr
-    return made
+    return _trained_once(tmp_path_factory, "finished", max_session=1)
 
 
 @pytest.fixture(scope="session")
 def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """The same with two seeds side by side."""
-    made = Scratch(tmp_path_factory.mktemp("two_seeds"))
-    result = made("train", made.spec(max_session=2), "--quiet")
-    assert result.returncode == 0, result.stderr
+    return _trained_once(tmp_path_factory, "two_seeds", max_session=2)
+
+
+def _trained_once(factory: pytest.TempPathFactory, name: str, **changes: Any) -> Scratch:
+    """Train SHORT, changed so, in a folder that all processes of this pytest run share."""
+    base = factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    path.mkdir(exist_ok=True)
+    made = Scratch(path)
+    with (path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path / "runs").exists():
+            result = made("train", made.spec(**changes), "--quiet")
+            assert result.returncode == 0, result.stderr
     return made

@@ -38,8 +38,8 @@ def cartpole(tmp_path_factory) -> palestra.Run:
     return run(
         {**TINY, "env": "CartPole-v1", "net": {"hidden": [32]}, "algorithm": {"name": "ppo", "lr": 3e-3}},
         root=tmp_path_factory.mktemp("runs"),
-        train__frames=20 * 512,
-        every__eval="10 steps",
+        train__frames=12 * 512,
+        every__eval="6 steps",
         eval__episodes=10,
     )
 
@@ -69,10 +69,10 @@ def test_run_of_a_file_with_fields_overrides_and_variables_uses_them(tmp_path):
 
 def test_metrics_has_every_row_of_every_seed_and_nothing_but_the_files_numbers(cartpole):
     rows = cartpole.metrics()
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    assert [row["frame"] for row in rows] == list(range(512, 512 * 21, 512))
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["frame"] for row in rows] == list(range(512, 512 * 13, 512))
     assert {row["seed"] for row in rows} == {0}
-    assert ["eval/return" in row for row in rows] == [step in (10, 20) for step in range(1, 21)]
+    assert ["eval/return" in row for row in rows] == [step in (6, 12) for step in range(1, 13)]
     on_disk = numbers(cartpole.sessions[0].path)
     assert [{k: v for k, v in row.items() if k != "seed" and not k.startswith("time/")} for row in rows] == on_disk
 

@@ -12,6 +12,7 @@ from conftest import Scratch, last_step, wait_until
 
 import palestra
 from palestra.control.collector import NotFinite
+from palestra.errors import UsageError
 from palestra.runs.checkpoint import load, metas
 
 FAULTY = {
@@ -67,19 +68,18 @@ def test_spec_with_unknown_key_and_wrong_type_and_missing_variable_is_refused_wi
     assert_refused(scratch("train", "bad.yaml"), scratch, "bad.yaml:2", "game", "-s game=")
 
 
-def test_spec_that_extends_itself_through_another_is_refused_with_the_way_round(scratch):
+def test_spec_that_extends_itself_through_another_is_refused_with_the_way_round_and_with_debug_a_traceback(scratch):
     (scratch.path / "a.yaml").write_text("extends: b.yaml\n")
     (scratch.path / "b.yaml").write_text("extends: a.yaml\n")
     assert_refused(scratch("train", "a.yaml"), scratch, "a.yaml", "b.yaml", "extends")
-
-
-def test_environment_that_does_not_exist_is_refused_with_a_near_one_and_debug_shows_the_traceback(scratch):
-    spec = scratch.spec(env={"id": "CartPol-v1"})
-    assert_refused(scratch("train", spec), scratch, "env.id", "CartPol-v1", "Did you mean: `CartPole`")
-    result = scratch("--debug", "train", spec)
+    result = scratch("--debug", "train", "a.yaml")
     assert result.returncode == 2
     assert "Traceback" in result.stderr
-    assert "gymnasium.error" in result.stderr
+
+
+def test_environment_that_does_not_exist_is_refused_with_a_near_one(scratch):
+    spec = scratch.spec(env={"id": "CartPol-v1"})
+    assert_refused(scratch("train", spec), scratch, "env.id", "CartPol-v1", "Did you mean: `CartPole`")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,9 @@ def test_environment_or_training_without_its_extra_is_refused_with_what_to_insta
 def test_hook_and_environment_modules_that_do_not_exist_are_refused(scratch):
     spec = scratch.spec(hooks=["no_such_module:hook"])
     assert_refused(scratch("train", spec), scratch, "hooks", "no_such_module:hook", str(scratch.path))
-    spec = scratch.spec(env={"module": "no_such_module"})
-    assert_refused(scratch("train", spec), scratch, "env.module", "no_such_module", str(scratch.path))
+    spec = scratch.path / scratch.spec(env={"module": "no_such_module"})
+    with pytest.raises(UsageError, match=r"env\.module: no_such_module cannot be imported from"):
+        palestra.run(spec, root=scratch.path / "runs", quiet=True)
 
 
 # ---- environments and hooks that fail
@@ -206,7 +207,7 @@ def test_file_size_limit_at_a_checkpoint_fails_the_run_with_the_place(scratch):
     assert "step_000000003" in result.stderr
     assert scratch.status("faulty")["state"] == "failed"
     assert os.listdir(scratch.session("faulty") / "checkpoints") == []
-    assert scratch("train", "--resume", "faulty").returncode == 0
+    palestra.run(resume="faulty", root=scratch.path / "runs", quiet=True)
     assert [row["step"] for row in scratch.rows("faulty")] == list(range(1, 21))
 
 

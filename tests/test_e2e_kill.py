@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import SHORT, Scratch, last_step, wait_until
+from conftest import SHORT, Scratch, last_step, numbers, wait_until
 
 import palestra
 from palestra.runs.checkpoint import load, metas
@@ -157,21 +157,39 @@ def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(sc
     assert_equal_runs(scratch.rows(), finished.rows())
 
 
-def test_trial_of_two_seeds_killed_and_stopped_leaves_no_orphan_and_equals(scratch, finished, two_seeds):
+def test_trial_of_two_seeds_killed_leaves_no_orphan_and_equals(scratch, finished, two_seeds):
     spec = scratch.spec(max_session=2)
-    kill_at(scratch, spec, 12, 0.02, seed=1)
+    kill_at(scratch, spec, 20, 0.02, seed=1)
+    finish(scratch, spec)
+    assert_equal_trials(scratch, finished, two_seeds)
+
+
+@pytest.mark.slow
+def test_trial_of_two_seeds_killed_and_stopped_equals(scratch, finished, two_seeds):
+    spec, moments = scratch.spec(max_session=2), random.Random(2)
+    for i in range(3):
+        kill_at(scratch, spec, 12 * i + moments.randint(1, 11), moments.uniform(0, 0.06), seed=i % 2)
     process = begin(scratch, spec)
     session = session_of(scratch, process, seed=1)
-    wait_until(lambda: last_step(session) >= 30, process)
+    wait_until(lambda: last_step(session) >= 50, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
+    assert {scratch.status(seed=seed)["state"] for seed in (0, 1)} <= {"interrupted", "done"}
     finish(scratch, spec)
+    assert_equal_trials(scratch, finished, two_seeds)
+
+
+def assert_equal_trials(scratch: Scratch, finished: Scratch, two_seeds: Scratch) -> None:
     assert_equal_runs(scratch.rows(seed=0), finished.rows())  # a trial's session is the run of its seed
     assert_equal_runs(scratch.rows(seed=1), two_seeds.rows(seed=1))
-    assert json.loads((scratch.trial() / "summary.json").read_text()) == json.loads(
-        (two_seeds.trial() / "summary.json").read_text()
-    )
+    summaries = [json.loads((one.trial() / "summary.json").read_text()) for one in (scratch, two_seeds)]
+    assert summaries[0] == summaries[1]
+
+
+@pytest.fixture
+def reference_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reference")
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -185,28 +203,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_run_of_another_family_killed_three_times_equals_one_that_was_not(scratch, tmp_path_factory, family):
+def test_run_of_another_family_killed_three_times_equals_one_that_was_not(scratch, reference_root, family):
     changes = {"train": {"frames": 64 * 30}, "eval": {"episodes": 2, "num_envs": 2}, **FAMILIES[family]}
-    reference = Scratch(tmp_path_factory.mktemp("reference"))
-    finish(reference, reference.spec(**changes))
     spec = scratch.spec(**changes)
+    reference = numbers(palestra.run(scratch.path / spec, root=reference_root, quiet=True).sessions[0].path)
     moments = random.Random(family)
     for i in range(3):
         kill_at(scratch, spec, 9 * i + moments.randint(1, 8), moments.uniform(0, 0.05))
     finish(scratch, spec)
-    assert_equal_runs(scratch.rows(), reference.rows())
+    assert_equal_runs(scratch.rows(), reference)
 
 
-def test_ctrl_c_with_environments_in_processes_saves_exits_130_and_resumes_equal(scratch, tmp_path_factory):
+def test_ctrl_c_with_environments_in_processes_saves_exits_130_and_resumes_equal(scratch, reference_root):
     changes = {
         "env": {"id": "CartPole-v1", "num_envs": 2, "vectorize": "async"},
         "train": {"frames": 64 * 20},
         "eval": {"episodes": 2, "num_envs": 1},
         "every": {"checkpoint": "5 minutes", "eval": None},
     }
-    reference = Scratch(tmp_path_factory.mktemp("reference"))
-    finish(reference, reference.spec(**changes))
     spec = scratch.spec(**changes)
+    reference = numbers(palestra.run(scratch.path / spec, root=reference_root, quiet=True).sessions[0].path)
     process = begin(scratch, spec)
     session = session_of(scratch, process)
     wait_until(lambda: last_step(session) >= 5, process)
@@ -217,4 +233,4 @@ def test_ctrl_c_with_environments_in_processes_saves_exits_130_and_resumes_equal
     assert len(family) >= 3
     assert not psutil.wait_procs(family, timeout=10)[1]
     finish(scratch, spec)
-    assert_equal_runs(scratch.rows(), reference.rows())
+    assert_equal_runs(scratch.rows(), reference)

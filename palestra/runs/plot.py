@@ -151,6 +151,11 @@ def _short(value: float) -> str:
 def _save(figure: "Figure", out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
+    # Laid out once, not anew for each format and draw: that takes longer than the drawing.
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)
+    figure.set_layout_engine(None)
     for path in paths:
         figure.savefig(path, dpi=200)
     return paths
