@@ -143,7 +143,7 @@ def test_round_trip_of_generators_and_weights_continues_identically(tmp_path):
     [object(), {1.5: 0}, {True: 0}, {None: 0}, {1, 2}, namedtuple("P", "x")(1), np.array(["a"]), np.array([object()]),
      np.array([1], "M8[s]"), np.zeros(2, [("a", "f4")]), np.zeros(2, np.longdouble), torch.eye(2).to_sparse(),
      torch.zeros(2, device="meta")],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_flatten_unsupported_value_is_refused_naming_where(value, tmp_path):
     with pytest.raises(UnsupportedState, match="agent/1"):

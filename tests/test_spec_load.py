@@ -5,16 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_specs import FILES, ROOT, specs_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import UsageError
 from palestra.spec import Cadence, SpecError, load, plain, spec_hash, to_yaml
 from palestra.spec.kinds.control import ControlSpec, PPOSpec
-from palestra.spec.source import read_file
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path for path in ROOT.glob("examples/**/*") if path.suffix in (".yaml", ".yml", ".json"))
 MINIMAL = {
     "kind": "control",
     "name": "x",
@@ -43,25 +41,14 @@ def write(tmp_path, monkeypatch):
 
 
 def test_examples_are_there():
-    assert ROOT / "examples/control/ppo_cartpole.yaml" in EXAMPLES
+    assert ROOT / "examples/control/ppo_cartpole.yaml" in FILES
 
 
-def named(path):
-    """The specs in a file, as one would ask for them."""
-    data = read_file(path).data
-    if "kind" in data or "extends" in data:
-        return [str(path)]
-    return [f"{path}:{name}" for name in data if not name.startswith("_")]
-
-
-EXAMPLE_VARIABLES = {"classic.yaml:any": {"env": "MountainCarContinuous-v0", "frames": "1e5"}}
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_example_loads(path):
-    assert named(path)
-    for source in named(path):
-        spec = load(source, variables=EXAMPLE_VARIABLES.get(Path(source).name)).spec
+    assert specs_of(path)
+    for source, variables in specs_of(path).items():
+        spec = load(source, variables=variables).spec
         assert load(spec).spec == spec
 
 

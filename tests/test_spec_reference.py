@@ -10,14 +10,13 @@ from typing import Annotated
 import jsonschema
 import pytest
 import typer
+from example_specs import FILES, ROOT, specs_of
 
 from palestra.spec import load, plain, spec_type
 from palestra.spec.place import models
 from palestra.spec.reference import json_schema, reference_markdown
 from palestra.spec.source import read_file
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted(path for path in ROOT.glob("examples/**/*") if path.suffix in (".yaml", ".yml", ".json"))
 VALID = {
     "kind": "control",
     "env": {"id": "CartPole-v1"},
@@ -51,13 +50,11 @@ def test_schema_is_a_valid_schema_with_a_description_for_every_key():
             assert value.get("description"), f"{name}.{key}"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_schema_accepts_every_example_as_written_and_in_full(path):
-    data = read_file(path).data
-    VALIDATOR.validate(data)
-    names = [""] if "kind" in data or "extends" in data else [f":{name}" for name in data if name[0] != "_"]
-    for name in names:
-        VALIDATOR.validate(plain(load(f"{path}{name}").spec))
+    VALIDATOR.validate(read_file(path).data)
+    for source, variables in specs_of(path).items():
+        VALIDATOR.validate(plain(load(source, variables=variables).spec))
 
 
 @pytest.mark.parametrize(

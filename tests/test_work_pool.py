@@ -222,10 +222,10 @@ def test_death_of_a_worker_is_reported_with_code_and_replaced(function, args, co
 
 def test_death_while_idle_is_not_noticed_by_the_next_task():
     with Pool(1) as pool:
-        pid = pool.submit("os:getpid").result(20)
-        os.kill(pid, signal.SIGKILL)
-        assert gone(pid)
-        assert pool.submit("os:getpid").result(20) != pid
+        for _ in range(10):  # at once: the kernel may not have told us of the death when the task is sent
+            pid = pool.submit("os:getpid").result(20)
+            os.kill(pid, signal.SIGKILL)
+            assert pool.submit("os:getpid").result(20) != pid
 
 
 @LINUX

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from palestra.errors import PalestraError
 from palestra.work import guard
-from palestra.work.process import Process, TaskFailed, TaskTimeout, WorkerDied
+from palestra.work.process import DiedIdle, Process, TaskFailed, TaskTimeout, WorkerDied
 from palestra.work.worker import pack
 
 __all__ = ["Pool", "Task", "TaskFailed", "TaskTimeout", "WorkerDied", "as_completed"]
@@ -71,20 +71,27 @@ class Task(Future):
         with self._lock:
             return not self.cancelled() and self.set_running_or_notify_cancel()
 
-    def run_in(self, process: Process, silence: float | None) -> None:
-        """Run in that worker and keep what comes of it; a worker that is of no more use is killed."""
+    def run_in(self, process: Process, silence: float | None) -> bool:
+        """Run in that worker and keep what comes of it; a worker that is of no more use is killed.
+
+        False if the worker turned out to be dead before the task began: the task still waits for one.
+        """
         with self._lock:
             self._process = process
             if self._unwanted:
                 process.kill()
         try:
             value = pickle.loads(process.run(self.name, *self._order, silence))
+        except DiedIdle:
+            process.kill()
+            return False
         except BaseException as error:
             if isinstance(error, (TaskTimeout, WorkerDied)):
                 process.kill()
             self.finish(error=error)
         else:
             self.finish(value)
+        return True
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
         """Keep the outcome and wake those who wait for it."""
@@ -216,10 +223,11 @@ class Pool:
             if task.begin():
                 try:
                     process = self._ready(process)
+                    if not task.run_in(process, self._silence):
+                        process = self._ready(process)
+                        task.run_in(process, self._silence)
                 except OSError as error:
                     task.finish(error=PalestraError(f"Cannot start a worker process: {error}"))
-                else:
-                    task.run_in(process, self._silence)
             self._running.discard(task)
             del task
         if process is not None:

@@ -49,6 +49,10 @@ class WorkerDied(PalestraError):
         self.returncode = returncode
 
 
+class DiedIdle(Exception):
+    """A worker was already dying, between two tasks, when it was sent one: the task never began."""
+
+
 class Process:
     """One worker process, in a session and process group of its own."""
 
@@ -76,6 +80,7 @@ class Process:
     def run(self, name: str, payload: bytes, log: str | None, timeout: float | None, silence: float | None) -> bytes:
         """Run one task and return its pickled value."""
         start = self.heard = time.monotonic()
+        used, answered = self._awake, False
         limit = math.inf if timeout is None else max(timeout, LOAD_SECONDS)
         silence = math.inf if silence is None else silence
         patience = silence if self._awake else max(silence, LOAD_SECONDS)
@@ -87,6 +92,7 @@ class Process:
                 if self._connection.poll(max(0.0, min(1.0, start + limit - now, self.heard + patience - now))):
                     kind, data = pickle.loads(self._connection.recv_bytes())
                     self.heard, self._awake, patience = time.monotonic(), True, silence
+                    answered = True
                     if kind == "result":
                         return data
                     if kind == "failed":
@@ -102,6 +108,8 @@ class Process:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
+            if used and not answered:
+                raise DiedIdle from None
             code = self._process.returncode
             raise WorkerDied(name, _death(code), -signal.SIGKILL if code is None else code) from None
 
