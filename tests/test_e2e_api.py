@@ -154,6 +154,22 @@ def test_run_with_an_object_resumes_with_the_object_and_says_so_without(tmp_path
     assert [row["step"] for row in more.metrics()] == [1, 2, 3, 4]
 
 
+def test_resume_with_another_seed_allowed_trains_it_and_counts_it(tmp_path):
+    first = run({**TINY, "env": "CartPole-v1"}, root=tmp_path)
+    rows = first.metrics(seed=0)
+    both = run(resume=first, root=tmp_path, max_session=2, allow=["max_session"])
+    assert both.path == first.path
+    assert both.seeds == [0, 1]
+    assert set(both.summary()["eval/return_by_seed"]) == {"0", "1"}
+    assert both.metrics(seed=0) == rows
+
+
+def test_arguments_for_an_environment_given_as_an_object_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"env\.kwargs"):
+        run({**TINY, "env": Identity}, root=tmp_path, env__kwargs={"kind": "box"})
+    assert not (tmp_path / "tiny").exists()
+
+
 @pytest.mark.parametrize("space", Identity.SPACES)
 def test_every_space_learns_to_do_what_it_is_shown(tmp_path, space):
     done = run(

@@ -18,7 +18,9 @@ class Adam(NamedTuple):
     @classmethod
     def zeros(cls, parameters: Tensor) -> "Adam":
         """The memory before the first update."""
-        return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), parameters.new_zeros(()))
+        # The count in double precision: 1 - 0.999 has lost five digits in single.
+        count = parameters.new_zeros((), dtype=torch.float64)
+        return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), count)
 
 
 def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float) -> tuple[Tensor, Adam]:

@@ -10,7 +10,7 @@ import torch
 from palestra.control.algorithms import ALGORITHMS
 from palestra.control.collector import Collector, NotFinite
 from palestra.control.compiling import should_compile
-from palestra.control.envs.make import Factory, make_vector
+from palestra.control.envs.make import Factory, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate
@@ -85,7 +85,8 @@ class Learner:
 def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None, show: bool = True) -> None:
     """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
     learner = Learner(spec, session.seed, factory, torch.device("cuda" if spec.device == "cuda" else "cpu"))
-    evaluator = Stepper(make_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory), spec.env.id)
+    copies = min(spec.eval.num_envs, spec.eval.episodes)
+    evaluator = Stepper(evaluation_vector(spec.env, copies, factory), spec.env.id)
     hooks = load_hooks(spec.hooks)
     saved = session.restore()
     learner.begin(None if saved is None else saved.state)

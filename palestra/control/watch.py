@@ -31,10 +31,16 @@ def play(policy: Policy, env: gym.Env, episodes: int, seed: int) -> tuple[list[f
     return returns, frames
 
 
-def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
-    """The pictures as a GIF (in the base of training) or an MP4 (with the extra `video`)."""
+def video_path(out: Path) -> Path:
+    """`out`, if a video can be written there."""
     if out.suffix not in (".gif", ".mp4"):
         raise UsageError(f"{out}: a video ends in .gif or .mp4")
+    return out
+
+
+def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
+    """The pictures as a GIF (in the base of training) or an MP4 (with the extra `video`)."""
+    video_path(out)
     if not frames:
         raise UsageError(f"{out}: the environment gave no pictures; make it with render_mode='rgb_array'")
     out.parent.mkdir(parents=True, exist_ok=True)

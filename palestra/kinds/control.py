@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from palestra.control.actions import ActionHead
-from palestra.control.envs.make import factory_of, make_single, make_vector
+from palestra.control.envs.make import evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import random_episodes
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarise
-from palestra.control.watch import has_display, play, write_video
+from palestra.control.watch import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.runs.checkpoint import load as load_checkpoint
@@ -83,6 +83,7 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
             f"{run.path} was trained in the Python object {spec.env.id.removeprefix(OBJECT)}: "
             "call palestra.load(run).act from Python"
         )
+    path = video_path(out or run.path / "plots" / "enjoy.gif")
     window = out is None and has_display()
     mode = "human" if window else "rgb_array"
     if not window:
@@ -95,13 +96,12 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
     seen = f"return {sum(returns) / len(returns):.1f} over {len(returns)} episode{'s' if len(returns) > 1 else ''}"
     if window:
         return seen
-    path = out or run.path / "plots" / "enjoy.gif"
     write_video(frames, path, made.metadata.get("render_fps", 30))
     return f"{seen}: {path}"
 
 
 def _random_return(spec: ControlSpec, factory: Any) -> float:
-    stepper = Stepper(make_vector(spec.env, min(RANDOM_EPISODES, 20), factory), spec.env.id)
+    stepper = Stepper(evaluation_vector(spec.env, 20, factory), spec.env.id)
     return float(random_episodes(stepper, RANDOM_EPISODES, stream(spec.seed, "random")).returns.mean())
 
 

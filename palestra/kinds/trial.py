@@ -62,6 +62,8 @@ def run_sessions(
         launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
     )
     folders = _prepare(spec, launch, trial, threads)
+    if launch.resume is not None:
+        trial.amend(seeds=spec.seeds, spec=plain(spec))  # an allowed change may have added seeds
     if len(folders) == 1:
         session(folders[0], launch)
     elif folders:

@@ -56,6 +56,11 @@ class Trial:
         made = [self.session(int(name)) for name in names if name.isdecimal()]
         return sorted((one for one in made if _is_session(one.path)), key=lambda one: one.seed)
 
+    def amend(self, *, seeds: Sequence[int], spec: Mapping[str, Any]) -> None:
+        """Store the seeds and the spec of a trial that is resumed with changes."""
+        with clear_write_errors(self.path):
+            write_json(self.path / "trial.json", self.info | {"seeds": list(seeds), "spec": dict(spec)})
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store what the sessions came to as summary.json."""
         with clear_write_errors(self.path):

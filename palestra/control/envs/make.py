@@ -5,7 +5,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,10 @@ NUMPY: dict[str, Callable[[int], VectorEnv]] = {
 }
 
 
+# Words in Gymnasium's complaint about a missing package, and the extra that has it.
+EXTRAS = {"ale": "atari", "box2d": "box2d", "mujoco": "mujoco"}
+
+
 def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) -> VectorEnv:
     """`num_envs` copies of the environment that step together and reset themselves."""
     _import_module(spec)
@@ -39,10 +44,17 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     return vector([maker] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = None) -> VectorEnv:
+    """Environments to evaluate in; no more than train where each is a process of its own."""
+    return make_vector(spec, min(at_most, spec.num_envs) if spec.vectorize == "async" else at_most, factory)
+
+
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object) -> gym.Env:
     """One environment, flattened to a Box of observations where it is not one."""
     _import_module(spec)
     if factory is not None:
+        if spec.kwargs:
+            raise UsageError("env.kwargs are for environments made by id: pass a function that makes yours with them")
         env = factory()
         if not isinstance(env, gym.Env):
             raise UsageError(f"the environment {spec.id} must make a gymnasium.Env, it made a {type(env).__name__}")
@@ -100,31 +112,18 @@ def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
         return gym.make_vec(spec.id, num_envs, vectorization_mode="vector_entry_point", **arguments)
 
 
-class _explained:
+@contextmanager
+def _explained(spec: EnvSpec) -> Iterator[None]:
     """Gymnasium's errors about ids and missing packages, as errors of the spec."""
-
-    def __init__(self, spec: EnvSpec):
-        self.spec = spec
-
-    def __enter__(self) -> None:
-        if self.spec.id.startswith("ALE/"):
-            try:
-                gym.register_envs(importlib.import_module("ale_py"))
-            except ImportError as error:
-                raise MissingExtra(f"{self.spec.id}", "atari") from error
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        match error:
-            case gym.error.UnregisteredEnv():
-                raise UsageError(f"env.id: there is no environment {self.spec.id!r}. {error}") from error
-            case gym.error.DependencyNotInstalled() | ImportError():
-                extra = (
-                    "box2d"
-                    if "box2d" in str(error).lower()
-                    else "mujoco"
-                    if "mujoco" in str(error).lower()
-                    else "train"
-                )
-                raise MissingExtra(f"{self.spec.id} ({error})", extra) from error
-            case TypeError() | gym.error.Error():
-                raise UsageError(f"env: {self.spec.id} could not be made with {self.spec.kwargs}: {error}") from error
+    try:
+        if spec.id.startswith("ALE/"):
+            gym.register_envs(importlib.import_module("ale_py"))
+        yield
+    except gym.error.UnregisteredEnv as error:
+        raise UsageError(f"env.id: there is no environment {spec.id!r}. {error}") from error
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
+        said = f"{spec.id} {error}".lower()
+        extra = next((extra for word, extra in EXTRAS.items() if word in said), "train")
+        raise MissingExtra(f"{spec.id} ({error})", extra) from error
+    except (TypeError, gym.error.Error) as error:
+        raise UsageError(f"env: {spec.id} could not be made with {spec.kwargs}: {error}") from error
