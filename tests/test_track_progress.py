@@ -167,3 +167,14 @@ def test_update_not_due_is_measured_and_draws_nothing(record_property):
     record_property("µs_per_update", (time.perf_counter() - start) / 20_000 * 1e6)
     assert stream.getvalue() == ""
     assert shown.rows[""].done == 19_999
+
+
+def test_rate_of_a_row_that_is_done_stays_while_others_go_on():
+    progress = Progress(100, stream=io.StringIO())
+    progress.update(0, row="a")
+    time.sleep(0.02)
+    progress.update(100, row="a")
+    rate = progress.rows["a"].rate()
+    time.sleep(0.05)
+    progress.update(100, row="a")
+    assert progress.rows["a"].rate() == rate

@@ -20,11 +20,12 @@ class Row:
     headline: str = ""
     first: int | None = None  # `done` at the first update: what a resumed run did before is not this run's speed
     since: float = field(default_factory=time.monotonic)
+    until: float | None = None  # when it was done: the others may go on
     task: Any = None  # rich's handle of the live line
 
     def rate(self) -> float | None:
         """Units a second since the first update; None before there is anything to divide."""
-        seconds = time.monotonic() - self.since
+        seconds = (time.monotonic() if self.until is None else self.until) - self.since
         return (self.done - self.first) / seconds if self.first is not None and self.done > self.first else None
 
     def text(self, unit: str) -> dict[str, str]:
@@ -74,6 +75,8 @@ class Progress:
         if state.first is None:
             state.first, state.since = done, time.monotonic()
         state.done, state.headline = done, headline
+        if state.until is None and done >= state.total:
+            state.until = time.monotonic()
         if time.monotonic() >= self._due:
             self._show()
 
