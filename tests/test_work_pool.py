@@ -417,8 +417,10 @@ def test_orphans_guard_killed_too_worker_stuck_in_c_still_ends(tmp_path):
 
 def test_interrupt_of_the_parent_lets_tasks_save_and_leaves_nothing(tmp_path):
     code = f"""
+    import signal
     from pathlib import Path
     from palestra.work.pool import Pool
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started ignoring it
     with Pool(1) as pool:
         pool.submit("test_work_tasks:save_on_sigterm", Path({str(tmp_path / "pid")!r})).result()
     """

@@ -1,14 +1,12 @@
 """Hooks: the user's own functions, named in a spec as `module:function`, called at every row of metrics."""
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError, UsageError
+from palestra.spec.imports import import_named
 
 
 class HookFailed(PalestraError):
@@ -32,16 +30,14 @@ Hook = Callable[[Moment], dict[str, float] | None]
 
 
 def load_hooks(names: list[str]) -> list[Hook]:
-    """The functions that the spec names, found from the folder the command was started in or in installed packages."""
-    if names and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """The functions that a spec names."""
     hooks = []
     for name in names:
         module, function = name.split(":")
-        try:
-            hooks.append(getattr(importlib.import_module(module), function))
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"hooks: {name} cannot be imported from {os.getcwd()}: {error}") from error
+        hook = getattr(import_named(module, "hooks"), function, None)
+        if hook is None:
+            raise UsageError(f"hooks: {module} has no function {function!r}")
+        hooks.append(hook)
     return hooks
 
 

@@ -2,9 +2,7 @@
 
 import importlib
 import multiprocessing
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from palestra.control.envs.classic import CartPoleVector
 from palestra.control.envs.snapshot import Snapshot
 from palestra.errors import MissingExtra, UsageError
+from palestra.spec.imports import import_named
 from palestra.spec.kinds.control import EnvSpec
 
 Factory = Callable[[], gym.Env]
@@ -33,7 +32,8 @@ EXTRAS = {"ale": "atari", "box2d": "box2d", "mujoco": "mujoco"}
 
 def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) -> VectorEnv:
     """`num_envs` copies of the environment that step together and reset themselves."""
-    _import_module(spec)
+    if spec.module is not None:
+        import_named(spec.module, "env.module")
     if factory is None and spec.vectorize in ("auto", "vector"):
         if spec.id in NUMPY and not spec.kwargs:
             return NUMPY[spec.id](num_envs)
@@ -51,7 +51,8 @@ def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = Non
 
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object) -> gym.Env:
     """One environment, flattened to a Box of observations where it is not one."""
-    _import_module(spec)
+    if spec.module is not None:
+        import_named(spec.module, "env.module")
     if factory is not None:
         if spec.kwargs:
             raise UsageError("env.kwargs are for environments made by id: pass a function that makes yours with them")
@@ -82,17 +83,6 @@ def factory_of(env: object) -> Factory:
     raise UsageError(
         f"an environment is a Gymnasium id, a class or a function that makes one; got {type(env).__name__}"
     )
-
-
-def _import_module(spec: EnvSpec) -> None:
-    if spec.module is None:
-        return
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a user's module beside the spec, also when started by the console script
-    try:
-        importlib.import_module(spec.module)
-    except ImportError as error:
-        raise UsageError(f"env.module: {spec.module} cannot be imported from {os.getcwd()}: {error}") from error
 
 
 def _checked(spec: EnvSpec, factory: Factory | None) -> gym.Env:

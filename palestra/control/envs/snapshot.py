@@ -107,9 +107,8 @@ class Snapshot(gymnasium.Wrapper):
             self._actions.append(action if constant else deepcopy(action))
         result = self.env.step(action)
         self._ended = bool(result[2] or result[3])
-        if (
-            self._ended
-        ):  # the reset that follows may write into the array that an environment keeps for its observations
+        if self._ended:
+            # The reset that follows may write into the array that an environment keeps for its observations.
             result = (deepcopy(result[0]), *result[1:])
         self._last = result[:4]
         return result
