@@ -96,7 +96,7 @@ def test_environment_or_training_without_its_extra_is_refused_with_what_to_insta
 
 def test_hook_and_environment_modules_that_do_not_exist_are_refused(scratch):
     spec = scratch.spec(hooks=["no_such_module:hook"])
-    assert_refused(scratch("train", spec), scratch, "hooks", "no_such_module:hook", str(scratch.path))
+    assert_refused(scratch("train", spec), scratch, "hooks: no_such_module cannot be imported", str(scratch.path))
     spec = scratch.path / scratch.spec(env={"module": "no_such_module"})
     with pytest.raises(UsageError, match=r"env\.module: no_such_module cannot be imported from"):
         palestra.run(spec, root=scratch.path / "runs", quiet=True)
