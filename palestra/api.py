@@ -10,7 +10,7 @@ from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
 from palestra.runs.run import Run, open_run
 from palestra.spec.kinds import loader, runner
-from palestra.spec.load import Loaded, Source
+from palestra.spec.load import Loaded, Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.overrides import parse
 
@@ -46,7 +46,7 @@ def run(
         existing = resume if isinstance(resume, Run) else open_run(resume, root)
         trial = resumed_trial(existing)
         if data is None:
-            data = existing.spec
+            data = resolved(existing.spec)
     if data is None:
         raise UsageError("give a spec to run, or a run to resume")
     loaded = load_spec(data, variables=variables, overrides=given)

@@ -286,7 +286,7 @@ def learner(env: str = "CartPole-v1", **env_spec) -> Learner:
             "train": {"frames": 10_000},
         }
     )
-    return Learner(spec, 5, None, torch.device("cpu"))
+    return Learner(spec, 5, None, compile=False)
 
 
 @pytest.mark.parametrize("vectorize", ["auto", "sync"])

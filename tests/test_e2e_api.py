@@ -12,6 +12,7 @@ import gymnasium as gym
 import imageio_ffmpeg
 import numpy as np
 import pytest
+import torch
 from conftest import ENVIRONMENT, numbers
 from envs import LENGTH, Faulty, Identity
 from PIL import Image
@@ -162,6 +163,30 @@ def test_resume_with_another_seed_allowed_trains_it_and_counts_it(tmp_path):
     assert both.seeds == [0, 1]
     assert set(both.summary()["eval/return_by_seed"]) == {"0", "1"}
     assert both.metrics(seed=0) == rows
+
+
+def test_resume_without_the_trace_goes_on_from_the_checkpoint(tmp_path):
+    first = run({**TINY, "env": "CartPole-v1"}, root=tmp_path)
+    rows = first.metrics()
+    (first.sessions[0].path / "trace.json").unlink()
+    longer = run(resume=first, root=tmp_path, train__frames=512, allow=["train.frames"])
+    assert longer.metrics()[: len(rows)] == rows
+    assert longer.metrics()[-1]["frame"] == 512
+
+
+def test_run_with_a_literal_dollar_brace_can_be_resumed_and_loaded(tmp_path):
+    first = run({**TINY, "env": "CartPole-v1"}, root=tmp_path, track__project="${money}")
+    assert first.spec["track"]["project"] == "${money}"
+    again = run(resume=first, root=tmp_path)
+    assert again.state == "done"
+    assert palestra.load(again).act([0.0, 0.0, 0.0, 0.0]) in (0, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_that_is_not_there_is_refused_before_there_is_a_folder(tmp_path):
+    with pytest.raises(UsageError, match="device: cuda"):
+        run({**TINY, "env": "CartPole-v1"}, root=tmp_path, device="cuda")
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_arguments_for_an_environment_given_as_an_object_are_refused(tmp_path):

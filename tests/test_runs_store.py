@@ -141,16 +141,47 @@ def test_lease_file_that_cannot_be_read_is_taken(tmp_path):
 
 
 def test_renew_after_a_takeover_raises_lease_lost_and_release_leaves_it(tmp_path):
-    first = Lease(LocalStore(tmp_path), ttl=0.01)
+    first = Lease(LocalStore(tmp_path))
     first.acquire()
     first.renew()
-    time.sleep(0.02)
-    second = Lease(LocalStore(tmp_path), ttl=0.01)
-    second.acquire()
-    with pytest.raises(LeaseLost, match=f"belongs to process {os.getpid()}"):
+    other = replace(Owner.here(), host="elsewhere", machine="elsewhere")
+    put_lease(LocalStore(tmp_path), other, time.time())  # a machine that had heard nothing of us for too long
+    with pytest.raises(LeaseLost, match=f"belongs to process {other.pid} on elsewhere"):
         first.renew()
     first.release()
-    second.renew()
+    assert json.loads(LocalStore(tmp_path).get("lease.json"))["host"] == "elsewhere"
+
+
+def test_lease_of_a_silent_process_of_this_machine_is_not_taken(tmp_path):
+    put_lease(LocalStore(tmp_path), Owner.here(), time.time() - 3600)
+    with pytest.raises(RunBusy):
+        Lease(LocalStore(tmp_path)).acquire()
+
+
+def test_renew_after_one_whose_last_fsync_failed_goes_on(tmp_path, monkeypatch):
+    lease = Lease(LocalStore(tmp_path))
+    lease.acquire()
+    with monkeypatch.context() as broken:
+        broken.setattr("palestra.runs.store.sync_folder", lambda path: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        with pytest.raises(OSError, match="I/O"):
+            lease.renew()
+    lease.renew()
+
+
+def test_swap_while_a_forked_child_lives_does_not_wait_for_it(tmp_path):
+    store = LocalStore(tmp_path)
+    with store._locked("a"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+    try:
+        start = time.monotonic()
+        assert store.swap("a", None, b"1")
+        assert time.monotonic() - start < 10
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def race(root, barrier, results):

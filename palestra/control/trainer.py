@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ log = logging.getLogger("palestra.control")
 class Learner:
     """One session's whole state in one place: policy, algorithm, environments, generators and counters."""
 
-    def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, device: torch.device):
+    def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, *, compile: bool):
         seed_everything(seed)
-        self.seed, self.steps, self.name = seed, 0, spec.algorithm.name
+        self.seed, self.steps, self.name, self.compiled = seed, 0, spec.algorithm.name, compile
+        device = torch.device("cuda" if spec.device == "cuda" else "cpu")
         self.generator = torch.Generator().manual_seed(stream(seed, "policy"))
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
         self.policy = Policy.of(self.env.single_observation_space, self.env.single_action_space, spec.net, device)
@@ -39,9 +41,7 @@ class Learner:
             Stepper(self.env, spec.env.id), spec.algorithm.horizon, self.policy.head.shape, self.policy.head.dtype
         )
         algorithm = ALGORITHMS[spec.algorithm.name]
-        self.algorithm = algorithm(
-            spec.algorithm, self.policy, self.collector, self.generator, compile=should_compile(spec)
-        )
+        self.algorithm = algorithm(spec.algorithm, self.policy, self.collector, self.generator, compile=compile)
 
     @property
     def counters(self) -> dict[str, int]:
@@ -75,6 +75,7 @@ class Learner:
         """Everything that the rest of the run depends on. Taking it changes nothing."""
         return {
             "steps": self.steps,
+            "compiled": self.compiled,
             "algorithm": self.algorithm.state(),
             "collector": self.collector.state(),
             "generator": self.generator.get_state(),
@@ -84,18 +85,25 @@ class Learner:
 
 def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None, show: bool = True) -> None:
     """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
-    learner = Learner(spec, session.seed, factory, torch.device("cuda" if spec.device == "cuda" else "cpu"))
-    copies = min(spec.eval.num_envs, spec.eval.episodes)
-    evaluator = Stepper(evaluation_vector(spec.env, copies, factory), spec.env.id)
     hooks = load_hooks(spec.hooks)
     saved = session.restore()
+    # A compiled update rounds differently: a resumed run goes on as it began.
+    compile = should_compile(spec) if saved is None else saved.state["compiled"]
+    learner = Learner(spec, session.seed, factory, compile=compile)
+    evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory)
+    evaluator = Stepper(evaluation_env, spec.env.id)
     learner.begin(None if saved is None else saved.state)
     log.info("seed %d: %s", session.seed, "from the start" if saved is None else f"resumed at step {saved.step}")
     if (inexact := vector_exactness(learner.env)) is not None:
         log.warning(inexact)
 
     checkpoints = CheckpointsDue(spec.every.checkpoint)
-    with Recorder(session, spec, total=spec.steps * spec.frames_per_step, unit="frames", show=show) as record:
+    total = spec.steps * spec.frames_per_step
+    with (
+        closing(learner.env),
+        closing(evaluation_env),
+        Recorder(session, spec, total=total, unit="frames", show=show) as record,
+    ):
         learner.algorithm.span = record.span
         last = learner.collector.frame >= spec.train.frames
         while not last:

@@ -1,6 +1,7 @@
 """The kind `control`: deep RL in Gymnasium environments."""
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
 from palestra.spec.kinds.control import ControlSpec
-from palestra.spec.load import load as load_spec
+from palestra.spec.load import resolved
 from palestra.track.hooks import load_hooks
 
 RANDOM_EPISODES = 100
@@ -37,6 +38,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     if factory is not None:  # sent to other processes, where a made environment may not be able to go
         launch = replace(launch, objects={"env": factory})
     # A spec that cannot run ends here, before there is a folder for it.
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
     probe = make_single(spec.env, factory)
     ActionHead.of(probe.action_space)
     probe.close()
@@ -56,7 +59,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
     session = Session.open(folder)
-    spec = load_spec(folder / "spec.yaml").spec
+    spec = resolved(session.spec_data)
     assert isinstance(spec, ControlSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
@@ -69,14 +72,14 @@ def run_session(folder: Path, launch: Launch) -> None:
 
 def load(run: Run, which: str = "best") -> Policy:
     """The policy of a checkpoint of a run, ready to act."""
-    spec = load_spec(run.spec).spec
+    spec = resolved(run.spec)
     assert isinstance(spec, ControlSpec)
     return Policy.restored(load_checkpoint(run.checkpoint(which)).state["algorithm"]["policy"], spec.net)
 
 
 def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, env: Any = None) -> str:
     """Show a run's policy in a window, or as a video where there is none or `out` is given; says what was seen."""
-    spec = load_spec(run.spec).spec
+    spec = resolved(run.spec)
     assert isinstance(spec, ControlSpec)
     if env is None and spec.env.id.startswith(OBJECT):
         raise UsageError(
@@ -101,8 +104,9 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
 
 
 def _random_return(spec: ControlSpec, factory: Any) -> float:
-    stepper = Stepper(evaluation_vector(spec.env, 20, factory), spec.env.id)
-    return float(random_episodes(stepper, RANDOM_EPISODES, stream(spec.seed, "random")).returns.mean())
+    with closing(evaluation_vector(spec.env, 20, factory)) as env:
+        seed = stream(spec.seed, "random")
+        return float(random_episodes(Stepper(env, spec.env.id), RANDOM_EPISODES, seed).returns.mean())
 
 
 def _factory(spec: ControlSpec, launch: Launch) -> Any:

@@ -3,13 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.folder import Trial, new_trial
-from palestra.runs.lease import Lease
+from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
 from palestra.runs.run import Run
 from palestra.runs.session import Session, log
@@ -21,10 +22,11 @@ from palestra.spec.difference import spec_hash
 from palestra.spec.load import to_yaml
 from palestra.spec.plain import plain
 from palestra.track.progress import Progress
-from palestra.work.pool import Pool, Task
+from palestra.work.pool import Pool, Task, TaskFailed
 
 STOP_SECONDS = 60.0  # for sessions to save after they were asked to stop
 LOOK_SECONDS = 0.25  # between two looks at the sessions
+SILENT_SECONDS = 300.0  # without a sign of life a session's process is taken for hung and killed
 
 
 @dataclass(frozen=True)
@@ -61,83 +63,90 @@ def run_sessions(
     trial = launch.resume or new_trial(
         launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
     )
-    folders = _prepare(spec, launch, trial, threads)
-    if launch.resume is not None:
-        trial.amend(seeds=spec.seeds, spec=plain(spec))  # an allowed change may have added seeds
-    if len(folders) == 1:
-        session(folders[0], launch)
-    elif folders:
-        _run_in_parallel(spec, launch, session, trial, folders, parallel, threads, total, unit)
+    # The sessions have leases of their own, but only once they have begun.
+    with kept(Lease(LocalStore(trial.path))):
+        folders = _prepare(spec, launch, trial, threads)
+        if launch.resume is not None:
+            trial.amend(seeds=spec.seeds, spec=plain(spec))  # an allowed change may have added seeds
+        if len(folders) == 1:
+            session(folders[0], launch)
+        elif folders:
+            pool = Pool(parallel, threads=threads, name=spec.name, heartbeat_timeout=SILENT_SECONDS)
+            _run_in_parallel(launch, session, trial, folders, pool, Progress(total, unit, enabled=launch.show))
     return Run(trial.path)
 
 
 def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, threads: int) -> list[Path]:
     """Make or check every session's folder; the folders of those that have work to do."""
     data, text = plain(spec), to_yaml(spec)
+    made = {seed: path for seed in spec.seeds if ((path := trial.session(seed).path) / "manifest.json").exists()}
+    # All are checked before any is changed.
+    changes = {seed: Session.open(path).check_resume(data, launch.allow) for seed, path in made.items()}
     todo = []
     for seed in spec.seeds:
         now = manifest(spec_hash=spec_hash(spec), seed=seed, command=launch.command) | {"threads": threads}
         path = trial.session(seed).path
-        if not (path / "manifest.json").exists():
+        if seed not in made:
             Session.create(path, spec_yaml=text, spec_data=data, manifest=now)
             todo.append(path)
             continue
-        made = Session.open(path)
-        changed = made.check_resume(data, launch.allow)
-        for change in compare(made.manifest, now):
+        session = Session.open(path)
+        for change in compare(session.manifest, now):
             log.warning("resumed numbers may differ in their last bits: %s", change)
-        if changed:
-            made.amend(spec_yaml=text, spec_data=data, manifest=now)
-        if changed or state_of(path) != "done":
+        if changes[seed]:
+            session.amend(spec_yaml=text, spec_data=data, manifest=now)
+        if changes[seed] or state_of(path) != "done":
             todo.append(path)
     return todo
 
 
 def _run_in_parallel(
-    spec: ExperimentSpec,
     launch: Launch,
     session: Callable[[Path, Launch], None],
     trial: Trial,
     folders: list[Path],
-    parallel: int,
-    threads: int,
-    total: int,
-    unit: str,
+    pool: Pool,
+    progress: Progress,
 ) -> None:
-    lease = Lease(LocalStore(trial.path))
-    lease.acquire()  # the sessions have leases too, but only once they have begun
-    quiet = Launch(launch.root, launch.command, show=False, objects=launch.objects)
+    quiet = replace(launch, show=False)
     stop: list[bool] = []
-    try:
-        with (
-            Progress(total, unit, enabled=launch.show) as progress,
-            Pool(parallel, threads=threads, name=spec.name) as pool,
-            stop_signals(lambda: stop.append(True)),
-        ):
-            tasks = {folder: pool.submit(session, folder, quiet, log=folder / "log.txt") for folder in folders}
-            while not all(task.done() for task in tasks.values()) and not stop:
-                time.sleep(LOOK_SECONDS)
-                lease.renew()
-                for folder in folders:
-                    _show(progress, folder, unit)
-            if stop:
-                pool.stop(STOP_SECONDS)
+    with progress, pool, stop_signals(lambda: stop.append(True)):
+        tasks = {folder: pool.submit(session, folder, quiet, log=folder / "log.txt") for folder in folders}
+        while not all(task.done() for task in tasks.values()) and not stop:
+            time.sleep(LOOK_SECONDS)
             for folder in folders:
-                _show(progress, folder, unit)
-    finally:
-        lease.release()
+                _show(progress, folder)
+        if stop:
+            pool.stop(STOP_SECONDS)
+        for folder in folders:
+            _show(progress, folder)
     if stop:
-        raise Interrupted(f"stopped with everything saved; continue with: palestra train --resume {trial.path}")
+        raise Interrupted(_stopped(tasks) + f" Continue with: palestra train --resume {trial.path}")
     _raise_failures(tasks)
 
 
-def _show(progress: Progress, folder: Path, unit: str) -> None:
+def _stopped(tasks: dict[Path, Task]) -> str:
+    """What became of the sessions that were asked to stop: saved, killed as they took too long, or failed before."""
+    lines = []
+    for folder, task in tasks.items():
+        if task.cancelled() or (error := task.exception()) is None:
+            continue
+        if isinstance(error, TaskFailed) and error.exit_code != Interrupted.exit_code:
+            lines.append(f"seed {folder.name} failed: {error.message}")
+        elif isinstance(error, CancelledError):
+            lines.append(
+                f"seed {folder.name} did not save within {STOP_SECONDS:g} s: it goes on from its last checkpoint"
+            )
+    return "; ".join(lines) + "." if lines else "stopped with everything saved."
+
+
+def _show(progress: Progress, folder: Path) -> None:
     status = read_status(folder)
     if status is None:
         return
     told = status["progress"]
     headline = " ".join(f"{name} {value:.1f}" for name, value in told.get("headline", {}).items())
-    progress.update(told.get(unit.removesuffix("s"), 0), headline, row=f"seed {folder.name}")
+    progress.update(told.get(progress.unit.removesuffix("s"), 0), headline, row=f"seed {folder.name}")
 
 
 def _raise_failures(tasks: dict[Path, Task]) -> None:

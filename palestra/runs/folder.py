@@ -58,8 +58,10 @@ class Trial:
 
     def amend(self, *, seeds: Sequence[int], spec: Mapping[str, Any]) -> None:
         """Store the seeds and the spec of a trial that is resumed with changes."""
-        with clear_write_errors(self.path):
-            write_json(self.path / "trial.json", self.info | {"seeds": list(seeds), "spec": dict(spec)})
+        info = self.info | {"seeds": list(seeds), "spec": dict(spec)}
+        if info != self.info:
+            with clear_write_errors(self.path):
+                write_json(self.path / "trial.json", info)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Store what the sessions came to as summary.json."""
@@ -157,7 +159,7 @@ def _latest(folder: Path) -> Trial | None:
 
 
 def _age(trial: Trial) -> tuple[str, int]:
-    """The second in the id, then when trial.json was written: it is written once, at the start."""
+    """The second in the id, then when trial.json was written: at the start, unless it was resumed with changes."""
     return trial.path.name.partition("-")[0], (trial.path / "trial.json").stat().st_mtime_ns
 
 

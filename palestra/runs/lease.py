@@ -2,10 +2,14 @@
 
 import functools
 import json
+import logging
 import os
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,9 @@ from typing import Any
 import psutil
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.store import LocalStore
+from palestra.runs.store import LocalStore, clear_write_errors
+
+log = logging.getLogger("palestra.runs")
 
 TTL_SECONDS = 30.0
 # A start time is derived from the boot time, which moves a little when the clock is adjusted.
@@ -50,8 +56,11 @@ class Owner:
         return cls(data["host"], data["machine"], data["pid"], data["born"])
 
     def alive(self, heartbeat: float, ttl: float = TTL_SECONDS) -> bool:
-        """Whether it still owns what it beat for: its process is there (where that can be seen) and beats."""
-        return not (self.machine == _machine() and self._gone()) and time.time() - heartbeat < ttl
+        """Whether it still owns what it beat for: its process is there or, where that cannot be seen, it beats.
+
+        A process of this machine that is there but silent (stopped, asleep) would go on writing when it wakes.
+        """
+        return not self._gone() if self.machine == _machine() else time.time() - heartbeat < ttl
 
     def _gone(self) -> bool:
         try:
@@ -90,9 +99,11 @@ class Lease:
         """Beat; raises `LeaseLost` where another process has taken the lease over."""
         if self._held is None:
             raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
-        mine = self._content()
-        if not self.store.swap(self.key, self._held, mine):
-            current = _parse(self.store.get(self.key))
+        mine, found = self._content(), self.store.get(self.key)
+        current = _parse(found)
+        # By its token: a renewal whose last fsync failed is on disk all the same.
+        ours = current is not None and current["token"] == self._token
+        if not ours or not self.store.swap(self.key, found, mine):
             taker = "nobody" if current is None else _describe(current)
             raise LeaseLost(
                 f"lost the lease on {self.store.root}: it now belongs to {taker}. This process was silent for more "
@@ -103,7 +114,10 @@ class Lease:
     def release(self) -> None:
         """Give the lease back; one that was lost is left to its new owner."""
         if self._held is not None:
-            self.store.swap(self.key, self._held, None)
+            found = self.store.get(self.key)
+            current = _parse(found)
+            if current is not None and current["token"] == self._token:
+                self.store.swap(self.key, found, None)
             self._held = None
 
     def _content(self) -> bytes:
@@ -119,6 +133,30 @@ class Lease:
             f"Wait for it to end or stop it (kill {data['pid']} on {data['host']}); "
             f"the lease of a process that is gone is taken over by itself, within {self.ttl:g} s from another machine."
         )
+
+
+@contextmanager
+def kept(lease: Lease, seconds: float = 2.0) -> Iterator[None]:
+    """Hold the lease over a stretch of code; a thread renews it."""
+    with clear_write_errors(lease.store.root):
+        lease.acquire()
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(seconds):
+            try:
+                lease.renew()
+            except (LeaseLost, OSError) as error:
+                log.warning("the lease on %s could not be renewed: %s", lease.store.root, error)
+
+    thread = threading.Thread(target=beat, name="palestra-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        lease.release()
 
 
 def _parse(lease: bytes | None) -> dict[str, Any] | None:

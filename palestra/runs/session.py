@@ -16,7 +16,7 @@ from palestra.runs import checkpoint as checkpoints
 from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
 from palestra.runs.lease import Lease, LeaseLost
 from palestra.runs.logfile import logging_to
-from palestra.runs.status import write_status
+from palestra.runs.status import read_status, write_status
 from palestra.runs.stop import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.difference import Difference, differences
@@ -24,6 +24,8 @@ from palestra.spec.difference import Difference, differences
 HEARTBEAT_SECONDS = 2.0
 # Files that only grow and are cut back on resume, also when the resuming process does not follow them.
 APPEND_ONLY = ("metrics.jsonl", "trace.json")
+# A checkpoint is good without these: a user may have removed a large trace.
+DISPENSABLE = ("trace.json",)
 
 log = logging.getLogger("palestra.runs")
 
@@ -93,6 +95,8 @@ class Session:
                 stack.enter_context(stop_signals(self._request_stop))
                 self._log_file = stack.enter_context(logging_to(self.path / "log.txt"))
                 self._started = time.time()
+                before = read_status(self.path)
+                self._progress = {} if before is None else before["progress"]  # until there is news
                 self._write_status("running")
             stack.push(self._conclude)
             stack.enter_context(self._heartbeat())  # ends first, so that the concluding status is the last one written
@@ -200,10 +204,10 @@ class Session:
         counters: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save all state with the lengths of the append-only files, then prune; see `palestra.runs.checkpoint`."""
-        self._renew()  # a process that was stopped and has lost the folder must not write into it
-        for flush in self._followed.values():
-            flush()
         with clear_write_errors(self.path):
+            self._renew()  # a process that was stopped and has lost the folder must not write into it
+            for flush in self._followed.values():
+                flush()
             offsets = {name: _synced_size(self.path / name) for name in self._growing()}
             path = checkpoints.save(
                 self.path, step, state, reasons=reasons, score=score, metric=metric, counters=counters, offsets=offsets
@@ -213,15 +217,16 @@ class Session:
 
     def restore(self) -> Checkpoint | None:
         """The newest valid checkpoint (None: start afresh), with every append-only file cut back to it."""
-        self._renew()
         with clear_write_errors(self.path):
+            self._renew()
             checkpoints.finish_renames(self.path)
             found = checkpoints.newest(self.path, log.warning, self._check_offsets)
             checkpoints.set_aside_after(self.path, -1 if found is None else found.step)
             offsets = {} if found is None else found.meta.offsets
             for name in {*self._growing(), *offsets}:
                 if (self.path / name).exists():
-                    os.truncate(self.path / name, offsets.get(name, 0))
+                    size = (self.path / name).stat().st_size
+                    os.truncate(self.path / name, min(size, offsets.get(name, 0)))
         return found
 
     def _growing(self) -> list[str]:
@@ -230,6 +235,8 @@ class Session:
 
     def _check_offsets(self, checkpoint: Checkpoint) -> None:
         for name, offset in checkpoint.meta.offsets.items():
+            if name in DISPENSABLE:
+                continue
             size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
             if size < offset:
                 raise DamagedCheckpoint(

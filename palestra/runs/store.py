@@ -62,7 +62,11 @@ class LocalStore:
         # The lock file stays: removing it would let two processes hold locks on two files of one name.
         with (path.parent / f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                # Closing would not do where a child forked meanwhile has the file open too.
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

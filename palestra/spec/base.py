@@ -82,7 +82,7 @@ class ExperimentSpec(Model):
     track: TrackSpec = TrackSpec()
     """Where metrics go."""
     hooks: list[Function] = Field(default=[])
-    """Functions called at the events of the run, each as module:function."""
+    """Functions called at every row of metrics, each as module:function."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes what suits the kind (the CPU for control, whose networks are small)."""
     threads: int | None = Field(default=None, ge=1)

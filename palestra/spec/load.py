@@ -60,6 +60,11 @@ def load(
     return Loaded(validate(tree.data, tree.origins), tree.data, tree.origins)
 
 
+def resolved(data: Mapping[str, Any]) -> ExperimentSpec:
+    """The spec of data that is resolved already, as a run stores it: nothing is extended or filled in again."""
+    return validate(dict(data), {(): Origin(how="python")})
+
+
 def to_yaml(spec: ExperimentSpec) -> str:
     """The spec in full, defaults included, as YAML; loading it gives the same spec."""
     return write_text(spec_variables.escape(plain(spec)))

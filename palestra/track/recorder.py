@@ -47,9 +47,9 @@ class Recorder:
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None:
         """Write a row; those of its metrics that `headline` names are what people see of it."""
         step, frame = counters["steps"], counters.get("frames")
-        self.tracker.log(dict(metrics), step, frame)
         shown = {name: metrics[name] for name in headline if name in metrics}
-        self.session.progress(step=step, frame=frame, headline=shown)
+        self.session.progress(step=step, frame=frame, headline=shown)  # raises if the folder has another owner by now
+        self.tracker.log(dict(metrics), step, frame)
         self.progress.update(counters[self.unit], " ".join(f"{name} {value:.1f}" for name, value in shown.items()))
 
     def __enter__(self) -> Self:

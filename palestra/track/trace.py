@@ -66,6 +66,7 @@ class Tracer:
         self._closing = threading.Event()
         self._path = path
         self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
         if not enabled:
             return
         started = _cut_to_last_event(path) if append else None
@@ -102,13 +103,15 @@ class Tracer:
 
     def close(self) -> None:
         """Write what is left and the closing bracket."""
-        if not self.enabled:
+        if self._thread is None:
             return
         self._closing.set()
         self._thread.join()
+        self._thread = None
         self.flush()
         with self._writing:
-            self._write("\n]\n")
+            if self.enabled:
+                self._write("\n]\n")
             self.enabled = False
             self._file.close()
 

@@ -30,7 +30,7 @@ def main(parent: int) -> None:
     for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
+        except OSError:  # gone already; on macOS a group that has ended gives PermissionError
             continue
 
 

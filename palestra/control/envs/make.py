@@ -1,7 +1,7 @@
 """Makes environments: by Gymnasium id or from an object, one or many, always with a state that can be saved."""
 
 import importlib
-import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
             return NUMPY[spec.id](num_envs)
         if spec.vectorize == "vector":
             return _own_vector(spec, num_envs)
-    maker = partial(_checked, spec, factory)
+    maker = partial(_checked, spec, factory, os.getpid())
     vector = AsyncVectorEnv if spec.vectorize == "async" else SyncVectorEnv
     return vector([maker] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
@@ -85,8 +85,8 @@ def factory_of(env: object) -> Factory:
     )
 
 
-def _checked(spec: EnvSpec, factory: Factory | None) -> gym.Env:
-    if multiprocessing.parent_process() is not None:
+def _checked(spec: EnvSpec, factory: Factory | None, trainer: int) -> gym.Env:
+    if os.getpid() != trainer:
         # A process of AsyncVectorEnv, forked with the run's own handlers: with them SIGTERM would not end it, and a
         # Ctrl-C at the terminal, which is for the run to answer, would reach it too.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
