@@ -39,6 +39,8 @@ def run(
         fields: Fields of the spec by path, with `__` for the dot: `algorithm__lr=1e-3`. `env` may be an
             environment's id, its class, or a function that makes one.
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
+    allow = [allow] if isinstance(allow, str) else list(allow)
     given = {**dict(parse(overrides)), **{path.replace("__", "."): value for path, value in fields.items()}}
     data, given, objects = _without_objects(spec, given)
     trial = None
@@ -50,7 +52,7 @@ def run(
     if data is None:
         raise UsageError("give a spec to run, or a run to resume")
     loaded = load_spec(data, variables=variables, overrides=given)
-    launch = Launch(Path(root), list(sys.argv), trial, list(allow), not quiet, objects)
+    launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
     with _missing_extra():
         runs = runner(loaded.spec.kind)
     return runs(loaded.spec, launch)

@@ -1,9 +1,13 @@
 """The Python API from end to end: environments as objects, hooks, metrics, trained policies, videos."""
 
 import functools
+import importlib.util
 import json
 import math
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -18,7 +22,7 @@ from envs import LENGTH, Faulty, Identity
 from PIL import Image
 
 import palestra
-from palestra.errors import UsageError
+from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
 from palestra.track.hooks import Moment
 
@@ -289,6 +293,103 @@ def test_hook_adds_metrics_and_stops_the_run_which_counts_as_done(tmp_path):
     assert all(row["hook/action"] in (0, 1) for row in rows)
     assert done.state == "done"
     assert done.checkpoint("last").name == "step_000000003"
+    assert "eval/return" in rows[-1]  # it ends like a run that reached its end
+
+
+# ---- stopping
+
+
+class AsksToStop(Identity):
+    """Sends the signal to its own process in the middle of an evaluation, once."""
+
+    asked = False
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != "_episodes":
+            frame = frame.f_back
+        if frame is not None and self.in_episode == 7 and not AsksToStop.asked:
+            AsksToStop.asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().step(action)
+
+
+def test_stop_in_the_middle_of_an_evaluation_saves_and_resumes_with_it(tmp_path):
+    spec = {**TINY, "every": {"eval": "1 steps"}, "train": {"frames": 512}}
+    whole = run({**spec, "env": Identity}, root=tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        run({**spec, "env": AsksToStop}, root=tmp_path / "cut")
+    (cut,) = palestra.list_runs(tmp_path / "cut")
+    assert cut.state == "interrupted"
+    assert cut.metrics() == []  # the row of the first step waits for its evaluation
+    again = run(resume=cut, env=AsksToStop, root=tmp_path / "cut")
+    assert numbers(again.sessions[0].path) == numbers(whole.sessions[0].path)
+
+
+class Endless(Identity):
+    """Never ends an episode."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        obs, reward, *_ = super().step(action)
+        return obs, reward, False, False, {}
+
+
+def test_environment_whose_episodes_never_end_says_so_instead_of_hanging(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.control.evaluation.LONGEST_EPISODE", 300)
+    with pytest.raises(PalestraError, match="did not end within 300 steps"):
+        run({**TINY, "env": Endless}, root=tmp_path)
+
+
+class Quits(Identity):
+    """Ends the process instead of a step."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        raise SystemExit(0)
+
+
+def test_environment_that_exits_fails_the_run(tmp_path):
+    with pytest.raises(PalestraError, match="raised SystemExit in vector step 1"):
+        run({**TINY, "env": Quits}, root=tmp_path)
+
+
+# ---- what a resume cannot change, and odd arguments
+
+
+def test_resume_with_a_field_that_the_checkpoints_depend_on_is_refused_and_changes_nothing(tmp_path, cartpole):
+    shutil.copytree(cartpole.path, tmp_path / "tiny" / cartpole.id)
+    (copy,) = palestra.list_runs(tmp_path)
+    before = {path: path.read_bytes() for path in copy.path.rglob("*.json")}
+    for field, value in (("net.hidden", [8]), ("env.num_envs", 8), ("algorithm.horizon", 64)):
+        with pytest.raises(UsageError, match="do not fit"):
+            run(resume=copy, root=tmp_path, overrides={field: value}, allow=[field])
+    with pytest.raises(UsageError, match="seeds"):
+        run(resume=copy, root=tmp_path, seed=3, allow="seed")
+    assert {path: path.read_bytes() for path in copy.path.rglob("*.json")} == before
+
+
+def test_numpy_values_and_single_texts_are_taken_as_overrides(tmp_path):
+    done = run(
+        {**TINY, "env": "CartPole-v1"},
+        root=tmp_path,
+        seed=np.int64(3),
+        algorithm__lr=np.float32(0.5),
+        net__hidden=np.array([4, 4]),
+        overrides="algorithm.gamma=0.5",
+    )
+    assert done.seeds == [3]
+    assert done.spec["algorithm"]["lr"] == 0.5
+    assert done.spec["algorithm"]["gamma"] == 0.5
+    assert done.spec["net"]["hidden"] == [4, 4]
+    assert json.loads((done.path / "summary.json").read_text(), parse_constant=pytest.fail)["consistency"] is None
+
+
+def test_sink_or_hook_that_is_not_there_is_refused_before_there_is_a_folder(tmp_path):
+    with pytest.raises(UsageError, match="no function 'TINY'"):
+        run({**TINY, "env": "CartPole-v1"}, root=tmp_path, hooks=["test_e2e_api:TINY"])
+    if importlib.util.find_spec("swanlab") is None:
+        with pytest.raises(UsageError, match="swanlab"):
+            run({**TINY, "env": "CartPole-v1"}, root=tmp_path, track__sinks=["swanlab"])
+    assert not (tmp_path / "tiny").exists()
 
 
 # ---- watching

@@ -1,6 +1,5 @@
 """What the commands print: specs, results, lists and differences of runs."""
 
-import math
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.api import check
+from palestra.errors import PalestraError
 from palestra.runs.compare import diff
 from palestra.runs.run import Run, list_runs, open_run
 from palestra.spec.plain import plain
@@ -63,11 +63,12 @@ def show_result(run: Run) -> None:
     if "eval/return" in summary:
         lines.append(("evaluation", f"return {summary['eval/return']:.1f}{_by_seed(summary['eval/return_by_seed'])}"))
     scores = ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency")
-    known = [f"{name} {summary[name]:.4g}" for name in scores if not math.isnan(summary.get(name, math.nan))]
+    known = [f"{name} {summary[name]:.4g}" for name in scores if summary.get(name) is not None]
     lines.append(("trial metrics", ", ".join(known)))
     lines.append(("run folder", str(run.path)))
     lines += [("plot", str(path)) for path in run.plots() if path.suffix == ".png"]
-    lines.append(("watch it", f"palestra enjoy {run.name}/{run.id}"))
+    here = run.path.parent.parent.resolve() == Path("runs").resolve()
+    lines.append(("watch it", f"palestra enjoy {f'{run.name}/{run.id}' if here else run.path}"))
     for label, text in lines:
         print(f"{label:<15}{text}")
 
@@ -88,10 +89,14 @@ def show_runs(root: Path, name: str | None, limit: int) -> None:
     for column in ("run", "state", "seeds", "step", "frame", "headline", "age"):
         table.add_column(column, justify="right" if column in ("seeds", "step", "frame") else "left")
     for run in found:
-        progress = run.progress()
+        try:
+            progress, state, created = run.progress(), run.state, run.created
+        except PalestraError as error:  # one damaged run must not hide the others
+            table.add_row(f"{run.name}/{run.id}", "unreadable", "", "", "", str(error), "")
+            continue
         headline = ", ".join(f"{metric} {value:.1f}" for metric, value in progress["headline"].items())
         counts = [f"{progress[key]:,}" if key in progress else "–" for key in ("step", "frame")]
-        table.add_row(f"{run.name}/{run.id}", run.state, str(len(run.seeds)), *counts, headline, _age(run.created))
+        table.add_row(f"{run.name}/{run.id}", state, str(len(run.seeds)), *counts, headline, _age(created))
     console().print(table)
 
 

@@ -71,9 +71,25 @@ class Learner:
         self.generator.set_state(saved["generator"])
         load_random_state(saved["random"])
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on. Taking it changes nothing."""
+    def evaluate(
+        self, spec: ControlSpec, evaluator: Stepper, row: dict[str, float], session: Session, record: Recorder
+    ) -> bool:
+        """Add an evaluation to the row; False if the session was asked to stop in the middle of it."""
+        # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
+        seed = stream(self.seed, "eval", self.steps)
+        with record.span("eval"):
+            done = evaluate(self.policy, evaluator, spec.eval.episodes, seed, stop=lambda: session.stop_requested)
+        if done is not None:
+            row |= done.metrics()
+        return done is not None
+
+    def state(self, unevaluated: list[Any] | None = None) -> dict[str, Any]:
+        """Everything that the rest of the run depends on. Taking it changes nothing.
+
+        `unevaluated` is the row of a step whose evaluation is still to be done, and the counters before that step.
+        """
         return {
+            "unevaluated": unevaluated,
             "steps": self.steps,
             "compiled": self.compiled,
             "algorithm": self.algorithm.state(),
@@ -105,39 +121,51 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
         Recorder(session, spec, total=total, unit="frames", show=show) as record,
     ):
         learner.algorithm.span = record.span
-        last = learner.collector.frame >= spec.train.frames
+        row, before = (saved.state["unevaluated"] if saved is not None else None) or (None, learner.counters)
+        last = row is None and learner.collector.frame >= spec.train.frames
         while not last:
-            before, started = learner.counters, time.perf_counter()
-            row = learner.improve(before["frames"] / spec.train.frames)
+            if row is None:
+                before, started = learner.counters, time.perf_counter()
+                row = learner.improve(before["frames"] / spec.train.frames)
+                speed = (learner.collector.frame - before["frames"]) / (time.perf_counter() - started)
+                record.stats.last("time/fps", speed)
             counters = learner.counters
             last = counters["frames"] >= spec.train.frames
-            record.stats.last("time/fps", (counters["frames"] - before["frames"]) / (time.perf_counter() - started))
-
-            reasons, score = checkpoints.reasons(before, counters), None
-            if last or due(spec.every.eval, before, counters):
-                with record.span("eval"):
-                    # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
-                    seed = stream(session.seed, "eval", learner.steps)
-                    row |= evaluate(learner.policy, evaluator, spec.eval.episodes, seed).metrics()
-                score = row["eval/return"]
-                reasons.add("best")
-            if last or score is not None or due(spec.every.log, before, counters):
+            reasons = checkpoints.reasons(before, counters)
+            evaluated = last or due(spec.every.eval, before, counters)
+            if evaluated and not learner.evaluate(spec, evaluator, row, session, record):
+                # Asked to stop in the middle of it: the resumed run begins with this evaluation.
+                session.checkpoint(
+                    learner.steps, learner.state(unevaluated=[row, before]), reasons={"temporary"}, counters=counters
+                )
+                raise _interrupted(session, counters)
+            if evaluated or due(spec.every.log, before, counters):
                 moment = Moment(learner.steps, learner.collector.frame, row, learner.policy, session.path)
                 call_hooks(hooks, moment)
+                if moment.stop and not evaluated:
+                    evaluated = learner.evaluate(spec, evaluator, row, session, record)
                 last = last or moment.stop
                 record.row(row, counters, headline=("return", "eval/return"))
 
+            if evaluated:
+                reasons.add("best")
             if last or session.stop_requested:
                 reasons.add("temporary")
             if reasons:
                 log.info("step %d: checkpoint (%s)", learner.steps, ", ".join(sorted(reasons)))
-                metric = None if score is None else "eval/return"
+                score = row["eval/return"] if evaluated else None
+                metric = "eval/return" if evaluated else None
                 with record.span("checkpoint"):
                     session.checkpoint(
                         learner.steps, learner.state(), reasons=reasons, score=score, metric=metric, counters=counters
                     )
             if session.stop_requested and not last:
-                raise Interrupted(
-                    f"stopped at frame {counters['frames']} with everything saved; continue with: "
-                    f"palestra train --resume {session.path.parent.parent}"
-                )
+                raise _interrupted(session, counters)
+            row = None
+
+
+def _interrupted(session: Session, counters: dict[str, int]) -> Interrupted:
+    return Interrupted(
+        f"stopped at frame {counters['frames']} with everything saved; continue with: "
+        f"palestra train --resume {session.path.parent.parent}"
+    )

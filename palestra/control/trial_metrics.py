@@ -7,7 +7,7 @@ frame, o_i its number of optimizer steps, and s_i = R_i − R_random, the streng
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,10 @@ def summarise(rows: Mapping[int, Sequence[Mapping[str, float]]], random_return: 
     last = {seed: values[-1] for seed, values in evaluated.items() if values}
     summary: dict[str, Any] = {"random_return": random_return, "eval/return_by_seed": last}
     if last:
-        summary |= {"eval/return": fmean(last.values()), "eval/return_std": pstdev(last.values())}
+        summary |= {
+            "eval/return": fmean(last.values()),
+            "eval/return_std": stdev(last.values()) if len(last) > 1 else math.nan,
+        }
     # Before the first episode has ended there is no return to log.
     points = [logged for all_rows in rows.values() if (logged := [row for row in all_rows if "return" in row])]
     if not points:

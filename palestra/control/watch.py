@@ -64,6 +64,9 @@ def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
 
 
 def _add_frame(env: gym.Env, frames: list[np.ndarray]) -> None:
-    frame = env.render()
+    try:
+        frame = env.render()
+    except NotImplementedError as error:
+        raise UsageError(f"{type(env.unwrapped).__name__} has no render() to watch it by") from error
     if isinstance(frame, np.ndarray):
         frames.append(frame)

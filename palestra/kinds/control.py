@@ -27,6 +27,7 @@ from palestra.runs.store import clear_write_errors
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
 from palestra.track.hooks import load_hooks
+from palestra.track.sinks import require_sinks
 
 RANDOM_EPISODES = 100
 OBJECT = "object:"  # begins the id of an environment that was given as a Python object
@@ -44,9 +45,16 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     ActionHead.of(probe.action_space)
     probe.close()
     load_hooks(spec.hooks)
+    require_sinks(spec.track.sinks)
     # One thread by default: networks this small gain nothing from a second, and lose a lot where its core is busy.
     trial = run_sessions(
-        spec, launch, run_session, threads=spec.threads or 1, total=spec.steps * spec.frames_per_step, unit="frames"
+        spec,
+        launch,
+        run_session,
+        fixed=("kind", "env", "algorithm.name", "algorithm.horizon", "net"),
+        threads=spec.threads or 1,
+        total=spec.steps * spec.frames_per_step,
+        unit="frames",
     )
     rows = {seed: trial.metrics(seed) for seed in trial.seeds}
     updates = f"{spec.algorithm.name}/updates"

@@ -51,13 +51,15 @@ def run_sessions(
     launch: Launch,
     session: Callable[[Path, Launch], None],
     *,
+    fixed: Sequence[str],
     threads: int,
     total: int,
     unit: str,
 ) -> Run:
     """Run `session(folder, launch)` for every seed that is not done, with `threads` torch threads each.
 
-    `total` and `unit` are for the progress line.
+    `fixed` are the fields that a checkpoint depends on: no resume can change them. `total` and `unit` are for the
+    progress line.
     """
     parallel = min(spec.max_session, max(1, (os.cpu_count() or 1) // threads))
     trial = launch.resume or new_trial(
@@ -65,7 +67,7 @@ def run_sessions(
     )
     # The sessions have leases of their own, but only once they have begun.
     with kept(Lease(LocalStore(trial.path))):
-        folders = _prepare(spec, launch, trial, threads)
+        folders = _prepare(spec, launch, trial, fixed, threads)
         if launch.resume is not None:
             trial.amend(seeds=spec.seeds, spec=plain(spec))  # an allowed change may have added seeds
         if len(folders) == 1:
@@ -76,12 +78,15 @@ def run_sessions(
     return Run(trial.path)
 
 
-def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, threads: int) -> list[Path]:
+def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, fixed: Sequence[str], threads: int) -> list[Path]:
     """Make or check every session's folder; the folders of those that have work to do."""
     data, text = plain(spec), to_yaml(spec)
     made = {seed: path for seed in spec.seeds if ((path := trial.session(seed).path) / "manifest.json").exists()}
     # All are checked before any is changed.
-    changes = {seed: Session.open(path).check_resume(data, launch.allow) for seed, path in made.items()}
+    changes = {seed: Session.open(path).check_resume(data, launch.allow, fixed) for seed, path in made.items()}
+    dropped = {one.seed for one in trial.sessions()} - set(spec.seeds)
+    if dropped:
+        raise UsageError(f"{trial.path} has seeds {sorted(dropped)} that the changed spec has not: start a new run")
     todo = []
     for seed in spec.seeds:
         now = manifest(spec_hash=spec_hash(spec), seed=seed, command=launch.command) | {"threads": threads}
@@ -95,7 +100,8 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, threads: int) -
             log.warning("resumed numbers may differ in their last bits: %s", change)
         if changes[seed]:
             session.amend(spec_yaml=text, spec_data=data, manifest=now)
-        if changes[seed] or state_of(path) != "done":
+        new = [change for change in changes[seed] if change.path != "max_session"]  # more seeds change no other
+        if new or state_of(path) != "done":
             todo.append(path)
     return todo
 

@@ -1,6 +1,7 @@
 """Names and layout: where trials and sessions lie under the folder of all runs, and how one is found again."""
 
 import difflib
+import math
 import os
 import re
 import uuid
@@ -64,9 +65,10 @@ class Trial:
                 write_json(self.path / "trial.json", info)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Store what the sessions came to as summary.json."""
+        """Store what the sessions came to as summary.json; what is not a number becomes null."""
+        numbers = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in summary.items()}
         with clear_write_errors(self.path):
-            write_json(self.path / "summary.json", dict(summary))
+            write_json(self.path / "summary.json", numbers)
 
 
 def new_trial(

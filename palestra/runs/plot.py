@@ -1,6 +1,7 @@
 """Learning curves of runs: mean ± band over seeds, as PNG for the screen and SVG for paper."""
 
 import difflib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+log = logging.getLogger("palestra.runs")
 
 # Okabe and Ito's palette, told apart also by people who do not see all colours; yellow is too faint for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -35,12 +38,18 @@ class Curve:
 def curves(runs: Sequence[Run], *, metric: str, x: str = "frame", out: Path) -> list[Path]:
     """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation."""
     tables = [run.metrics() for run in runs]
-    known = sorted({key for rows in tables for row in rows for key in row} - POSITION)
+    columns = {key for rows in tables for row in rows for key in row}
+    if columns and x not in columns:
+        raise UsageError(f"--x {x}: no such column; curves are usually drawn by 'frame' or 'step'")
+    known = sorted(columns - POSITION)
     drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
     if not drawn:
         near = difflib.get_close_matches(metric, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'no metrics yet'}."
         raise UsageError(f"no values of {metric!r} by {x!r} in {', '.join(map(str, (r.path for r in runs)))}. {hint}")
+    missing = [f"{run.name}/{run.id}" for run in runs if run not in [other for other, _ in drawn]]
+    if missing:
+        log.warning("no values of %r in %s: left out of the picture", metric, ", ".join(missing))
     figure = _figure(6.4, 4.0)
     axes = figure.add_subplot()
     names = [run.name for run, _ in drawn]
@@ -149,6 +158,7 @@ def _short(value: float) -> str:
 
 
 def _save(figure: "Figure", out: Path) -> list[Path]:
+    out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
     # Laid out once, not anew for each format and draw: that takes longer than the drawing.

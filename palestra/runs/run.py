@@ -86,9 +86,8 @@ class Run:
     def progress(self) -> dict[str, Any]:
         """How far it is: the least step and frame over its sessions, and the mean of each headline metric."""
         told = [status["progress"] for session in self.sessions if (status := read_status(session.path)) is not None]
-        least = {
-            key: min(one[key] for one in told if key in one) for key in ("step", "frame") if any(key in o for o in told)
-        }
+        keys = [key for key in ("step", "frame") if any(key in one for one in told)]
+        least = {key: min(one.get(key, 0) for one in told) for key in keys}
         headlines = [one.get("headline", {}) for one in told]
         metrics = {metric: None for headline in headlines for metric in headline}
         return least | {"headline": {m: fmean(one[m] for one in headlines if m in one) for m in metrics}}

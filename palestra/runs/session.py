@@ -245,9 +245,20 @@ class Session:
 
     # ---- identity
 
-    def check_resume(self, spec_data: Mapping[str, Any], allow: Sequence[str] = ()) -> list[Difference]:
-        """Refuse a changed spec unless each changed field is at or under an allowed path; gives the allowed changes."""
+    def check_resume(
+        self, spec_data: Mapping[str, Any], allow: Sequence[str] = (), fixed: Sequence[str] = ()
+    ) -> list[Difference]:
+        """Refuse a changed spec unless each changed field is at or under an allowed path; gives the allowed changes.
+
+        A field at or under a `fixed` path cannot be allowed: the checkpoints would not fit.
+        """
         changed = differences(self.spec_data, _plain(spec_data))
+        stuck = [change for change in changed if any(_covers(path, change.path) for path in fixed)]
+        if stuck:
+            lines = "\n".join(f"  {change}" for change in stuck)
+            raise UsageError(
+                f"the checkpoints of {self.path} do not fit a spec changed like this:\n{lines}\nStart a new run for it."
+            )
         refused = [change for change in changed if not any(_covers(path, change.path) for path in allow)]
         if refused:
             lines = "\n".join(f"  {change}" for change in refused)

@@ -59,6 +59,9 @@ def _set(here: Any, parts: list[str], value: Any, path: DataPath) -> tuple[Any, 
         return [*here[:index], child, *here[index + 1 :]], at
     if here is not None and not isinstance(here, dict):
         raise UsageError(f"override '{dotted((*path, *parts))}': '{dotted(path)}' is {here!r}, not a mapping")
+    if here is None and key.isdecimal():
+        whole = f"there is no list '{dotted(path)}' in the spec to set an item of: give the whole list"
+        raise UsageError(f"override '{dotted((*path, *parts))}': {whole}, {dotted(path)}='[...]'")
     below = here or {}
     child, at = _set(below.get(key), rest, value, (*path, key))
     return {**below, key: child}, at

@@ -17,4 +17,6 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's scalars and arrays, without importing it
+        return plain(value.tolist())
     return str(value) if isinstance(value, Cadence | PathLike) else value

@@ -29,25 +29,22 @@ class Moment:
 Hook = Callable[[Moment], dict[str, float] | None]
 
 
-def load_hooks(names: list[str]) -> list[Hook]:
-    """The functions that a spec names."""
-    hooks = []
+def load_hooks(names: list[str]) -> dict[str, Hook]:
+    """The functions that a spec names, by name."""
+    hooks = {}
     for name in names:
         module, function = name.split(":")
         hook = getattr(import_named(module, "hooks"), function, None)
-        if hook is None:
+        if not callable(hook):
             raise UsageError(f"hooks: {module} has no function {function!r}")
-        hooks.append(hook)
+        hooks[name] = hook
     return hooks
 
 
-def call_hooks(hooks: list[Hook], moment: Moment) -> None:
+def call_hooks(hooks: dict[str, Hook], moment: Moment) -> None:
     """Call each hook; numbers that it returns join the row."""
-    for hook in hooks:
+    for name, hook in hooks.items():
         try:
             moment.metrics.update(hook(moment) or {})
         except Exception as error:
-            raise HookFailed(
-                f"the hook {hook.__module__}:{hook.__qualname__} raised {type(error).__name__} "
-                f"at step {moment.step}: {error}"
-            ) from error
+            raise HookFailed(f"the hook {name} raised {type(error).__name__} at step {moment.step}: {error}") from error

@@ -9,6 +9,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -212,9 +213,15 @@ SINKS: dict[str, Any] = {
 
 def make_sink(name: str, place: Place) -> Sink:
     """Return the sink called `name`, not yet opened; a package that is not installed is an error now, not later."""
-    if importlib.util.find_spec(name) is None:
-        raise MissingExtra(f"The {name} sink", name)
+    require_sinks([name])
     return SINKS[name](place)
+
+
+def require_sinks(names: Iterable[str]) -> None:
+    """Raise for the first sink whose package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(f"The {name} sink", name)
 
 
 class Background:

@@ -71,7 +71,10 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object)
 def factory_of(env: object) -> Factory:
     """What makes more of the environment that a caller passed as an object: a class, a function, or a made one."""
     if isinstance(env, gym.Env):
-        spec = env.spec
+        try:
+            spec = env.spec
+        except ValueError:  # inside a wrapper that does not record its arguments
+            spec = None
         if spec is None:
             raise UsageError(
                 f"{type(env).__name__} is one environment and training needs several, and others to evaluate in: "

@@ -61,7 +61,7 @@ class Stepper:
             obs, rewards, terminated, truncated, infos = self.env.step(actions)
         except PalestraError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed(error, f"vector step {self.steps + 1}") from error
         self.steps += 1
         ends = np.logical_or(terminated, truncated)
@@ -86,10 +86,10 @@ class Stepper:
             return self.env.reset(**arguments)[0]
         except PalestraError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failed(error, f"a reset after vector step {self.steps}") from error
 
-    def _failed(self, error: Exception, where: str) -> EnvironmentFailed:
+    def _failed(self, error: BaseException, where: str) -> EnvironmentFailed:
         raised = f"{self.name} raised {type(error).__name__} in {where} ({self.num_envs} environments): {error}"
         return EnvironmentFailed(raised)
 

@@ -1,5 +1,6 @@
 """The spec of kind `control`: deep RL in Gymnasium environments."""
 
+from math import isqrt
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -165,4 +166,5 @@ class ControlSpec(ExperimentSpec):
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in small]
