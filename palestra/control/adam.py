@@ -28,8 +28,10 @@ def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps:
     count = adam.count + 1
     mean = torch.lerp(adam.mean, gradient, 1 - BETA1)
     square = torch.lerp(adam.square, gradient * gradient, 1 - BETA2)
-    root = (square / (1 - BETA2**count)).sqrt_().add_(eps)
-    return parameters - (lr / (1 - BETA1**count)) * mean / root, Adam(mean, square, count)
+    # Single precision again before they meet the vectors: in one fused kernel those would be doubles too.
+    first, second = (1 - BETA1**count).to(lr.dtype), (1 - BETA2**count).to(lr.dtype)
+    root = (square / second).sqrt_().add_(eps)
+    return parameters - (lr / first) * mean / root, Adam(mean, square, count)
 
 
 def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
