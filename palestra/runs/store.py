@@ -116,5 +116,5 @@ def clear_write_errors(path: Path) -> Iterator[None]:
         where = "" if error.filename is None else f" ({error.filename})"
         raise PalestraError(
             f"cannot write the run folder {path}: {error.strerror or error}{where}. "
-            "Check its permissions and the free space, or choose another folder for runs."
+            "Check its permissions and the free space; a run that had begun then goes on with palestra train --resume."
         ) from error
