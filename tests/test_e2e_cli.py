@@ -79,7 +79,7 @@ def test_runs_lists_state_step_headline_and_age(finished):
     result = finished("runs")
     (line,) = [line for line in result.stdout.splitlines() if "short/" in line]
     assert re.search(
-        r"short/\d{8}T\d{6}-\w{4} +done +1 +66 +8,448 +return \d+\.\d, eval/return \d+\.\d +\d+ (s|min)", line
+        r"short/\d{8}T\d{6}-\w{4} +done +1 +66 +8,448 frames +return \d+\.\d, eval/return \d+\.\d +\d+ (s|min)", line
     )
     assert "no runs named other" in finished("runs", "other").stdout
 

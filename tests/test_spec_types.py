@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from palestra.errors import UsageError
+from palestra.rl.schedules import value
 from palestra.spec import Cadence, Model, kinds, load, spec_type
 from palestra.spec.cadence import CountCadence
 from palestra.spec.kinds.control import ControlSpec, PPOSpec
 from palestra.spec.place import models
-from palestra.spec.schedule import Schedule, ScheduleSpec
+from palestra.spec.schedule import Schedule, ScheduleSpec, in_fractions
 
 MINIMAL = {
     "kind": "control",
@@ -18,6 +20,7 @@ MINIMAL = {
     "algorithm": {"name": "ppo"},
     "train": {"frames": 1000},
 }
+LINEAR = {"shape": "linear", "start": 1}
 
 # --- cadences
 
@@ -100,6 +103,60 @@ def test_schedule_is_written_with_only_what_its_shape_reads():
 def test_schedule_of_another_type_is_refused(value):
     with pytest.raises(ValidationError):
         TypeAdapter(ScheduleSpec).validate_python(value)
+
+
+def test_schedule_warmup_is_a_fraction_or_steps_and_written_where_there_is_one():
+    adapter = TypeAdapter(ScheduleSpec)
+    for warmup, meant in [(0.1, 0.1), (0, 0.0), ("1e2 steps", Cadence(100, "steps")), ("1 step", Cadence(1, "steps"))]:
+        schedule = adapter.validate_python({"shape": "constant", "start": 1, "warmup": warmup})
+        assert schedule.warmup == meant
+        written = adapter.dump_python(schedule, mode="json")
+        assert written == ({"shape": "constant", "start": 1, "warmup": str(meant)} if isinstance(meant, Cadence) else
+                           {"shape": "constant", "start": 1, "warmup": meant} if meant else 1)  # fmt: skip
+        assert adapter.validate_python(written) == schedule
+
+
+@pytest.mark.parametrize("warmup", [1, -0.1, True, None, "10", "10 frames", "5 minutes", "0 steps", [1]])
+def test_schedule_warmup_of_another_kind_is_refused(warmup):
+    with pytest.raises(ValidationError, match="expected a fraction of the run of at least 0 and below 1, or a count"):
+        Schedule.model_validate({"shape": "linear", "start": 1, "warmup": warmup})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"shape": "linear", "warmup": 0.5, "finish": 0.5}, "'warmup' .0.5. must end before 'finish' .0.5."),
+        ({"shape": "wsd"}, "a wsd schedule needs 'begin'"),
+        ({"shape": "inverse_sqrt"}, "an inverse_sqrt schedule needs 'warmup' or 'begin'"),
+        ({"shape": "wsd", "begin": 0.8, "rate": 0.5}, "a wsd schedule does not use 'rate'"),
+    ],
+)
+def test_schedule_that_cannot_be_followed_is_refused(fields, reason):
+    with pytest.raises(ValidationError, match=reason):
+        Schedule.model_validate({"start": 1} | fields)
+
+
+def test_schedule_warmup_in_steps_becomes_a_fraction_of_the_run():
+    spec = PPOSpec.model_validate({"name": "ppo", "clip": 0.1, "lr": LINEAR | {"warmup": "5 steps"}})
+    settings = in_fractions(spec, 20)
+    assert settings.lr == Schedule(shape="linear", start=1, warmup=0.25)
+    assert settings.model_copy(update={"lr": spec.lr}) == spec
+    assert value(progress=0.125, **settings.lr.arguments()) == 0.5
+    with pytest.raises(ValueError, match="how much of the run '5 steps' are"):
+        spec.lr.arguments()
+
+
+def test_schedule_warmup_longer_than_the_run_is_named_with_its_place():
+    steps = load(MINIMAL).spec.steps
+    for warmup, fits in [(f"{steps - 1} steps", True), (f"{steps} steps", False)]:
+        data = MINIMAL | {"algorithm": {"name": "ppo", "lr": LINEAR | {"warmup": warmup}}}
+        if fits:
+            load(data)
+        else:
+            with pytest.raises(
+                UsageError, match=rf"algorithm.lr.warmup: expected a warm-up .* before the run of {steps} st"
+            ):
+                load(data)
 
 
 # --- control

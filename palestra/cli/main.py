@@ -117,16 +117,19 @@ def diff(a: str, b: str, runs: Root = RUNS) -> None:
 @app.command()
 def plot(
     run: Annotated[list[str], typer.Argument(help="Runs to draw together, or one.")],
-    metric: Annotated[str, typer.Option(help="What to draw.")] = "return",
-    x: Annotated[str, typer.Option(help="Against what: frame or step.")] = "frame",
+    metric: Annotated[str | None, typer.Option(help="What to draw; by default the run's headline.")] = None,
+    x: Annotated[
+        str | None, typer.Option(help="Against what: frame, tokens or step; by default what the run counts.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write, without ending.")] = None,
     runs: Root = RUNS,
 ) -> None:
     """Draw learning curves, mean ± standard deviation over seeds, as PNG and SVG."""
-    from palestra.runs.plot import curves
+    from palestra.runs.plot import curves, headline
     from palestra.runs.run import open_run
 
     found = [open_run(one, runs) for one in run]
+    metric = metric or headline(found[0])
     safe = metric.replace("/", "_")
     default = (
         found[0].path / "plots" / safe

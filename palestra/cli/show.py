@@ -14,6 +14,7 @@ from palestra.errors import PalestraError
 from palestra.runs.compare import diff
 from palestra.runs.run import Run, list_runs, open_run
 from palestra.spec.plain import plain
+from palestra.track.recorder import in_words
 
 
 def console() -> Console:
@@ -86,17 +87,22 @@ def show_runs(root: Path, name: str | None, limit: int) -> None:
         print(f"no runs in {root}" if name is None else f"no runs named {name} in {root}")
         return
     table = Table(box=None, header_style="bold")
-    for column in ("run", "state", "seeds", "step", "frame", "headline", "age"):
-        table.add_column(column, justify="right" if column in ("seeds", "step", "frame") else "left")
+    for column in ("run", "state", "seeds", "step", "seen", "headline", "age"):
+        table.add_column(column, justify="right" if column in ("seeds", "step", "seen") else "left")
     for run in found:
         try:
             progress, state, created = run.progress(), run.state, run.created
         except PalestraError as error:  # one damaged run must not hide the others
             table.add_row(f"{run.name}/{run.id}", "unreadable", "", "", "", str(error), "")
             continue
-        headline = ", ".join(f"{metric} {value:.1f}" for metric, value in progress["headline"].items())
-        counts = [f"{progress[key]:,}" if key in progress else "–" for key in ("step", "frame")]
-        table.add_row(f"{run.name}/{run.id}", state, str(len(run.seeds)), *counts, headline, _age(created))
+        step = f"{progress['step']:,}" if "step" in progress else "–"
+        seen = [
+            f"{progress[key]:,} {unit}" for key, unit in (("frame", "frames"), ("tokens", "tokens")) if key in progress
+        ]
+        headline = in_words(progress["headline"])
+        table.add_row(
+            f"{run.name}/{run.id}", state, str(len(run.seeds)), step, *(seen or ["–"]), headline, _age(created)
+        )
     console().print(table)
 
 

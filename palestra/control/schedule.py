@@ -9,6 +9,4 @@ from palestra.spec.schedule import Schedule
 
 def scheduled(schedule: Schedule, progress: float) -> Tensor:
     """The value at `progress` in [0, 1] as a 0-dim tensor: a compiled update must not compile again when it moves."""
-    s = schedule
-    number = value(s.shape, progress, s.start, s.end, begin=s.begin, finish=s.finish, rate=s.rate, period=s.period)
-    return torch.tensor(number)
+    return torch.tensor(value(progress=progress, **schedule.arguments()))

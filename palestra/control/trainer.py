@@ -21,6 +21,7 @@ from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.schedule import in_fractions
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
 
@@ -41,7 +42,8 @@ class Learner:
             Stepper(self.env, spec.env.id), spec.algorithm.horizon, self.policy.head.shape, self.policy.head.dtype
         )
         algorithm = ALGORITHMS[spec.algorithm.name]
-        self.algorithm = algorithm(spec.algorithm, self.policy, self.collector, self.generator, compile=compile)
+        settings = in_fractions(spec.algorithm, spec.steps)
+        self.algorithm = algorithm(settings, self.policy, self.collector, self.generator, compile=compile)
 
     @property
     def counters(self) -> dict[str, int]:

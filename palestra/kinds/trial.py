@@ -22,6 +22,7 @@ from palestra.spec.difference import spec_hash
 from palestra.spec.load import to_yaml
 from palestra.spec.plain import plain
 from palestra.track.progress import Progress
+from palestra.track.recorder import COLUMNS, in_words
 from palestra.work.pool import Pool, Task, TaskFailed
 
 STOP_SECONDS = 60.0  # for sessions to save after they were asked to stop
@@ -151,8 +152,7 @@ def _show(progress: Progress, folder: Path) -> None:
     if status is None:
         return
     told = status["progress"]
-    headline = " ".join(f"{name} {value:.1f}" for name, value in told.get("headline", {}).items())
-    progress.update(told.get(progress.unit.removesuffix("s"), 0), headline, row=f"seed {folder.name}")
+    progress.update(told.get(COLUMNS[progress.unit], 0), in_words(told.get("headline", {})), row=f"seed {folder.name}")
 
 
 def _raise_failures(tasks: dict[Path, Task]) -> None:

@@ -67,8 +67,12 @@ def save(
     metric: str | None = None,
     counters: Mapping[str, Any] | None = None,
     offsets: Mapping[str, int] | None = None,
+    model: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `folder/checkpoints/step_N`; killed at any instant, it is there whole or not at all."""
+    """Write `folder/checkpoints/step_N`; killed at any instant, it is there whole or not at all.
+
+    `model` writes what others can load, a Hugging Face folder for a language model, into the checkpoint's `model/`.
+    """
     from palestra.runs.tree import flatten, safetensors_chunks  # NumPy: not for those who only list runs
 
     tree, leaves = flatten(state)  # an unsupported state is refused before anything is written
@@ -82,6 +86,9 @@ def save(
             "state/arrays.safetensors": _write(temporary / "state/arrays.safetensors", safetensors_chunks(leaves)),
         }
         sync_folder(temporary / "state")
+        if model is not None:
+            model(temporary / "model")
+            files |= {str(path.relative_to(temporary)): _sync(path) for path in _files_in(temporary / "model")}
         meta = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -253,6 +260,16 @@ def _write(path: Path, chunks: Iterable[Any]) -> dict[str, int]:
         file.flush()
         os.fsync(file.fileno())
     return {"size": size, "crc32": crc}
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: Path) -> dict[str, int]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
 
 
 def _crc_of(meta: dict[str, Any]) -> int:

@@ -23,8 +23,8 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 LINE_STYLES = ("-", "--", ":")  # one palette after another
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
 GRID_LIMIT = 24  # metrics in one picture
-AXES = {"frame": "environment frames", "step": "training steps"}
-POSITION = {"seed", "step", "frame"}  # columns of metrics.jsonl that say where, not what
+AXES = {"frame": "environment frames", "tokens": "training tokens", "step": "training steps"}
+POSITION = {"seed", "step", "frame", "tokens"}  # columns of metrics.jsonl that say where, not what
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,17 @@ class Curve:
     ys: "np.ndarray"
 
 
-def curves(runs: Sequence[Run], *, metric: str, x: str = "frame", out: Path) -> list[Path]:
-    """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation."""
+def curves(runs: Sequence[Run], *, metric: str | None = None, x: str | None = None, out: Path) -> list[Path]:
+    """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation.
+
+    Without `metric` it is the first run's headline; without `x`, frames or tokens where the runs count them.
+    """
     tables = [run.metrics() for run in runs]
     columns = {key for rows in tables for row in rows for key in row}
+    x, metric = x or _counted_by(columns), metric or headline(runs[0])
     if columns and x not in columns:
-        raise UsageError(f"--x {x}: no such column; curves are usually drawn by 'frame' or 'step'")
+        known = ", ".join(repr(name) for name in AXES if name in columns)
+        raise UsageError(f"--x {x}: no such column; curves are usually drawn by {known}")
     known = sorted(columns - POSITION)
     drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
     if not drawn:
@@ -70,13 +75,24 @@ def trial_plots(run: Run) -> list[Path]:
     metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
     if not metrics:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
-    x = "frame" if any("frame" in row for row in rows) else "step"
-    headline = next((key for key in run.progress()["headline"] if key in metrics), metrics[0])
-    written = curves([run], metric=headline, x=x, out=run.path / "plots" / "learning_curve")
-    others = [(key, curve) for key in metrics if key != headline and (curve := _curve(rows, key, x))][:GRID_LIMIT]
+    x, first = _counted_by({key for row in rows for key in row}), headline(run)
+    written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
+    others = [(key, curve) for key in metrics if key != first and (curve := _curve(rows, key, x))][:GRID_LIMIT]
     if others:
         written += _save(_grid(others, x), run.path / "plots" / "metrics")
     return written
+
+
+def headline(run: Run) -> str:
+    """The metric that people look at first: the first of its progress line that has values."""
+    metrics = [key for key in _numeric(run.metrics()) if not key.startswith("time/")]
+    if not metrics:
+        raise PalestraError(f"{run.path} has no metrics to plot yet")
+    return next((key for key in run.progress()["headline"] if key in metrics), metrics[0])
+
+
+def _counted_by(columns: set[str]) -> str:
+    return next((name for name in AXES if name in columns), "step")
 
 
 def _grid(metrics: list[tuple[str, Curve]], x: str) -> "Figure":

@@ -84,9 +84,9 @@ class Run:
         return [row for session in self.sessions if seed in (None, session.seed) for row in _rows(session)]
 
     def progress(self) -> dict[str, Any]:
-        """How far it is: the least step and frame over its sessions, and the mean of each headline metric."""
+        """How far it is: the least step, frame and tokens over its sessions, and the mean of each headline metric."""
         told = [status["progress"] for session in self.sessions if (status := read_status(session.path)) is not None]
-        keys = [key for key in ("step", "frame") if any(key in one for one in told)]
+        keys = [key for key in ("step", "frame", "tokens") if any(key in one for one in told)]
         least = {key: min(one.get(key, 0) for one in told) for key in keys}
         headlines = [one.get("headline", {}) for one in told]
         metrics = {metric: None for headline in headlines for metric in headline}

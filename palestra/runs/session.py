@@ -110,20 +110,17 @@ class Session:
         owned, self._owned = self._owned, None
         owned.__exit__(kind, error, trace)
 
-    def progress(
-        self, *, step: int | None = None, frame: int | None = None, headline: Mapping[str, float] | None = None
-    ) -> None:
-        """Say how far the run is (`headline`: metric → value); kept in memory and written with the next heartbeat.
+    def progress(self, *, headline: Mapping[str, float] | None = None, **counts: int) -> None:
+        """Say how far the run is: `step`, and `frame` or `tokens`; `headline` is metric → value.
+
+        Kept in memory and written with the next heartbeat.
 
         Raises `LeaseLost` where another process has taken the folder over.
         """
         if self._lost is not None:
             raise self._lost
         told = dict(self._progress)  # a new dict each time: the heartbeat's thread reads the old one
-        if step is not None:
-            told["step"] = int(step)
-        if frame is not None:
-            told["frame"] = int(frame)
+        told |= {name: int(count) for name, count in counts.items()}
         if headline is not None:
             told["headline"] = {metric: float(value) for metric, value in headline.items()}
         self._progress = told
@@ -202,6 +199,7 @@ class Session:
         score: float | None = None,
         metric: str | None = None,
         counters: Mapping[str, Any] | None = None,
+        model: Callable[[Path], None] | None = None,
     ) -> Path:
         """Save all state with the lengths of the append-only files, then prune; see `palestra.runs.checkpoint`."""
         with clear_write_errors(self.path):
@@ -210,7 +208,15 @@ class Session:
                 flush()
             offsets = {name: _synced_size(self.path / name) for name in self._growing()}
             path = checkpoints.save(
-                self.path, step, state, reasons=reasons, score=score, metric=metric, counters=counters, offsets=offsets
+                self.path,
+                step,
+                state,
+                reasons=reasons,
+                score=score,
+                metric=metric,
+                counters=counters,
+                offsets=offsets,
+                model=model,
             )
             checkpoints.prune(self.path)
         return path

@@ -1,6 +1,6 @@
 """What the specs of all kinds share: identity, seeds, cadences, tracking, hooks and the machine."""
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -69,6 +69,9 @@ class TrackSpec(Model):
 class ExperimentSpec(Model):
     """What every kind of experiment has."""
 
+    counts: ClassVar[tuple[str, ...]] = ("steps", "frames")
+    """What a run of this kind counts: the units of its cadences besides time."""
+
     kind: str
     """The kind of experiment."""
     name: Name
@@ -103,8 +106,20 @@ class ExperimentSpec(Model):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        conflicts = self.conflicts()
+        conflicts = self.conflicts() + _uncounted(self.every, self.counts)
         if conflicts:
             reasons = "; ".join(f"{'.'.join(map(str, c.path))}: {c.reason}" for c in conflicts)
             raise PydanticCustomError("conflicts", "{reasons}", {"reasons": reasons, "conflicts": conflicts})
         return self
+
+
+def _uncounted(every: Every, counts: tuple[str, ...]) -> list[Conflict]:
+    """Cadences in units that the kind does not count."""
+    found = []
+    for name in type(every).model_fields:
+        value = getattr(every, name)
+        for cadence in value if isinstance(value, list) else [value]:
+            if cadence is not None and not cadence.is_time and cadence.unit not in counts:
+                known = " or ".join(counts)
+                found.append(Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'"))
+    return found

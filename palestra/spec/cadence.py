@@ -9,17 +9,17 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from palestra.spec.words import Words
 
-Unit = Literal["steps", "frames", "seconds", "minutes", "hours"]
+Unit = Literal["steps", "frames", "tokens", "seconds", "minutes", "hours"]
 
 _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 _AMOUNT = r"[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
-_COUNT_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?)$"
-_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|seconds?|minutes?|hours?)$"
+_COUNT_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?)$"
+_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?|seconds?|minutes?|hours?)$"
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """An amount of steps, of frames or of time between two occurrences."""
+    """An amount of steps, of frames, of tokens or of time between two occurrences."""
 
     amount: int | float
     unit: Unit
@@ -94,7 +94,7 @@ class Cadence:
 def _counted(cadence: Cadence) -> Cadence:
     if cadence.is_time:
         reason = (
-            "expected steps or frames: evaluation and logging are never timed in minutes, "
+            "expected a count such as steps: evaluation and logging are never timed in minutes, "
             "because a resumed run must repeat them exactly"
         )
         raise PydanticCustomError("cadence", "{reason}", {"reason": reason})

@@ -1,15 +1,27 @@
 """A number that may change over the run: a constant or a shape with a start and an end."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
+from palestra.spec.base import Conflict
+from palestra.spec.cadence import Cadence
 from palestra.spec.model import Model
 from palestra.spec.words import Words
 
-Shape = Literal["constant", "linear", "cosine", "rate", "periodic"]
+Shape = Literal["constant", "linear", "cosine", "rate", "periodic", "wsd", "inverse_sqrt"]
 
 _SPAN = ("shape", "start", "end", "begin", "finish")
 _READS: dict[str, tuple[str, ...]] = {
@@ -18,7 +30,36 @@ _READS: dict[str, tuple[str, ...]] = {
     "cosine": _SPAN,
     "rate": (*_SPAN, "rate"),
     "periodic": (*_SPAN, "period"),
+    "wsd": _SPAN,
+    "inverse_sqrt": _SPAN,
 }
+
+
+def _fraction_or_steps(value: Any) -> float | Cadence:
+    if isinstance(value, str):
+        with suppress(ValueError):  # the message below says what belongs here
+            value = Cadence.parse(value)
+    if isinstance(value, Cadence) and value.unit == "steps":
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+        return float(value)
+    raise _problem("expected a fraction of the run of at least 0 and below 1, or a count such as '100 steps'")
+
+
+Warmup = Annotated[
+    float | Cadence,
+    PlainValidator(_fraction_or_steps),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                {"type": "string", "pattern": r"^[0-9][0-9_.eE+]* *steps?$", "examples": ["100 steps"]},
+            ]
+        }
+    ),
+    Words("a fraction of the run below 1, or a count such as '100 steps'"),
+]
+"""How long a schedule warms up."""
 
 
 class Schedule(Model):
@@ -27,9 +68,11 @@ class Schedule(Model):
     shape: Shape
     """How the value moves from `start` to `end`."""
     start: float
-    """The value until `begin`."""
+    """The value until `begin`, and after the warm-up."""
     end: float = 0.0
-    """The value it moves towards and, but for rate, has at `finish` (not for constant)."""
+    """The value it moves towards and, but for rate and inverse_sqrt, has at `finish` (not for constant)."""
+    warmup: Warmup = 0.0
+    """How long the value first rises from 0 to `start` in a straight line; what comes next begins no earlier."""
     begin: float = Field(default=0.0, ge=0, lt=1)
     """The fraction of the run at which the change begins."""
     finish: float = Field(default=1.0, gt=0, le=1)
@@ -41,18 +84,33 @@ class Schedule(Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        unread = sorted(self.model_fields_set - set(_READS[self.shape]))
+        unread = sorted(self.model_fields_set - {*_READS[self.shape], "warmup"})
         if unread:
             raise _problem(f"a {self.shape} schedule does not use {', '.join(map(repr, unread))}; remove it")
         if self.begin >= self.finish:
             raise _problem(f"'begin' ({self.begin:g}) must come before 'finish' ({self.finish:g})")
+        if not isinstance(self.warmup, Cadence) and self.warmup >= self.finish:
+            raise _problem(f"'warmup' ({self.warmup:g}) must end before 'finish' ({self.finish:g})")
+        if self.shape == "wsd" and self.begin == 0:
+            raise _problem("a wsd schedule needs 'begin', the fraction of the run at which it decays, such as 0.8")
+        if self.shape == "inverse_sqrt" and self.begin == 0 and self.warmup == 0:
+            raise _problem("an inverse_sqrt schedule needs 'warmup' or 'begin': it falls with the root of their end")
         return self
 
     @model_serializer(mode="plain")
     def _short(self) -> Any:
-        if self.shape == "constant":
+        if self.shape == "constant" and self.warmup == 0:
             return self.start
-        return {key: getattr(self, key) for key in _READS[self.shape]}
+        written = {key: getattr(self, key) for key in _READS[self.shape]}
+        if self.warmup != 0:
+            written["warmup"] = str(self.warmup) if isinstance(self.warmup, Cadence) else self.warmup
+        return written
+
+    def arguments(self) -> dict[str, Any]:
+        """What `palestra.rl.schedules.value` takes besides the progress; `in_fractions` comes first."""
+        if isinstance(self.warmup, Cadence):
+            raise ValueError(f"how much of the run '{self.warmup}' are is not known here")
+        return {key: getattr(self, key) for key in type(self).model_fields}
 
 
 def _problem(reason: str) -> PydanticCustomError:
@@ -99,3 +157,30 @@ class Bounds:
             if least is not None and value < least:
                 raise _problem(f"expected {what} of at least {least:g}")
         return schedule
+
+
+M = TypeVar("M", bound=Model)
+
+
+def in_fractions(model: M, steps: int) -> M:
+    """The same model with its schedules' warm-ups as fractions of a run of that many steps."""
+    counted = {name: s.model_copy(update={"warmup": w.amount / steps}) for name, s, w in _counted(model)}
+    return model.model_copy(update=counted)
+
+
+def warmup_problems(model: Model, steps: int) -> list[Conflict]:
+    """Warm-ups of the model's schedules that do not end within a run of that many steps."""
+    found = []
+    for name, schedule, warmup in _counted(model):
+        if warmup.amount >= schedule.finish * steps:
+            where = "the run" if schedule.finish == 1 else f"'finish' ({schedule.finish:g} of the run)"
+            reason = f"expected a warm-up that ends before {where} of {steps} steps does, got '{warmup}'"
+            found.append(Conflict((name, "warmup"), reason))
+    return found
+
+
+def _counted(model: Model) -> Iterator[tuple[str, Schedule, Cadence]]:
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, Schedule) and isinstance(value.warmup, Cadence):
+            yield name, value, value.warmup

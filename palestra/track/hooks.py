@@ -18,7 +18,8 @@ class Moment:
     """What a hook sees: the row about to be written, the policy as it is now, and where the run lives."""
 
     step: int
-    frame: int
+    seen: int
+    """Frames, or tokens of a language model, so far."""
     metrics: dict[str, float]
     policy: Any
     folder: Path

@@ -1,7 +1,7 @@
 """All that a trainer tells while it trains: rows of metrics, timings, the trace and the progress line."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +12,14 @@ from palestra.track.progress import Progress
 from palestra.track.stats import Stats
 from palestra.track.trace import Tracer
 from palestra.track.tracker import Tracker
+
+COLUMNS = {"steps": "step", "frames": "frame", "tokens": "tokens"}
+"""How a row and the status call what a trainer counts."""
+
+
+def in_words(headline: Mapping[str, float]) -> str:
+    """Numbers as people read them: a return of hundreds needs one decimal, a loss near 1 three."""
+    return ", ".join(f"{name} {value:.{1 if abs(value) >= 10 else 3}f}" for name, value in headline.items())
 
 
 class Recorder:
@@ -46,11 +54,16 @@ class Recorder:
 
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None:
         """Write a row; those of its metrics that `headline` names are what people see of it."""
-        step, frame = counters["steps"], counters.get("frames")
+        counts = {column: counters[counter] for counter, column in COLUMNS.items() if counter in counters}
         shown = {name: metrics[name] for name in headline if name in metrics}
-        self.session.progress(step=step, frame=frame, headline=shown)  # raises if the folder has another owner by now
-        self.tracker.log(dict(metrics), step, frame)
-        self.progress.update(counters[self.unit], " ".join(f"{name} {value:.1f}" for name, value in shown.items()))
+        self.session.progress(**counts, headline=shown)  # raises if the folder has another owner by now
+        self.tracker.log(dict(metrics), **counts)
+        self.progress.update(counters[self.unit], in_words(shown))
+
+    def rates(self, rates: Mapping[str, float]) -> None:
+        """Wall-clock rates for the next row, with keys under `time/`."""
+        for name, value in rates.items():
+            self.stats.last(name, value)
 
     def __enter__(self) -> Self:
         return self
@@ -59,3 +72,23 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._files.__exit__(kind, error, trace)
+
+
+class Silent:
+    """The recorder of a process that tells nothing, because another one tells the same."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Nothing is timed."""
+        return nullcontext()
+
+    def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None:
+        """Nothing is written."""
+
+    def rates(self, rates: Mapping[str, float]) -> None:
+        """Nothing is written."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass

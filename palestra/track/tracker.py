@@ -34,13 +34,12 @@ class Tracker:
         self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
         self._others = [Background(sink) for sink in others]
 
-    def log(self, row: dict[str, Any], step: int, frame: int | None = None) -> dict[str, Any]:
-        """Write one row and return it: `step`, `frame`, then the metrics, those of `stats` first.
+    def log(self, row: dict[str, Any], step: int, **counts: int) -> dict[str, Any]:
+        """Write one row and return it: `step`, the other counts (`frame`, `tokens`), then metrics, `stats` first.
 
         Wall-clock numbers have keys under `time/`, so that two runs can be compared number for number without them.
         """
-        head = {"step": step} if frame is None else {"step": step, "frame": frame}
-        full = {**head, **(self._stats.export() if self._stats else {}), **row}
+        full = {"step": step, **counts, **(self._stats.export() if self._stats else {}), **row}
         self._jsonl.write(full)
         numbers = {key: float(value) for key, value in full.items() if key != "step" and _is_number(value)}
         for sink in self._others:

@@ -26,6 +26,19 @@ KINDS: dict[str, Kind] = {
         run="palestra.kinds.control:run",
         load="palestra.kinds.control:load",
     ),
+    **{
+        name: Kind(
+            spec=f"palestra.spec.kinds.{name}:{spec}",
+            run=f"palestra.kinds.{name}:run",
+            load=f"palestra.kinds.{name}:load",
+        )
+        for name, spec in (
+            ("pretrain", "PretrainSpec"),
+            ("sft", "SftSpec"),
+            ("dpo", "DpoSpec"),
+            ("reward_model", "RewardModelSpec"),
+        )
+    },
 }
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 from palestra.spec.base import Conflict, Every, ExperimentSpec, Module
 from palestra.spec.cadence import Cadence, CountCadence
 from palestra.spec.model import Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
 
 
 class EnvSpec(Model):
@@ -142,7 +142,11 @@ class ControlSpec(ExperimentSpec):
         return self.steps * self.minibatches_per_step
 
     def conflicts(self) -> list[Conflict]:
-        """Minibatches that the collected transitions cannot fill."""
+        """Minibatches that the collected transitions cannot fill, warm-ups longer than the run."""
+        warmups = warmup_problems(self.algorithm, self.steps)
+        return self._minibatch_conflicts() + [Conflict(("algorithm", *path), reason) for path, reason in warmups]
+
+    def _minibatch_conflicts(self) -> list[Conflict]:
         size, batch, at = self.algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
         product = f"horizon × num_envs = {self.algorithm.horizon} × {self.env.num_envs} = {batch}"
         if size > batch:

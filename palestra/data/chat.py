@@ -1,0 +1,260 @@
+"""Conversations to tokens: sandboxed chat templates, special tokens from the template alone, loss on the assistant."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from palestra.data.chat_template import GENERATION_MARKS, compile_template
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import UsageError
+
+Message = Mapping[str, Any]
+"""One turn: `role`, `content` (a string or OpenAI's list of text parts), and what else the template reads."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a conversation, and which of them the assistant has said and is trained on."""
+
+    tokens: list[int]
+    loss_mask: list[bool]
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """The conversation as the tokenizer's chat template writes it, as transformers' `apply_chat_template` would.
+
+    Content may also be OpenAI's list of text parts, which are joined by line breaks. The string is for reading: encoded
+    with `specials=True`, special strings inside the messages would count. Use `encode_chat` for tokens.
+    """
+    return _rendered(tokenizer, _plain(messages), add_generation_prompt, tools, variables)
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> Encoded:
+    """The tokens of a conversation and its loss mask.
+
+    *Tokens* are those of the whole rendered string, as transformers gives them, merges over the borders of contents
+    included; no BOS is added to what the template writes. Special ids come from the template alone: a special string
+    inside a message, a tool or a variable is hidden from the template behind a private-use character and then encoded
+    as text; half a one at the edge of a string, which the template's next character could complete, is set apart. So
+    ordinary content reaches the template unchanged, and templates may trim, split or test it. (Roles are set apart
+    from nothing: some templates build `<|user|>` out of them.)
+
+    *Mask.* With a generation prompt the conversation is a question to be answered: nothing of it is trained. Otherwise,
+    where the template has `{% generation %}` blocks, they say what is trained, and the special token that directly
+    follows one is trained with it. Without blocks an assistant turn is what its message adds to the conversation before
+    it with a generation prompt, up to the special token that ends the turn, or up to the end where there is none; that
+    conversation, the one with the turn and the whole must each begin with the one before, as strings, or the template
+    is refused. A token that reaches into a turn from before it is trained.
+    """
+    messages = _plain(messages)
+    hidden = _Hidden(tokenizer, [messages, tools, variables])
+    safe_messages, safe_tools, safe_variables = hidden.messages(messages), hidden(tools), hidden(variables)
+    marks = (hidden.fresh(), hidden.fresh())
+
+    def written(count: int, prompt: bool) -> str:
+        return _rendered(tokenizer, safe_messages[:count], prompt, safe_tools, safe_variables, marks)
+
+    text = written(len(messages), add_generation_prompt)
+    parts, spans = hidden.parts(text, marks)
+    if add_generation_prompt:
+        tokens = tokenizer.encode_parts(parts)[0]
+        return Encoded(tokens, [False] * len(tokens))
+    blocks = re.search(r"\{%[-+]?\s*generation\b", _template_of(tokenizer)) is not None
+    for index, message in enumerate(messages):
+        if not blocks and message["role"] == "assistant":
+            before, after = written(index, True), written(index + 1, False)
+            if not after.startswith(before) or not text.startswith(after):
+                raise _not_a_prefix(index)
+            spans.append((hidden.length(before), hidden.length(after)))
+    tokens, places = tokenizer.encode_parts(parts)
+    mask = [False] * len(tokens)
+    for span in spans:
+        for index in _trained(tokenizer, tokens, places, span, blocks):
+            mask[index] = True
+    return Encoded(tokens, mask)
+
+
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """The special token with which the template ends an assistant's turn: where generation stops, often not at EOS."""
+    probe: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    encoded = encode_chat(tokenizer, probe, add_generation_prompt=False)
+    trained = [token for token, used in zip(encoded.tokens, encoded.loss_mask, strict=True) if used]
+    return trained[-1] if trained and trained[-1] in tokenizer.special_ids else None
+
+
+def _trained(
+    tokenizer: Tokenizer, tokens: list[int], places: list[tuple[int, int]], span: tuple[int, int], block: bool
+) -> range:
+    """The indices of the tokens of one assistant turn that are trained."""
+    begin, end = span
+    inside = [index for index, (start, stop) in enumerate(places) if max(start, begin) < min(stop, end)]
+    if not inside:
+        return range(0)
+    last = inside[-1]
+    closing = _closing(tokenizer, tokens, inside)
+    if not block:
+        last = last if closing is None else closing
+    elif closing is None and last + 1 < len(tokens) and tokens[last + 1] in tokenizer.special_ids:
+        # A block around the content alone would leave the model without a reason to stop.
+        last += tokens[last + 1] != tokenizer.bos or tokens[last + 1] == tokenizer.eos
+    return range(inside[0], last + 1)
+
+
+def _closing(tokenizer: Tokenizer, tokens: list[int], inside: list[int]) -> int | None:
+    """Where the special token stands that closes a turn, with nothing but white space after it."""
+    for index in reversed(inside):
+        if tokens[index] in tokenizer.special_ids:
+            return index
+        if tokenizer.piece(tokens[index]).strip():
+            return None
+    return None
+
+
+@lru_cache(maxsize=32)
+def _edges(strings: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], int]:
+    """What special strings can begin with and end with, short of the whole, and the length of the longest."""
+    heads = frozenset(string[:size] for string in strings for size in range(1, len(string)))
+    tails = frozenset(string[size:] for string in strings for size in range(1, len(string)))
+    return heads, tails, max(map(len, strings), default=0)
+
+
+class _Hidden:
+    """Special strings of the users' texts, each behind a private-use character that occurs in none of them."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Any):
+        self._strings = tokenizer.special_strings
+        self._find = re.compile("|".join(map(re.escape, sorted(self._strings, key=len, reverse=True))) or "(?!)")
+        taken = json.dumps(texts, ensure_ascii=False, default=str) + _template_of(tokenizer)
+        self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in taken)
+        self._border = self.fresh()
+        self._stand_ins: dict[str, str] = {}
+
+    def fresh(self) -> str:
+        """A character that occurs nowhere yet."""
+        return next(self._free)
+
+    def __call__(self, value: Any) -> Any:
+        """The value with special strings hidden in all of its strings."""
+        if isinstance(value, str):
+            return self._apart(self._hide(value))
+        if isinstance(value, Mapping):
+            return {self._hide(key): self(entry) for key, entry in value.items()}
+        if isinstance(value, Sequence):
+            return [self(entry) for entry in value]
+        return value
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The same for messages, whose keys and roles a template must find as they are."""
+        return [
+            {key: self._hide(entry) if key == "role" else self(entry) for key, entry in message.items()}
+            for message in messages
+        ]
+
+    def parts(self, text: str, marks: tuple[str, str]) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
+        """A rendered text as parts for the tokenizer, and the spans between the marks of generation blocks."""
+        originals = {stand_in: string for string, stand_in in self._stand_ins.items()}
+        parts: list[tuple[str, bool]] = []
+        spans, begins, length = [], [], 0
+        for piece in re.split(f"([{''.join((self._border, *marks, *originals))}])", text):
+            if piece == marks[0]:
+                begins.append(length)
+            elif piece == marks[1]:
+                spans.append((begins.pop(), length))
+            elif piece != self._border:
+                parts.append((originals.get(piece, piece), piece not in originals))
+                length += len(parts[-1][0])
+        return parts, spans
+
+    def length(self, text: str) -> int:
+        """How many characters a rendered text has once nothing in it is hidden."""
+        longer = sum(text.count(stand_in) * (len(string) - 1) for string, stand_in in self._stand_ins.items())
+        return len(text) - text.count(self._border) + longer
+
+    def _hide(self, text: str) -> str:
+        return self._find.sub(self._stand_in, text)
+
+    def _stand_in(self, found: re.Match[str]) -> str:
+        if found[0] not in self._stand_ins:
+            self._stand_ins[found[0]] = self.fresh()
+        return self._stand_ins[found[0]]
+
+    def _apart(self, text: str) -> str:
+        heads, tails, longest = _edges(self._strings)
+        opens = any(text[-size:] in heads for size in range(1, longest))
+        closes = any(text[:size] in tails for size in range(1, longest))
+        return self._border * closes + text + self._border * opens
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with lists of text parts joined into strings."""
+    plain = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UsageError(f"message {index} is no record with a role: {message!r}")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            message = {**message, "content": "\n".join(_text_of(part, index) for part in content)}
+        plain.append(dict(message))
+    return plain
+
+
+def _text_of(part: Any, index: int) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise UsageError(f"message {index} has a content part of type {kind!r}; text is all this model reads")
+    return part["text"]
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    prompt: bool,
+    tools: Any,
+    variables: Mapping[str, Any],
+    marks: tuple[str, str] = ("", ""),
+) -> str:
+    template = _template_of(tokenizer)
+    given = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
+    try:
+        return compile_template(template).render({**given, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
+    except jinja2.TemplateSyntaxError as error:
+        raise UsageError(f"the chat template of {tokenizer.name} is not valid, line {error.lineno}: {error}") from error
+    except Exception as error:  # a template is a program of somebody else's: it can fail in any way
+        raise UsageError(f"the chat template of {tokenizer.name} refused the conversation: {error}") from error
+
+
+def _template_of(tokenizer: Tokenizer) -> str:
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"the tokenizer {tokenizer.name} has no chat template, so conversations cannot be written for it. Put a "
+            "chat_template.jinja beside its tokenizer.json, or give one with Tokenizer.with_chat_template"
+        )
+    return tokenizer.chat_template
+
+
+def _not_a_prefix(index: int) -> UsageError:
+    return UsageError(
+        f"the chat template does not let the assistant turn of message {index} be told from the rest: the conversation "
+        "before it with a generation prompt, the one up to it, and the whole do not begin alike (a template may drop "
+        "the reasoning of earlier turns or put words into the prompt). Train on each turn as a conversation of its "
+        "own, or give a template that marks what is trained with {% generation %} … {% endgeneration %}"
+    )

@@ -1,0 +1,82 @@
+"""Packing: sequences of different lengths into bins, few bins under a limit or a given number of equal ones."""
+
+import heapq
+from collections.abc import Sequence
+
+from palestra.errors import UsageError
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices with at most `capacity` tokens each: longest first, each into the first bin with room.
+
+    At most 11/9 of the fewest bins possible plus 6/9 (Dósa, 2007). O(n log n).
+    """
+    _check(lengths)
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise UsageError(
+                f"sequence {index} has {length} tokens, more than the {capacity} that fit at once; "
+                "truncate, split or drop it, or raise the limit"
+            )
+    # room[1] is the root of a binary tree whose leaves are the bins, in order; a node holds the most room below it.
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    bins: list[list[int]] = []
+    for index in _longest_first(lengths):
+        length, node = lengths[index], 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < length)
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(indices) for indices in bins]
+
+
+def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
+    """Exactly `bins` bins of indices with sums as equal as differencing makes them; none empty where n ≥ bins.
+
+    Karmarkar and Karp's largest differencing, with several bins: of the partial solutions, the two whose bins differ
+    most are joined, the fullest bin of one with the emptiest of the other. The largest sum is at most 4/3 − 1/(3·bins)
+    of the best possible (Michiels, Korst and Aarts, 2003). O(n · bins · log(n · bins)).
+    """
+    _check(lengths)
+    if bins < 1:
+        raise ValueError(f"cannot split into {bins} bins")
+    # A solution is its bins from the fullest to the emptiest, each (−sum, −count, indices): counts break ties of sums.
+    empty: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * (bins - 1)
+    solutions: list[tuple[int, int, list[tuple[int, int, tuple[int, ...]]]]] = [
+        (-lengths[index] if bins > 1 else 0, order, [(-lengths[index], -1, (index,)), *empty])
+        for order, index in enumerate(_longest_first(lengths))
+    ]
+    heapq.heapify(solutions)
+    while len(solutions) > 1:
+        _, order, one = heapq.heappop(solutions)
+        _, _, other = heapq.heappop(solutions)
+        joined = sorted((a + c, b + d, x + y) for (a, b, x), (c, d, y) in zip(one, reversed(other), strict=True))
+        heapq.heappush(solutions, (joined[0][0] - joined[-1][0], order, joined))
+    filled = [sorted(indices) for _, _, indices in solutions[0][2]] if solutions else [[] for _ in range(bins)]
+    return sorted(filled, key=lambda indices: (not indices, indices))
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As few bins of at most `max_tokens` as first-fit decreasing finds, of similar size where that still fits."""
+    fewest = first_fit_decreasing(lengths, max_tokens)
+    if not fewest:
+        return []
+    even = balanced(lengths, len(fewest))
+    fits = all(sum(lengths[index] for index in indices) <= max_tokens for indices in even)
+    return even if fits else fewest
+
+
+def _check(lengths: Sequence[int]) -> None:
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise ValueError(f"sequence {index} has {length} tokens; an empty one cannot be packed")
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

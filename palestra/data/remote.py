@@ -1,0 +1,185 @@
+"""The places downloads come from: any URL that fsspec reads, and the Hugging Face Hub."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from palestra.data.cache import MARKER, File, Miss, Record
+from palestra.errors import MissingExtra, UsageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Kind = Literal["model", "dataset"]
+
+# What file systems call that which changes with the content, the most exact first.
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "md5", "mtime", "LastModified", "created")
+
+
+class Bucket:
+    """A folder or a file at a URL: `s3://`, `gs://`, `file://` and whatever else fsspec reads."""
+
+    def __init__(self, url: str, ignore: str | None = None):
+        self.url = url.rstrip("/")
+        self.ignore = ignore
+        self.files, self.path = open_filesystem(self.url)
+
+    def list(self) -> Record:
+        """The files there; where a marker lies beside them, those that it names."""
+        try:
+            info: dict[str, Any] = self.files.info(self.path)
+            if info["type"] == "file":
+                only = File(self.path.rsplit("/", 1)[-1], info["size"], _version(info))
+                return Record(self.url, None, (only,), single=True)
+            found = self._found()
+            text = self.files.cat_file(f"{self.path}/{MARKER}") if MARKER in found else None
+            marker = None if text is None else Record.read(json.loads(text))
+        except FileNotFoundError as error:
+            raise Miss(f"{self.url} does not exist") from error
+        except Exception as error:  # each backend has errors of its own for no credentials, no network, no such bucket
+            raise Miss(f"{self.url} cannot be read ({type(error).__name__}: {error})") from error
+        if marker is not None:
+            return self._marked(found, marker)
+        files = [file for name, file in found.items() if self.ignore is None or not fnmatchcase(name, self.ignore)]
+        if not files:
+            raise Miss(f"{self.url} has no files")
+        return Record(self.url, None, tuple(files))
+
+    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+        """Download one file."""
+        target = folder / "file"
+        self.files.get_file(self.path if listed.single else f"{self.path}/{file.name}", str(target))
+        return target
+
+    def _found(self) -> dict[str, File]:
+        prefix = f"{self.path}/"
+        listed: Any = self.files.find(self.path, detail=True)
+        # Keys that end with a slash are empty: folders, as browsers of object stores make them.
+        names = [
+            (key[len(prefix) :], info) for key, info in listed.items() if key.startswith(prefix) and key[-1] != "/"
+        ]
+        return {name: File(name, info["size"], _version(info)) for name, info in names}
+
+    def _marked(self, found: dict[str, File], marker: Record) -> Record:
+        """What was pushed, with today's versions; files of an earlier push that lie there too are no part of it."""
+        if not marker.complete:
+            raise Miss(f"{self.url} is being uploaded, or its upload was broken off: push it again")
+        for file in marker.files:
+            there = found.get(file.name)
+            if there is None or there.size != file.size:
+                size = "is missing" if there is None else f"has {there.size} bytes, not {file.size}"
+                raise Miss(f"{self.url} is damaged ({file.name} {size}): push it again")
+        files = (replace(file, version=found[file.name].version) for file in marker.files)
+        return Record(self.url, marker.revision, tuple(files))
+
+
+class Hub:
+    """A model or a dataset of the Hugging Face Hub, or of a server that speaks like it (`HF_ENDPOINT`)."""
+
+    def __init__(self, name: str, kind: Kind, revision: str | None):
+        self.name = name
+        self.kind: Kind = kind
+        self.revision = revision
+        # huggingface_hub reads the variable when it is imported, which other libraries do at a time of their own.
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT).rstrip("/")
+        self.page = f"{self.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"
+
+    def list(self) -> Record:
+        """The files at a commit."""
+        hub = _hub()
+        api, patience = hub.HfApi(endpoint=self.endpoint), hub.constants.HF_HUB_ETAG_TIMEOUT
+        with self._misses():
+            commit = api.repo_info(self.name, repo_type=self.kind, revision=self.revision, timeout=patience).sha
+            tree = api.list_repo_tree(self.name, repo_type=self.kind, revision=commit, recursive=True)
+            found = [one for one in tree if isinstance(one, hub.hf_api.RepoFile)]
+        files = []
+        for one in found:
+            sha256 = None if one.lfs is None else one.lfs.sha256
+            files.append(File(one.path, one.size, sha256 or one.blob_id, sha256))
+        if not files:
+            raise Miss(f"{self.page} has no files")
+        return Record(self.page, commit, tuple(files))
+
+    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+        """Download one file; where terms have to be accepted first, the Hub says so only now."""
+        download, errors = _hub().hf_hub_download, _hub().errors
+        try:
+            return Path(
+                download(
+                    self.name,
+                    file.name,
+                    repo_type=self.kind,
+                    revision=listed.revision,
+                    local_dir=folder,
+                    endpoint=self.endpoint,
+                )
+            )
+        except errors.GatedRepoError as error:
+            raise Miss(self._gated()) from error
+
+    def _gated(self) -> str:
+        return f"{self.page} is gated: accept its terms there, and set HF_TOKEN to a token of that account"
+
+    @contextmanager
+    def _misses(self) -> Iterator[None]:
+        """Say in a sentence what the Hub answered."""
+        errors = _hub().errors
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            raise Miss(self._gated()) from error
+        except errors.RevisionNotFoundError as error:
+            raise Miss(f"{self.page} has no revision {self.revision!r}") from error
+        except errors.RepositoryNotFoundError as error:
+            status = error.response.status_code
+            raise Miss(
+                f"{self.endpoint} has no {self.kind} of this name, or does not show it to you (HTTP {status}); "
+                "a private one needs HF_TOKEN"
+            ) from error
+        except errors.HfHubHTTPError as error:
+            said = error.server_message or error.response.reason_phrase
+            raise Miss(f"{self.endpoint} answered HTTP {error.response.status_code}: {said}") from error
+        except errors.OfflineModeIsEnabled as error:
+            raise Miss("not asked, because HF_HUB_OFFLINE is set") from error
+        except errors.HFValidationError as error:
+            raise Miss(f"not asked: {error}") from error
+        except errors.HTTPError as error:  # of the HTTP client that this version of huggingface_hub uses
+            raise Miss(f"{self.endpoint} cannot be reached ({type(error).__name__}: {error})") from error
+
+
+def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
+    """The fsspec file system of a URL and the path in it; what is missing for it is named."""
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtra(f"reading {url}", "train") from error
+    try:
+        # Neither this object nor its listings are shared: what others have written since must be seen.
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        files, path = fsspec.url_to_fs(url, **options, **({"auto_mkdir": True} if scheme == "file" else {}))
+    except ImportError as error:
+        if scheme in ("s3", "s3a"):
+            raise MissingExtra(f"reading {url}", "s3") from error
+        raise UsageError(f"cannot read {url}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"cannot read {url}: {error}. Schemes such as s3://, gs:// and file:// are known.") from error
+    return files, path.rstrip("/")
+
+
+def _version(info: dict[str, Any]) -> str | None:
+    return next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), None)
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise MissingExtra("the Hugging Face Hub", "train") from error
+    return huggingface_hub

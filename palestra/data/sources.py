@@ -1,0 +1,207 @@
+"""Where models and datasets come from: a local path, the mirror, the Hub, in this order, through one cache."""
+
+import difflib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from palestra.data.cache import (
+    MARKER,
+    File,
+    Miss,
+    Record,
+    Source,
+    cached_refs,
+    describe_file,
+    entry_folder,
+    entry_path,
+    read_entry,
+    sole_writer,
+)
+from palestra.data.download import fill
+from palestra.data.remote import Bucket, Hub, Kind, open_filesystem
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.folder import ROOT
+from palestra.runs.store import read_json
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+log = logging.getLogger("palestra.data")
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.IGNORECASE)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+# The same weights again, as pickles or for other frameworks; wanted only where there are no safetensors.
+OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.msgpack", "*.h5", "*.ot", "*.tflite", "onnx/*")
+
+
+class SourceNotFound(UsageError):
+    """A model or dataset is in none of the places that were tried."""
+
+
+def resolve(
+    ref: str,
+    *,
+    kind: Kind,
+    root: Path = Path(ROOT),
+    revision: str | None = None,
+    allow: Sequence[str] | None = None,
+    refresh: bool = False,
+) -> Path:
+    """The local folder (or file) of a path, a URL or a name `owner/name`; downloads it where it is not here yet.
+
+    `allow` limits a download to files that match one of its patterns; without it a model with safetensors comes
+    without the same weights in other formats. `refresh` compares a cached copy with its source, which is else
+    not asked. `root` is the folder of runs, whose names are suggested where nothing is found.
+    """
+    local = os.path.expanduser(ref)
+    if not URL.fullmatch(ref) and os.path.exists(local):
+        if revision is not None:
+            raise UsageError(f"{ref} is a local path, which has no revisions: move it away or leave {revision!r} out")
+        return Path(local)
+    if URL.fullmatch(ref) and revision is not None:
+        raise UsageError(f"{ref} has no revisions: leave {revision!r} out, or give the URL of that version")
+    entry = entry_folder(ref.rstrip("/"), kind, revision, allow)
+    if not refresh and (record := read_entry(entry)) is not None:
+        return entry_path(entry, record)
+    said = [] if URL.fullmatch(ref) else [("local", f"no file or folder {local} in {Path.cwd()}")]
+    places = _places(ref, kind, revision)
+    if not places:
+        raise _not_found(ref, kind, root, [*said, ("elsewhere", "it is no URL and no name of the form owner/name")])
+    with sole_writer(entry):
+        if not refresh and (record := read_entry(entry)) is not None:  # another process was faster
+            return entry_path(entry, record)
+        said.append(
+            ("cache", "not used, because a refresh was asked for" if refresh else f"nothing complete at {entry}")
+        )
+        for place, source_of in places:
+            try:
+                return entry_path(entry, _update(entry, source_of(), kind, allow))
+            except Miss as miss:
+                said.append((place, str(miss)))
+                if place == "mirror" and os.environ.get("PALESTRA_MIRROR"):
+                    log.warning("asking the Hub for %s, because of the mirror: %s", ref, miss)
+    raise _not_found(ref, kind, root, said)
+
+
+def push(folder: Path, url: str) -> Record:
+    """Upload a folder to a URL, without its hidden files; the file that marks it complete comes last."""
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} to push")
+    if not URL.fullmatch(url):
+        raise UsageError(f"cannot push to {url!r}: a URL is needed, such as s3://bucket/folder")
+    names = sorted(_visible_files(folder))
+    if not names:
+        raise UsageError(f"there are no files in {folder} to push")
+    known = read_json(folder / MARKER) if (folder / MARKER).is_file() else {}
+    record = Record(
+        where=known.get("where", folder.name),
+        revision=known.get("revision"),
+        files=tuple(describe_file(folder / name, name) for name in names),
+    )
+    files, path = open_filesystem(url.rstrip("/"))
+    try:
+        # A reader that comes before the end, or after a push that was broken off, is told so by this.
+        _put_marker(files, path, replace(record, complete=False))
+        for name in names:
+            files.put_file(str(folder / name), f"{path}/{name}")
+        _put_marker(files, path, record)
+    except Exception as error:  # each backend has errors of its own
+        raise PalestraError(
+            f"the upload of {folder} to {url} broke off: {type(error).__name__}: {error}. Push it again; "
+            "until then it does not count as complete there."
+        ) from error
+    return record
+
+
+def mirror_url(name: str, kind: Kind, revision: str | None = None) -> str | None:
+    """Where the mirror (`PALESTRA_MIRROR`) keeps a name; None without a mirror."""
+    mirror = os.environ.get("PALESTRA_MIRROR")
+    if not mirror:
+        return None
+    version = "" if revision is None else f"/@{quote(revision, safe='')}"
+    return f"{mirror.rstrip('/')}/{kind}s/{name}{version}"
+
+
+def _places(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], Source]]]:
+    """The places to ask after the disk, in order, each made only when its turn comes."""
+    if URL.fullmatch(ref):
+        return [("URL", lambda: Bucket(ref))]
+    if not NAME.fullmatch(ref):
+        return []
+    return [("mirror", lambda: _mirror(ref, kind, revision)), ("Hub", lambda: Hub(ref, kind, revision))]
+
+
+def _mirror(name: str, kind: Kind, revision: str | None) -> Source:
+    url = mirror_url(name, kind, revision)
+    if url is None:
+        raise Miss("PALESTRA_MIRROR is not set")
+    if not URL.fullmatch(url):
+        raise UsageError(f"PALESTRA_MIRROR is {os.environ['PALESTRA_MIRROR']!r}, not a URL such as s3://bucket/folder")
+    return Bucket(url, ignore="@*/*")  # its revisions lie in folders beside the files
+
+
+def _update(entry: Path, source: Source, kind: Kind, allow: Sequence[str] | None) -> Record:
+    """Make the entry what the source has now."""
+    listed = source.list()
+    wanted = replace(listed, files=_select(listed, kind, allow))
+    there = read_entry(entry)
+    if there is not None and there.content() == wanted.content():
+        return there
+    return fill(entry, wanted, source)
+
+
+def _select(listed: Record, kind: Kind, allow: Sequence[str] | None) -> tuple[File, ...]:
+    files = listed.files
+    if allow is not None:
+        files = tuple(file for file in files if _matches(file.name, allow))
+        if not files:
+            raise UsageError(f"no file of {listed.where} matches {', '.join(allow)}")
+    elif kind == "model" and any(file.name.endswith(".safetensors") for file in files):
+        files = tuple(file for file in files if not _matches(file.name, OTHER_WEIGHTS))
+    return files
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _not_found(ref: str, kind: Kind, root: Path, said: list[tuple[str, str]]) -> SourceNotFound:
+    width = max(len(place) for place, _ in said)
+    lines = [f"found no {kind} {ref!r}. These places were tried:"]
+    lines += [f"  {place:{width}}  {answer}" for place, answer in said]
+    near = _nearest(ref, kind, root)
+    return SourceNotFound("\n".join([*lines, f"Near by: {', '.join(near)}" if near else ""]).rstrip())
+
+
+def _nearest(ref: str, kind: Kind, root: Path) -> list[str]:
+    """What is here under a similar name: files beside it, runs, names in the cache."""
+    beside = Path(ref).expanduser().parent
+    local = [*_children(beside), *_children(root), *cached_refs(kind)]
+    close = difflib.get_close_matches(ref, local, n=3)
+    # A run is often meant by its last name alone.
+    by_last_name = {Path(one).name: one for one in local}
+    close += [by_last_name[name] for name in difflib.get_close_matches(Path(ref).name, by_last_name, n=3)]
+    return list(dict.fromkeys(close))[:3]
+
+
+def _children(folder: Path) -> list[str]:
+    return [str(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+
+
+def _visible_files(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts) and name.as_posix() != MARKER:
+            yield name.as_posix()
+
+
+def _put_marker(files: "AbstractFileSystem", path: str, record: Record) -> None:
+    files.pipe_file(f"{path}/{MARKER}", json.dumps(record.plain(), indent=1).encode())

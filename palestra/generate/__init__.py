@@ -1,0 +1,1 @@
+"""Generation: the engine, its server, and clients with one interface."""

@@ -1,0 +1,152 @@
+"""Keys and values of running sequences: one row of memory each, and attention over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from palestra.errors import UsageError
+from palestra.spec.shape import Shape
+
+COLUMNS = 64
+"""Attention reads a multiple of so many positions. What is masked adds exact zeros, whatever the multiple."""
+BLOCK = 256
+"""Queries of a prompt attend in blocks that begin at multiples of this position: however a prompt is cut into chunks,
+each product has the same shape, and the keys and values the same bits."""
+
+
+class Cache:
+    """Keys and values (L, rows, K, context, dim). Row i belongs to the sequence in row i of the batch."""
+
+    def __init__(self, shape: Shape, rows: int, context: int, dtype: torch.dtype, device: torch.device):
+        size = (shape.layers, rows, shape.kv, context, shape.dim)
+        self.keys, self.values = (_zeros(size, dtype, device) for _ in range(2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the rows may come to use."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give a row the first `length` positions of another."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+
+def rows_that_fit(
+    shape: Shape, context: int, dtype: torch.dtype, device: torch.device, budget: int | None, most: int
+) -> int:
+    """How many rows of `context` positions a budget in bytes holds, at most `most`; null takes of what is free now."""
+    each = 2 * shape.layers * shape.kv * context * shape.dim * dtype.itemsize
+    if budget is None:
+        budget = _free(device)
+    if budget < each:
+        raise UsageError(
+            f"a sequence of {context} tokens needs {each / 2**20:,.1f} MiB of keys and values, but there is room for "
+            f"{budget / 2**20:,.1f} MiB: give more memory or a shorter context"
+        )
+    return min(most, budget // each)
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    # Pages are taken when they are first written, and others on the machine need memory too.
+    return psutil.virtual_memory().available // 2
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed pages, which take memory only once they are written; torch would write them all.
+    integer = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(size, integer)).view(dtype)
+
+
+class DecodeAttention:
+    """Attention of one new token in each of the first rows, over what the row has cached and itself."""
+
+    def __init__(self, cache: Cache, lengths: Tensor, longest: int):
+        """`lengths` (B): tokens cached before; `longest`: at least all of them and 1 more."""
+        self.cache, self.lengths = cache, lengths
+        self.rows = torch.arange(len(lengths), device=lengths.device)
+        self.columns = min(-(-longest // COLUMNS) * COLUMNS, cache.keys.shape[3])
+        self._masks: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (T, H, dim), k and v (T, K, dim), T ≥ B → (T, H, dim), zeros beyond B."""
+        batch, (padded, heads, dim) = len(self.lengths), q.shape
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.rows, :, self.lengths] = k[:batch]
+        values[self.rows, :, self.lengths] = v[:batch]
+        # The queries that share keys stand where different positions would: no copy of keys for each of them.
+        grouped = q[:batch].unflatten(1, (keys.shape[1], -1))
+        mask = self._mask(window, q.dtype)
+        out = F.scaled_dot_product_attention(
+            grouped, keys[:batch, :, : self.columns], values[:batch, :, : self.columns], attn_mask=mask
+        )
+        return F.pad(out.reshape(batch, heads, dim), (0, 0, 0, 0, 0, padded - batch))
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(B, 1, 1, columns): 0 where a row looks, −inf elsewhere."""
+        if window not in self._masks:
+            column, last = torch.arange(self.columns, device=self.lengths.device), self.lengths[:, None]
+            hidden = column > last
+            if window is not None:
+                hidden |= column <= last - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start` to `end` of the sequence in a row."""
+
+    row: int
+    start: int
+    end: int
+
+
+class PrefillAttention:
+    """Attention of pieces of sequences that lie end to end, each over what its row has cached and itself."""
+
+    def __init__(self, cache: Cache, segments: Sequence[Segment]):
+        self.cache, self.segments = cache, segments
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (T, H, dim), k and v (T, K, dim), T at least all segments → (T, H, dim), zeros beyond them."""
+        out, offset = torch.zeros_like(q), 0
+        for segment in self.segments:
+            keys, values = self.cache.keys[layer, segment.row], self.cache.values[layer, segment.row]
+            new = slice(offset, offset + segment.end - segment.start)
+            keys[:, segment.start : segment.end] = k[new].transpose(0, 1)
+            values[:, segment.start : segment.end] = v[new].transpose(0, 1)
+            for start in range(segment.start, segment.end, BLOCK):
+                end = min(start + BLOCK, segment.end)
+                part = slice(offset, offset + end - start)
+                block = _attend(q[part], keys[:, :end], values[:, :end], self._mask(start, end, window, q.device))
+                out[part] = block
+                offset = part.stop
+        return out
+
+    def _mask(self, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+        key = (start, end, window or 0)
+        if key not in self._masks:
+            behind = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)[None, :]
+            seen = behind >= 0
+            self._masks[key] = seen if window is None else seen & (behind < window)
+        return self._masks[key]
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """q (n, H, dim) over keys and values (K, m, dim) → (n, H, dim)."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=q.shape[1] != len(keys)
+    )
+    return out[0].transpose(0, 1)

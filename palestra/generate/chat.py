@@ -1,0 +1,85 @@
+"""A conversation in the terminal."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TextIO
+
+from palestra.data.chat import Message, encode_chat
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError
+from palestra.generate.types import Generator, Request, Sampling
+
+HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
+
+
+def chat_loop(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    *,
+    system: str | None = None,
+    sampling: Sampling | None = None,
+    source: TextIO | None = None,
+    target: TextIO | None = None,
+) -> list[Message]:
+    """Talk until the input ends or says /quit; answers appear as they come. The conversation is returned."""
+    source, target = source or sys.stdin, target or sys.stdout
+    beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(beginning)
+    print(HELP, file=target)
+    with asyncio.Runner() as runner:
+        while (line := _ask(source, target)) is not None:
+            match line.strip():
+                case "":
+                    continue
+                case "/quit":
+                    break
+                case "/reset":
+                    messages = list(beginning)
+                case text:
+                    question = [*messages, {"role": "user", "content": text}]
+                    said: list[str] = []
+                    try:
+                        runner.run(_answer(generator, tokenizer, question, sampling or Sampling(), said, target))
+                    except KeyboardInterrupt:  # the runner has cancelled the answer; what was said stays
+                        print(" ⏹", file=target)
+                    except PalestraError as error:
+                        print(f"{error}", file=target)
+                        continue
+                    messages = [*question, {"role": "assistant", "content": "".join(said)}]
+    return messages
+
+
+def _ask(source: TextIO, target: TextIO) -> str | None:
+    """The next line, or None at the end. Ctrl-C while typing forgets the line."""
+    while True:
+        try:
+            if source is sys.stdin and source.isatty():
+                import readline  # noqa: F401  (arrows and history in `input`)
+
+                return input("> ")
+            print("> ", end="", file=target, flush=True)
+            return source.readline() or None
+        except KeyboardInterrupt:
+            print(file=target)
+        except EOFError:
+            print(file=target)
+            return None
+
+
+async def _answer(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    sampling: Sampling,
+    said: list[str],
+    target: TextIO,
+) -> None:
+    """Show an answer as it comes, and note it in `said`, also where it is broken off."""
+    prompt = encode_chat(tokenizer, messages, add_generation_prompt=True).tokens
+    async with aclosing(generator.stream(Request(tuple(prompt), sampling))) as chunks:
+        async for chunk in chunks:
+            said.append(chunk.text)
+            print(chunk.text, end="", file=target, flush=True)
+    print(file=target)

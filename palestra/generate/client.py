@@ -1,0 +1,174 @@
+"""The generator over HTTP: the interface of the engine, against a server that runs one elsewhere."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+try:
+    import httpx
+except ImportError as error:
+    from palestra.errors import MissingExtra
+
+    raise MissingExtra("A generator over HTTP", "serve") from error
+
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.jobs import PromptTooLong, QueueFull
+from palestra.generate.types import Chunk, Request, Result
+from palestra.generate.wire import chunk_from_json, request_json, result_from_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Waits between attempts, in seconds: a server that restarts is back within a minute.
+WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+# Errors after which the server cannot have begun, and those after which it may have.
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
+UNANSWERED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+
+
+class HttpGenerator:
+    """A `Generator` whose engine is behind `palestra serve`. Use it on one event loop, and close it.
+
+    A request whose caller is cancelled closes its connection, on which the server ends it. Only what the server cannot
+    have begun is tried again: a connection that was not made, and calls that may be made twice without harm (pause,
+    resume, abort, publish).
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, *, waits: tuple[float, ...] = WAITS):
+        self.base_url, self._waits = base_url.rstrip("/"), waits
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # A generation takes as long as it takes; connections are closed here before the server would, so that none is
+        # used that the server is just closing.
+        self._client = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=4.0),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; requests that are running end."""
+        await self._client.aclose()
+
+    async def generate(self, request: Request) -> Result:
+        """Go on from a prompt."""
+        async with self._call("POST", "/generate", json=request_json(_named(request), stream=False)) as response:
+            return result_from_json(json.loads(await response.aread()), request.prompt)
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The same, as it comes."""
+        async with self._call("POST", "/generate", json=request_json(_named(request), stream=True)) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    return
+                data = json.loads(line.removeprefix("data: "))
+                if "error" in data:
+                    raise _error(response.status_code, data["error"])
+                yield chunk_from_json(data)
+            raise PalestraError(f"{self.base_url} ended a stream before its end: see the server's log")
+
+    async def abort(self, id: str) -> None:
+        """End a request now; it returns what it has, with the reason `abort`."""
+        await self._command("POST", "/abort", json={"id": id})
+
+    async def pause(self) -> None:
+        """Stop drawing tokens; requests wait where they are."""
+        await self._command("POST", "/pause")
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._command("POST", "/resume")
+
+    async def publish(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
+        """New weights, sent as safetensors, between two tokens of the server."""
+        from palestra.generate.weights import SafetensorsBytes
+
+        data = await asyncio.to_thread(SafetensorsBytes, weights)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for piece in data:
+                yield piece
+
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(data))}
+        params = {"version": version, "keep_cache": str(keep_cache).lower()}
+        await self._command("PUT", "/update_weights", content=pieces, params=params, headers=headers)
+
+    async def _command(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: Callable[[], AsyncIterator[bytes]] | None = None,
+        **options: Any,
+    ) -> None:
+        """A call that may be made twice; `content` gives its body anew for each time."""
+        async with self._call(method, path, again=(*UNSENT, *UNANSWERED), content=content, **options):
+            pass
+
+    @asynccontextmanager
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        again: tuple[type[Exception], ...] = UNSENT,
+        content: Callable[[], AsyncIterator[bytes]] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[httpx.Response]:
+        """A response with status 200; errors in `again` are tried again, all others explained."""
+        waits = iter(self._waits)
+        while True:
+            body = None if content is None else content()
+            request = self._client.build_request(method, path, content=body, **options)
+            try:
+                response = await self._client.send(request, stream=True)
+                break
+            except httpx.HTTPError as error:
+                wait = next(waits, None) if isinstance(error, again) else None
+                if wait is None:
+                    raise PalestraError(f"{self.base_url} does not answer: {_said(error)}") from error
+            await asyncio.sleep(wait)
+        try:
+            if response.status_code != 200:
+                raise _error(response.status_code, await response.aread())
+            yield response
+        except httpx.HTTPError as error:
+            raise PalestraError(f"{self.base_url} broke off its answer to {path}: {_said(error)}") from error
+        finally:
+            await response.aclose()
+
+
+def _named(request: Request) -> Request:
+    """With an id, so that the server knows what to end."""
+    return request if request.id is not None else replace(request, id=uuid.uuid4().hex)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _error(status: int, body: bytes | Mapping[str, Any]) -> PalestraError:
+    """The error that the engine would have raised here."""
+    try:
+        said = json.loads(body)["error"] if isinstance(body, bytes) else body
+        message, code = said["message"], said["code"]
+    except (ValueError, KeyError, TypeError):
+        return PalestraError(f"the server answered with status {status} and no explanation: it is no palestra server")
+    if code == "context_length_exceeded":
+        return PromptTooLong(message)
+    if code == "queue_full" or status == 429:
+        return QueueFull(message)
+    return UsageError(message) if 400 <= status < 500 else PalestraError(message)

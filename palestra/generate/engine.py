@@ -1,0 +1,367 @@
+"""The generation engine: requests in, tokens out, in bursts of work that whoever owns the device calls for."""
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.cache import BLOCK, Segment, rows_that_fit
+from palestra.generate.jobs import MOST_ENDS, Alternatives, Job, PromptTooLong, QueueFull, Sample, Sink, checked
+from palestra.generate.rows import Drawn
+from palestra.generate.runner import Runner
+from palestra.generate.sampler import Needs
+from palestra.generate.scheduler import Scheduler
+from palestra.generate.text import GrowingText
+from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.lm.hf import load_pretrained
+from palestra.lm.model import Transformer
+
+__all__ = ["Engine", "PromptTooLong", "QueueFull"]
+
+APART = 0x9E3779B97F4A7C15
+"""What the seeds of a request's samples lie apart, modulo 2⁶⁴."""
+
+
+class Engine:
+    """Generates with a copy of a model. Any thread may call any method; one at a time is at work.
+
+    A sequence lives in one row of the batch and of the cache. Its tokens and log-probabilities depend on its prompt,
+    sampling and seed alone; on the CPU bit for bit, whatever else is running.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        eos: frozenset[int],
+        tokenizer: Tokenizer | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
+        max_running: int = 256,
+        max_waiting: int = 4096,
+        kv_bytes: int | None = None,
+        burst: int = 4,
+        prefill_tokens: int = 1024,
+    ):
+        """`dtype` and `context` are the model's unless given, `kv_bytes` a share of the memory that is free.
+
+        A burst computes about `prefill_tokens` tokens of prompts, then draws up to `burst` tokens in every row.
+        """
+        shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
+        self.context = min(context or shape.context, shape.context)
+        self.slots = rows_that_fit(shape, self.context, dtype, device, kv_bytes, max_running)
+        self.eos, self.tokenizer = eos, tokenizer
+        self.max_waiting, self.steps, self.prefill_tokens = max_waiting, burst, prefill_tokens
+        self.version = 0
+        self.failure: BaseException | None = None
+        """What ended the engine."""
+        self._runner = Runner(model, dtype, device, self.context, self.slots)
+        self._scheduler = Scheduler(self.slots, BLOCK)
+        self._jobs: dict[str, Job] = {}
+        self._new: list[Job] = []
+        self._aborted: list[str] = []
+        self._inbox = threading.Lock()
+        self._turns = _Turns()
+        self._paused = False
+        self._generated = self._prefilled = self._copied = 0
+
+    @classmethod
+    def from_folder(cls, path: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> "Engine":
+        """An engine for a model folder, with its tokenizer if it has one."""
+        found = load_pretrained(path, dtype, dtype)
+        tokenizer = None if found.tokenizer is None else Tokenizer.load(found.tokenizer)
+        return cls(found.model, eos=frozenset(found.eos), tokenizer=tokenizer, **settings)
+
+    @property
+    def model(self) -> Transformer:
+        """The copy that generates; `publish` changes it."""
+        return self._runner.model
+
+    def submit(self, request: Request, sink: Sink) -> str:
+        """Queue a request and give its id. What cannot be done is refused here."""
+        vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
+        job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
+        with self._inbox:
+            if self.failure is not None:
+                raise self.failure
+            if job.id in self._jobs:
+                raise UsageError(f"a request with the id {job.id!r} is at work already")
+            waiting = len(self._new) + len(self._scheduler.waiting)
+            if waiting >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests wait, which is the limit: try again later")
+            self._jobs[job.id] = job
+            self._new.append(job)
+        return job.id
+
+    def abort(self, id: str) -> None:
+        """End a request at the next burst, with what it has. One that has ended is let be."""
+        with self._inbox:
+            self._aborted.append(id)
+
+    def burst(self) -> bool:
+        """Do what there is to do for a moment: admit, compute prompts, draw tokens, deliver. False: there was nothing.
+
+        An error ends the engine: every request fails with it, and so does every later one.
+        """
+        try:
+            with self._turns.mine():
+                self._take_in()
+                if self._paused:
+                    return False
+                for sample in self._scheduler.admit(self.prefill_tokens):
+                    sample.text = self._growing_text(sample.job)
+                prefilled = self._prefill()
+                return self._decode() or prefilled
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine: all that is asked of it fails with `error`."""
+        with self._inbox:
+            self.failure = error
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+        for job in jobs:
+            job.sink.fail(error)
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Generate for all requests here and now; results in their order."""
+        done: dict[int, Result] = {}
+        started = 0
+        while len(done) < len(requests):
+            while started < len(requests) and started - len(done) < self.max_waiting:
+                self.submit(requests[started], _Collect(done, started))
+                started += 1
+            if not self.burst() and self._paused:
+                raise PalestraError("the engine is paused: resume it before a run")
+        return [done[place] for place in range(len(requests))]
+
+    def pause(self) -> None:
+        """Draw nothing until `resume`. Returns once the burst at work has ended."""
+        with self._turns.mine():
+            self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
+        """Take over weights between two bursts; tokens from now on are of `version`.
+
+        With `keep_cache` running sequences go on from what they have cached. Without it they compute it again, as if
+        the new weights had read what the old ones wrote.
+        """
+        with self._turns.mine():
+            self._runner.load(weights)
+            self.version = version
+            for sample in self._scheduler.rows:
+                sample.shareable = not keep_cache
+                if not keep_cache:
+                    sample.cached, sample.active = 0, False
+                    self._runner.host.active[sample.row] = 0
+
+    def metrics(self) -> dict[str, float]:
+        """What it is doing and has done."""
+        running, waiting = len(self._scheduler.rows), [*self._new, *self._scheduler.waiting]
+        return {
+            "running": running,
+            "waiting": sum(job.request.n - job.started for job in waiting),
+            "requests": len(self._jobs),
+            "slots": self.slots,
+            "free_slots": self.slots - running,
+            "generated_tokens": self._generated,
+            "prefill_tokens": self._prefilled,
+            "shared_tokens": self._copied,
+            "cache_bytes": self._runner.cache.nbytes,
+            "version": self.version,
+            "paused": self._paused,
+        }
+
+    def _take_in(self) -> None:
+        """What has been asked since the last burst."""
+        with self._inbox:
+            new, self._new = self._new, []
+            aborted, self._aborted = self._aborted, []
+            self._scheduler.waiting.extend(new)
+        for id in aborted:
+            if (job := self._jobs.get(id)) is not None:
+                self._abort(job)
+
+    def _abort(self, job: Job) -> None:
+        self._scheduler.withdraw(job)
+        for sample in [sample for sample in self._scheduler.rows if sample.job is job]:
+            self._end(sample, len(sample.tokens), "", StopReason.ABORT)
+        for index in range(job.started, job.request.n):
+            self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
+
+    def _growing_text(self, job: Job) -> GrowingText | None:
+        if self.tokenizer is None or not (job.sink.streams or job.sampling.stop):
+            return None
+        return GrowingText(self.tokenizer, job.sampling.stop)
+
+    def _prefill(self) -> bool:
+        """Compute a share of the prompts, copy those that others have, and start what is complete."""
+        pieces = list(self._scheduler.pieces(self.prefill_tokens))
+        if pieces:
+            segments = [Segment(sample.row, sample.cached, end) for sample, end in pieces]
+            tokens = [token for sample, end in pieces for token in sample.piece(sample.cached, end)]
+            self._runner.prefill(segments, tokens)
+            self._prefilled += len(tokens)
+            for sample, end in pieces:
+                sample.cached = end
+        for sample in self._scheduler.rows:
+            if sample.source is not None:
+                self._runner.cache.copy(sample.source.row, sample.row, sample.due)
+                sample.cached, sample.source = sample.due, None
+                self._copied += sample.due
+            if not sample.active and sample.cached == sample.due:
+                self._start(sample)
+        return bool(pieces)
+
+    def _start(self, sample: Sample) -> None:
+        """Write the row of a sample that can draw its next token."""
+        job, row, host = sample.job, sample.row, self._runner.host
+        sampling, settings = job.sampling, host.settings(len(host.token))
+        host.token[row] = sample.piece(sample.due, sample.due + 1)[0]
+        host.length[row] = sample.cached
+        host.active[row] = 1
+        host.remaining[row] = sample.remaining
+        host.ends[row] = torch.tensor((job.ends + (job.ends[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS])
+        settings.draws[row] = len(sample.tokens)
+        settings.minimum[row] = sampling.min_new_tokens
+        settings.seed[row] = _signed(job.seed + APART * sample.index)
+        settings.top_k[row] = min(sampling.top_k or 2**62, 2**62)
+        settings.temperature[row] = sampling.temperature
+        settings.top_p[row] = sampling.top_p
+        settings.min_p[row] = sampling.min_p
+        sample.active = True
+
+    def _decode(self) -> bool:
+        """Draw tokens in all rows that can, and deliver them."""
+        running = [sample for sample in self._scheduler.rows if sample.active]
+        if not running:
+            return False
+        steps = min(self.steps, max(sample.remaining for sample in running))
+        longest = max(sample.cached for sample in running)
+        needs = _needs([sample.job.sampling for sample in running])
+        drawn = Drawn(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
+        # Where a sample ends another may move in, with all that it has cached: every row is read before.
+        found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
+        for sample, (tokens, _, _) in zip(running, found, strict=True):
+            sample.cached += len(tokens)
+        for sample, (tokens, logprobs, top) in zip(running, found, strict=True):
+            self._extend(sample, tokens, logprobs, top)
+        return True
+
+    def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float], top: list[Alternatives]) -> None:
+        """Add drawn tokens to a sample and see whether it has ended."""
+        if not all(map(math.isfinite, logprobs)):
+            raise PalestraError(f"the weights of version {self.version} give log-probabilities that are no numbers")
+        since, job, text = len(sample.tokens), sample.job, ""
+        count = len(tokens)
+        if sample.text is not None:
+            for count, token in enumerate(tokens, start=1):
+                text += sample.text.push(token, ignore_stops=since + count < job.sampling.min_new_tokens)
+                if sample.text.stopped_by is not None:
+                    break
+        sample.tokens += tokens[:count]
+        sample.logprobs += logprobs[:count]
+        sample.versions += [self.version] * count
+        sample.top += top[:count]
+        self._generated += count
+        if sample.text is not None and sample.text.stopped_by is not None:
+            self._end(sample, since, text, StopReason.STOP, sample.text.stopped_by)
+        elif sample.tokens[-1] in job.ends:
+            last = sample.tokens[-1]
+            self._end(sample, since, text, StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS, last)
+        elif sample.remaining == 0:
+            self._end(sample, since, text, StopReason.LENGTH)
+        elif job.sink.streams:
+            job.sink.chunk(sample.chunk(since, text))
+
+    def _end(self, sample: Sample, since: int, text: str, reason: StopReason, match: str | int | None = None) -> None:
+        """Free the row of a sample and deliver what it has; tokens from number `since` on and `text` are new."""
+        job, whole = sample.job, None
+        if sample.text is not None:
+            text += sample.text.finish()
+            whole = sample.text.text
+        elif self.tokenizer is not None:
+            whole = self.tokenizer.decode(sample.tokens, continues=True)
+        if sample.row >= 0:
+            self._free(sample)
+        if job.sink.streams:
+            job.sink.chunk(sample.chunk(since, text, reason))
+        tokens, logprobs, versions = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
+        top = tuple(sample.top)
+        job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, top, match)
+        if len(job.generations) == job.request.n:
+            with self._inbox:
+                del self._jobs[job.id]
+            generations = tuple(job.generations[index] for index in range(job.request.n))
+            job.sink.finish(Result(job.id, job.request.prompt, generations))
+
+    def _free(self, sample: Sample) -> None:
+        move, host = self._scheduler.release(sample), self._runner.host
+        if move is None:
+            host.active[sample.row] = 0
+        else:
+            self._runner.cache.copy(move.source, move.target, move.length)
+            host.move(move.source, move.target)
+
+
+class _Turns:
+    """A lock that is handed over in turn: who works all the time lets others in between."""
+
+    def __init__(self) -> None:
+        self._next, self._work = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        with self._next:
+            self._work.acquire()
+        try:
+            yield
+        finally:
+            self._work.release()
+
+
+class _Collect:
+    """Keeps the result of a request that is not streamed."""
+
+    streams = False
+
+    def __init__(self, done: dict[int, Result], place: int):
+        self.done, self.place = done, place
+
+    def chunk(self, chunk: Chunk) -> None:
+        raise AssertionError("not streamed")
+
+    def finish(self, result: Result) -> None:
+        self.done[self.place] = result
+
+    def fail(self, error: BaseException) -> None:
+        """The burst that failed has raised it."""
+
+
+def _needs(samplings: Sequence[Sampling]) -> Needs:
+    """What at least one of them asks for."""
+    return Needs(
+        drawn=any(s.temperature > 0 for s in samplings),
+        filtered=any(s.top_k is not None or s.top_p < 1 or s.min_p > 0 for s in samplings),
+        min_tokens=any(s.min_new_tokens > 0 for s in samplings),
+        top=max(s.logprobs for s in samplings),
+    )
+
+
+def _signed(number: int) -> int:
+    """Modulo 2⁶⁴, as an int64."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,106 @@
+"""What every HTTP request passes first: the key, the limit on its body, and the books of who asked for what."""
+
+import hmac
+import time
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palestra.generate.openai import ApiError
+from palestra.generate.prometheus import Counter, Histogram
+from palestra.generate.responses import error_response
+
+# The key is not asked for here, so that whoever starts and stops machines can look.
+OPEN_PATHS = frozenset({"/health"})
+
+
+class Gate:
+    """An ASGI middleware: wrong keys and bodies that are too long go no further, and are never read into memory.
+
+    `max_body_bytes_of` holds the limits that differ, by method and path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        max_body_bytes_of: Mapping[str, int],
+        requests: Counter,
+        seconds: Histogram,
+    ):
+        self.app, self.api_key = app, api_key
+        self.max_body_bytes, self.max_body_bytes_of = max_body_bytes, max_body_bytes_of
+        self.requests, self.seconds = requests, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it; count it either way."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 499  # what nginx calls a client that went away before it got an answer
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._admit(scope, receive, noting)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            # A path of the client's choosing would make a new series for every request.
+            path = getattr(scope.get("route"), "path", "other")
+            self.requests.add(path, str(status))
+            self.seconds.observe(time.monotonic() - started, path)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, limit = Headers(scope=scope), self._limit_of(scope)
+        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            error = ApiError(
+                401, "Incorrect or missing API key: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        elif headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+            # Any page that a browser on this machine shows can post to a loopback address.
+            error = ApiError(403, "Requests from pages of other sites are refused")
+        elif int(headers.get("content-length", 0)) > limit:
+            error = _too_long(limit)
+        else:
+            await self.app(scope, _limited(receive, limit), send)
+            return
+        await error_response(error)(scope, receive, send)
+
+    def _limit_of(self, scope: Scope) -> int:
+        return self.max_body_bytes_of.get(f"{scope['method']} {scope['path']}", self.max_body_bytes)
+
+    def _has_key(self, headers: Headers) -> bool:
+        if self.api_key is None:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.api_key.encode())
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """`receive`, until more bytes have come than allowed: a body need not say how long it is."""
+    read = 0
+
+    async def counted() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        if read > limit:
+            raise HTTPException(413, str(_too_long(limit)))
+        return message
+
+    return counted
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"The body is longer than the {limit:,} bytes allowed here", code="request_too_large")

@@ -1,0 +1,153 @@
+"""A request at work: what is asked, what is refused, and what each of its samples has so far."""
+
+import math
+import secrets
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.text import GrowingText
+from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+
+MOST_ENDS = 16
+"""How many end tokens a request can have."""
+MOST_ALTERNATIVES = 20
+"""How many alternatives a request can ask for beside each token."""
+
+
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities."""
+
+
+class PromptTooLong(UsageError):
+    """A prompt that leaves no room for a token in the context."""
+
+
+class QueueFull(PalestraError):
+    """More requests wait than may."""
+
+
+class Sink(Protocol):
+    """Where what becomes of a request goes. It is called in the thread that calls for bursts."""
+
+    streams: bool
+    """Whether it wants chunks."""
+
+    def chunk(self, chunk: Chunk) -> None:
+        """New tokens."""
+        ...
+
+    def finish(self, result: Result) -> None:
+        """All generations have ended."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """The engine cannot go on."""
+        ...
+
+
+@dataclass(eq=False)
+class Job:
+    """A request at work."""
+
+    id: str
+    request: Request
+    sink: Sink
+    seed: int
+    ends: tuple[int, ...]
+    """Tokens that end a generation."""
+    limit: int
+    """New tokens of a generation at most."""
+    key: int
+    """Hash of the prompt."""
+    started: int = 0
+    """How many of the n samples have been given a row."""
+    generations: dict[int, Generation] = field(default_factory=dict)
+    """Those that have ended, by index."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        return self.request.sampling
+
+    def same_prompt(self, other: "Job") -> bool:
+        """Whether both go on from the same tokens."""
+        return self is other or (self.key == other.key and self.request.prompt == other.request.prompt)
+
+
+@dataclass(eq=False)
+class Sample:
+    """One of a request's generations, in a row of the batch."""
+
+    job: Job
+    index: int
+    row: int
+    age: int
+    """Counts samples: older ones have their prompts computed first."""
+    source: "Sample | None" = None
+    """A sample with the same prompt, whose keys and values are copied in the burst that admits this one."""
+    text: GrowingText | None = None
+    """Where it is wanted as it grows."""
+    cached: int = 0
+    """How many tokens have their keys and values in the row."""
+    active: bool = False
+    """Whether tokens are being drawn."""
+    shareable: bool = True
+    """Whether all that is cached comes from the current weights."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[Alternatives] = field(default_factory=list)
+
+    @property
+    def due(self) -> int:
+        """How many tokens must be cached before the next is drawn: all but the last, which the decode step takes in."""
+        return len(self.job.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be drawn."""
+        return self.job.limit - len(self.tokens)
+
+    def piece(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and generation."""
+        return [*self.job.request.prompt, *self.tokens][start:end]
+
+    def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
+        """The tokens from number `since` on."""
+        tokens, logprobs = tuple(self.tokens[since:]), tuple(self.logprobs[since:])
+        versions, top = tuple(self.versions[since:]), tuple(self.top[since:])
+        return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
+
+
+def checked(request: Request, sink: Sink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool) -> Job:
+    """A job for a request that can be done; what cannot is refused by name."""
+    sampling, prompt = request.sampling, request.prompt
+    if len(prompt) >= context:
+        raise PromptTooLong(f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {context}")
+    if not prompt:
+        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
+    for token in (*prompt, *sampling.stop_ids):
+        if not 0 <= token < vocab:
+            raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+    for name, value, expected, right in (
+        ("n", request.n, "at least 1", request.n >= 1),
+        ("temperature", sampling.temperature, "0 or more", 0 <= sampling.temperature < math.inf),
+        ("top_k", sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
+        ("top_p", sampling.top_p, "above 0 and at most 1", 0 < sampling.top_p <= 1),
+        ("min_p", sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
+        ("max_new_tokens", sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
+        ("min_new_tokens", sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
+        ("logprobs", sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
+        ("stop", sampling.stop, "no empty string", all(sampling.stop)),
+    ):
+        if not right:
+            raise UsageError(f"{name} = {value!r}: expected {expected}")
+    ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}))
+    if len(ends) > MOST_ENDS:
+        raise UsageError(f"{len(ends)} end tokens: expected at most {MOST_ENDS}, the model's own included")
+    if sampling.stop and not has_text:
+        raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
+    limit = min(sampling.max_new_tokens, context - len(prompt))
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    return Job(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))

@@ -1,0 +1,154 @@
+"""The engine of this process as a `Generator`: coroutines over bursts that a thread, or the caller, calls for."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Literal
+
+from torch import Tensor
+
+from palestra.errors import PalestraError
+from palestra.generate.engine import Engine
+from palestra.generate.types import Chunk, Request, Result
+
+
+class LocalGenerator:
+    """Requests as coroutines. `drive="thread"` generates in a thread of its own until `close`; with `"caller"` whoever
+    owns the device calls `engine.burst()`, and requests wait until then.
+
+    A coroutine that is cancelled, or a stream that is not read to its end, aborts its request.
+    """
+
+    def __init__(self, engine: Engine, *, drive: Literal["thread", "caller"] = "thread"):
+        self.engine = engine
+        self._wake, self._closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="generate", daemon=True) if drive == "thread" else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def __enter__(self) -> "LocalGenerator":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def generate(self, request: Request) -> Result:
+        """Go on from a prompt."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        id = self._submit(request, _Future(future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._abort(id)
+            raise
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The same, as it comes."""
+        queue: asyncio.Queue[Chunk | Result | BaseException] = asyncio.Queue()
+        id = self._submit(request, _Stream(asyncio.get_running_loop(), queue))
+        try:
+            while not isinstance(item := await queue.get(), Result):
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self._abort(id)
+
+    async def abort(self, id: str) -> None:
+        """End a request now; it returns what it has, with the reason `abort`."""
+        self._abort(id)
+
+    async def pause(self) -> None:
+        """Stop drawing tokens; requests wait where they are."""
+        await asyncio.to_thread(self.engine.pause)
+
+    async def resume(self) -> None:
+        """Go on."""
+        self.engine.resume()
+        self._wake.set()
+
+    async def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
+        """New weights, between two tokens. Running requests go on: with their caches as they are, or recomputed."""
+        await asyncio.to_thread(self.engine.publish, weights, version, keep_cache=keep_cache)
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine is doing and has done."""
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        """Stop the thread; requests at work fail."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self.engine.failure is None:
+            self.engine.fail(PalestraError("the generator was closed"))
+
+    def _submit(self, request: Request, sink: "_Future | _Stream") -> str:
+        id = self.engine.submit(request, sink)
+        self._wake.set()
+        return id
+
+    def _abort(self, id: str) -> None:
+        self.engine.abort(id)
+        self._wake.set()
+
+    def _work(self) -> None:
+        while True:
+            # Cleared first: what is asked during a burst that finds nothing to do wakes the next one.
+            self._wake.clear()
+            if self._closed or self.engine.failure is not None:
+                return
+            # The engine tells its requests, now and later, what ended it.
+            with suppress(BaseException):
+                if not self.engine.burst():
+                    self._wake.wait()
+
+
+class _Future:
+    """Resolves a future in its own loop."""
+
+    streams = False
+
+    def __init__(self, future: asyncio.Future[Result]):
+        self.future = future
+
+    def chunk(self, chunk: Chunk) -> None:
+        raise AssertionError("not streamed")
+
+    def finish(self, result: Result) -> None:
+        self._call(lambda: self.future.set_result(result))
+
+    def fail(self, error: BaseException) -> None:
+        self._call(lambda: self.future.set_exception(error))
+
+    def _call(self, settle: Callable[[], None]) -> None:
+        _soon(self.future.get_loop(), lambda: None if self.future.done() else settle())
+
+
+class _Stream:
+    """Puts what comes into a queue of its own loop."""
+
+    streams = True
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Chunk | Result | BaseException]"):
+        self.loop, self.queue = loop, queue
+
+    def chunk(self, chunk: Chunk) -> None:
+        _soon(self.loop, lambda: self.queue.put_nowait(chunk))
+
+    def finish(self, result: Result) -> None:
+        _soon(self.loop, lambda: self.queue.put_nowait(result))
+
+    def fail(self, error: BaseException) -> None:
+        _soon(self.loop, lambda: self.queue.put_nowait(error))
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    # Who asked may have gone, and the loop with it.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)

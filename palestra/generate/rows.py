@@ -1,0 +1,123 @@
+"""What a decode step knows of each row of the batch, and how a draw changes it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from palestra.generate.jobs import MOST_ENDS, Alternatives
+from palestra.generate.sampler import Needs, Settings, sample
+
+
+@dataclass(frozen=True)
+class Rows:
+    """State of the rows, as views of three tensors: a device gets all of it in three copies."""
+
+    integers: Tensor
+    """(8, rows) int64."""
+    floats: Tensor
+    """(3, rows) FP32."""
+    ends: Tensor
+    """(rows, MOST_ENDS) int64: tokens that end the sequence, the first one repeated; −1 where there are none."""
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> "Rows":
+        """Rows in which nothing runs."""
+        return cls(
+            torch.zeros(8, rows, dtype=torch.int64, device=device),
+            torch.zeros(3, rows, dtype=torch.float32, device=device),
+            torch.full((rows, MOST_ENDS), -1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def token(self) -> Tensor:
+        """The last token of the sequence, not yet in the cache."""
+        return self.integers[0]
+
+    @property
+    def length(self) -> Tensor:
+        """How many tokens are in the cache, which is also the position of `token`."""
+        return self.integers[1]
+
+    @property
+    def active(self) -> Tensor:
+        """1 where tokens are drawn; what the other rows compute counts for nothing."""
+        return self.integers[2]
+
+    @property
+    def remaining(self) -> Tensor:
+        """How many tokens may still be drawn."""
+        return self.integers[3]
+
+    def settings(self, batch: int) -> Settings:
+        """How the first rows are sampled."""
+        draws, minimum, seed, top_k = self.integers[4:, :batch]
+        temperature, top_p, min_p = self.floats[:, :batch]
+        return Settings(temperature, top_k, top_p, min_p, seed, draws, minimum, self.ends[:batch])
+
+    def move(self, source: int, target: int) -> None:
+        """Let a row take the place of another. Its own place is then idle."""
+        self.integers[:, target] = self.integers[:, source]
+        self.floats[:, target] = self.floats[:, source]
+        self.ends[target] = self.ends[source]
+        self.active[source] = 0
+
+    def copy_(self, other: "Rows") -> None:
+        """Take over all rows of another; from pinned memory without waiting."""
+        rows = other.integers.shape[1]
+        self.integers[:, :rows].copy_(other.integers, non_blocking=True)
+        self.floats[:, :rows].copy_(other.floats, non_blocking=True)
+        self.ends[:rows].copy_(other.ends, non_blocking=True)
+
+
+class Step(NamedTuple):
+    """What a step (B), or several stacked (steps, B), gave for each row."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    counted: Tensor
+    """Whether the row was active, so that the token belongs to its sequence."""
+    top_tokens: Tensor
+    """(…, B, top)."""
+    top_logprobs: Tensor
+
+
+class Drawn:
+    """What a burst drew, for the host."""
+
+    def __init__(self, found: Step):
+        self._found = found
+        self._counts = found.counted.sum(0).tolist()
+        self._tokens, self._logprobs = found.tokens.T.tolist(), found.logprobs.T.tolist()
+
+    def in_row(self, row: int, alternatives: int) -> tuple[list[int], list[float], list[Alternatives]]:
+        """Tokens of the row's sequence, their log-probabilities, and alternatives that could have been drawn."""
+        count = self._counts[row]
+        return self._tokens[row][:count], self._logprobs[row][:count], self._top(row, count, alternatives)
+
+    def _top(self, row: int, count: int, alternatives: int) -> list[Alternatives]:
+        if not alternatives:
+            return []
+        tokens, logprobs = self._found.top_tokens, self._found.top_logprobs
+        pairs = (
+            zip(*both, strict=True)
+            for both in zip(tokens[:count, row].tolist(), logprobs[:count, row].tolist(), strict=True)
+        )
+        return [
+            tuple((token, value) for token, value in step if value > float("-inf"))[:alternatives] for step in pairs
+        ]
+
+
+def advance(rows: Rows, scores: Tensor, needs: Needs) -> Step:
+    """Draw from scores (B, V) and bring the first B rows to their next token. The host waits for nothing."""
+    batch = len(scores)
+    settings, active = rows.settings(batch), rows.active[:batch]
+    new, counted = sample(scores, settings, needs), active.bool()
+    rows.token[:batch] = torch.where(counted, new.tokens, rows.token[:batch])
+    rows.length[:batch] += active
+    settings.draws.add_(active)
+    rows.remaining[:batch] -= active
+    ended = (new.tokens[:, None] == settings.ends).any(-1) | (rows.remaining[:batch] <= 0)
+    active.mul_(~ended)
+    return Step(new.tokens, new.logprobs, counted, new.top_tokens, new.top_logprobs)

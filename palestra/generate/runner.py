@@ -1,0 +1,88 @@
+"""The model at work: pieces of prompts into the cache, bursts of decode steps, new weights."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from palestra.errors import UsageError
+from palestra.generate.cache import COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment
+from palestra.generate.rows import Rows, Step, advance
+from palestra.generate.sampler import Needs
+from palestra.generate.tiles import Tiles
+from palestra.lm.head import logits
+from palestra.lm.hf import empty_model
+from palestra.lm.model import Transformer
+
+
+class Runner:
+    """A copy of a model in compute precision with its cache and rows on a device."""
+
+    def __init__(self, model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int):
+        self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
+        self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
+        self.load(model.state_dict())
+        self.cache = Cache(model.shape, rows, -(-context // COLUMNS) * COLUMNS, dtype, device)
+        self.host = Rows.empty(self._padded(rows), torch.device("cpu"))
+        """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
+        self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights in place. Nothing has changed if a name or a shape does not fit."""
+        mine = self.model.state_dict()
+        if missing := sorted(mine.keys() - weights.keys()):
+            raise UsageError(f"the weights lack {_named(missing)}, which the model has")
+        if extra := sorted(weights.keys() - mine.keys()):
+            raise UsageError(f"the weights have {_named(extra)}, which the model has not")
+        for name, tensor in mine.items():
+            if tensor.shape != weights[name].shape:
+                theirs = tuple(weights[name].shape)
+                raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name].detach())
+
+    @torch.inference_mode()
+    def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
+        """Put the keys and values of `tokens`, those of all segments end to end, into the cache."""
+        positions = [position for segment in segments for position in range(segment.start, segment.end)]
+        if self.tiles is not None:
+            self.tiles.for_prefill()
+        padding = [0] * (self._padded(len(tokens)) - len(tokens))
+        inputs = torch.tensor([[*tokens, *padding], [*positions, *padding]], device=self.device)
+        self.model(inputs[0], inputs[1], PrefillAttention(self.cache, segments))
+
+    @torch.inference_mode()
+    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+        """`steps` tokens in each of the first rows: (steps, B) on the host. No row has more than `longest` cached."""
+        if self.rows is self.host:
+            return self.burst(batch, steps, longest, needs)
+        self.rows.copy_(self.host)
+        found = self.burst(batch, steps, longest, needs)
+        self.host.copy_(self.rows)
+        return Step(*(part.cpu() for part in found))
+
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+        """The same on the device, without waiting for it."""
+        done = [self.step(batch, longest + step + 1, needs) for step in range(steps)]
+        return Step(*(torch.stack(parts) for parts in zip(*done, strict=True)))
+
+    def step(self, batch: int, columns: int, needs: Needs) -> Step:
+        """One token in each of the first rows, which look at `columns` positions of the cache at most."""
+        if self.tiles is not None:
+            self.tiles.for_decoding()
+        inputs = slice(self._padded(batch))
+        attend = DecodeAttention(self.cache, self.rows.length[:batch], columns)
+        hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
+        return advance(self.rows, self._scores(hidden)[:batch], needs)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        if self.tiles is None:
+            return logits(hidden, self.model.unembed)
+        return torch.cat([logits(tile, self.model.unembed) for tile in hidden.split(self.tiles.rows)])
+
+    def _padded(self, count: int) -> int:
+        return count if self.tiles is None else -(-count // self.tiles.rows) * self.tiles.rows
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,324 @@
+"""The HTTP server: OpenAI's endpoints, tokens in and out, new weights, and how it is doing."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+try:
+    import uvicorn
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.requests import Request as HttpRequest
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.exceptions import HTTPException
+except ImportError as error:
+    from palestra.errors import MissingExtra
+
+    raise MissingExtra("The server", "serve") from error
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from palestra.data.chat import encode_chat
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.engine import Engine
+from palestra.generate.gate import Gate
+from palestra.generate.local import LocalGenerator
+from palestra.generate.openai import Answer, ApiError, ChatBody, CompletionBody
+from palestra.generate.prometheus import CONTENT_TYPE
+from palestra.generate.responses import ClientGone, EventStream, error_response, unless_gone
+from palestra.generate.service import Service
+from palestra.generate.types import Request
+from palestra.generate.weights import read_safetensors, read_weights
+from palestra.generate.wire import GenerateBody, result_json
+
+MAX_BODY_BYTES = 4 << 20
+MAX_CONCURRENT = 1024
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# How long requests may go on after the server was told to stop, before they are ended where they are.
+GRACE_SECONDS = 5.0
+
+
+class UpdateBody(BaseModel):
+    """`POST /update_weights`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    path: str
+    """A Hugging Face folder, a checkpoint, or a safetensors file that the server can read."""
+    version: int
+    keep_cache: bool = True
+
+
+class AbortBody(BaseModel):
+    """`POST /abort`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    id: str
+
+
+def create_app(
+    generator: LocalGenerator,
+    tokenizer: Tokenizer,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_concurrent: int = MAX_CONCURRENT,
+) -> FastAPI:
+    """The application over a generator that drives itself."""
+    engine = generator.engine
+    service = Service(generator, max_concurrent=max_concurrent)
+    app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
+    app.state.service = service
+    # Weights are sent in FP32 at most, and the header of the file is small.
+    upload_bytes = 4 * engine.model.shape.parameters() + (1 << 20)
+    app.add_middleware(
+        Gate,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        max_body_bytes_of={"PUT /update_weights": upload_bytes},
+        requests=service.requests,
+        seconds=service.seconds,
+    )
+    _explain_errors(app, service)
+    created = int(time.time())
+    model = {"id": model_name, "object": "model", "created": created, "owned_by": "palestra"}
+    publishing = asyncio.Lock()
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != model_name:
+            raise ApiError(
+                404,
+                f"The model {name!r} is not served here: this is {model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
+        id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
+        requests = tuple(
+            Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
+            for place, prompt in enumerate(prompts)
+        )
+        answer = Answer(body, id, int(time.time()), model_name, tokenizer, requests)
+        if body.stream:
+            return EventStream(service.answer_events(answer), service.explain)
+        return JSONResponse(answer.whole(await unless_gone(http.receive, service.results(requests))))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        check_model(body.model)
+        messages = [message.message() for message in body.messages]
+        encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, add_generation_prompt=True)
+        return await respond(body, [encoded.tokens], http)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        check_model(body.model)
+        prompts = [
+            await asyncio.to_thread(_encode_prompt, tokenizer, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+        return await respond(body, prompts, http)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return model
+
+    @app.post("/generate")
+    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+        request = body.request()
+        if body.stream:
+            return EventStream(service.chunk_events(request), service.explain)
+        (result,) = await unless_gone(http.receive, service.results([request]))
+        return JSONResponse(result_json(result))
+
+    @app.post("/update_weights")
+    async def update_weights(body: UpdateBody) -> dict[str, int]:
+        async with publishing:
+            weights = await asyncio.to_thread(read_weights, Path(body.path))
+            await generator.publish(weights, body.version, keep_cache=body.keep_cache)
+        return {"version": body.version}
+
+    @app.put("/update_weights")
+    async def upload_weights(http: HttpRequest, version: int, keep_cache: bool = True) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            async for piece in http.stream():
+                await asyncio.to_thread(file.write, piece)
+            file.flush()
+            async with publishing:
+                weights = await asyncio.to_thread(read_safetensors, Path(file.name))
+                await generator.publish(weights, version, keep_cache=keep_cache)
+        return {"version": version}
+
+    @app.post("/pause")
+    async def pause() -> dict[str, bool]:
+        await generator.pause()
+        return {"paused": True}
+
+    @app.post("/resume")
+    async def resume() -> dict[str, bool]:
+        await generator.resume()
+        return {"paused": False}
+
+    @app.post("/abort")
+    async def abort(body: AbortBody) -> dict[str, str]:
+        await generator.abort(body.id)
+        return {"id": body.id}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if engine.failure is not None:
+            return error_response(service.explain(engine.failure))
+        return JSONResponse({"status": "ok", "model": model_name, "version": engine.version})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    return app
+
+
+def serve(
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    name: str | None = None,
+    context: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_concurrent: int = MAX_CONCURRENT,
+) -> None:
+    """Serve the model of a Hugging Face folder until SIGINT or SIGTERM.
+
+    Requests then have a few seconds to end by themselves; those that have not are answered with what they have.
+    """
+    api_key = api_key or os.environ.get("PALESTRA_API_KEY")
+    with _bound(host, port) as listening:
+        engine = Engine.from_folder(folder, dtype=DTYPES[dtype], device=device, context=context)
+        if engine.tokenizer is None:
+            raise UsageError(f"{folder} has no tokenizer, which a server of text needs: put its tokenizer.json there")
+        if api_key is None and host not in LOOPBACK:
+            print(f"warning: anyone who reaches {host}:{port} can use this model and replace its weights. "
+                  "Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)  # fmt: skip
+        with LocalGenerator(engine, drive="thread") as generator:
+            name = name or folder.resolve().name
+            app = create_app(
+                generator,
+                engine.tokenizer,
+                model_name=name,
+                api_key=api_key,
+                max_body_bytes=max_body_bytes,
+                max_concurrent=max_concurrent,
+            )
+            address = f"[{host}]" if ":" in host else host
+            print(f"serving {name} at http://{address}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)", flush=True)
+            run_server(app, listening)
+
+
+def run_server(app: FastAPI, listening: socket.socket) -> None:
+    """Run an application made by `create_app` on a socket, until SIGINT or SIGTERM."""
+    # Clients give up idle connections first, so that none is used while it is being closed here.
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
+    )
+    _Server(config, app.state.service).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """A server that ends its requests when it must stop."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: to stop so is no failure."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, wait, end what still runs, and wait for that."""
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(GRACE_SECONDS)
+        await self._service.abort_all()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens, or a clear word why not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PalestraError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port") from error
+
+
+def _encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A prompt's tokens, after the token that begins a text where the tokenizer's config asks for one."""
+    begin = [tokenizer.bos] if tokenizer.config.get("add_bos_token") and tokenizer.bos is not None else []
+    return begin + tokenizer.encode(text)
+
+
+def _explain_errors(app: FastAPI, service: Service) -> None:
+    """Every refusal and every failure as OpenAI's error object."""
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: HttpRequest, __: Exception) -> Response:
+        return Response(status_code=499)  # no one reads it
+
+    @app.exception_handler(ApiError)
+    @app.exception_handler(PalestraError)
+    @app.exception_handler(Exception)
+    async def explained(_: HttpRequest, error: Exception) -> Response:
+        return error_response(service.explain(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: HttpRequest, error: HTTPException) -> Response:
+        code = "request_too_large" if error.status_code == 413 else None
+        return error_response(ApiError(error.status_code, str(error.detail), code=code))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
+        return error_response(_invalid(error.errors()))
+
+
+def _invalid(found: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field that is wrong, and what it should be; a union says so for each of its types."""
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is no JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+    where = [str(part) for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier()]
+    said = "; or ".join(dict.fromkeys(str(one["msg"]) for one in found if one["loc"][:2] == first["loc"][:2]))
+    return ApiError(400, f"{'.'.join(where) or 'The body'}: {said}", param=where[0] if where else None)

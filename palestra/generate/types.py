@@ -1,0 +1,126 @@
+"""What is asked of a generator and what comes back; the interface that the engine and the HTTP clients share."""
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Log-probabilities are of the distribution drawn from, after all that is set here."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together hold this much probability."""
+    min_p: float = 0.0
+    """Only tokens at least this likely, relative to the most likely one."""
+    max_new_tokens: int = 128
+    """Stop after this many."""
+    min_new_tokens: int = 0
+    """No stop before this many: end tokens cannot be drawn, stop strings are ignored."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a generation once its text contains one; the tokens up to there are kept."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a generation; kept as its last token."""
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens."""
+    seed: int | None = None
+    """The same request with the same seed gives the same tokens, whatever else is in the batch; null draws a seed."""
+    logprobs: int = 0
+    """How many of the most likely alternatives to give for each token."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as tokens, and how to go on from it."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    n: int = 1
+    """How many generations; the prompt is computed once for all of them."""
+    id: str | None = None
+    """For `abort`; null lets the generator choose."""
+
+
+class StopReason(StrEnum):
+    """Why a generation ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One continuation. `tokens`, `logprobs` and `versions` have one entry for each new token, aligned."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the distribution that each token was drawn from."""
+    versions: tuple[int, ...]
+    """The version of the weights that drew each token."""
+    stop_reason: StopReason
+    text: str | None = None
+    """The text up to a stop string; null where the generator has no tokenizer."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """The most likely alternatives for each token, if asked for: (token, log-probability)."""
+    stop_match: str | int | None = None
+    """The stop string or token that ended it."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a stream gives: new tokens of generation `index`; the last one of an index has its `stop_reason`."""
+
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str = ""
+    stop_reason: StopReason | None = None
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to a request: its n generations."""
+
+    id: str
+    prompt: tuple[int, ...]
+    generations: tuple[Generation, ...] = field(default=())
+
+
+class Generator(Protocol):
+    """What workflows and trainers see: the engine in this process, or a server elsewhere."""
+
+    async def generate(self, request: Request) -> Result:
+        """Go on from a prompt."""
+        ...
+
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The same, as it comes. Closing it early ends the request."""
+        ...
+
+    async def abort(self, id: str) -> None:
+        """End a request now; it returns what it has, with the reason `abort`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop drawing tokens; requests wait where they are."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def publish(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
+        """New weights, between two tokens. Running requests go on: with their caches as they are, or recomputed."""
+        ...

@@ -1,0 +1,298 @@
+"""What the kinds of language-model training share: model, tokenizer, engine, checkpoints and samples put together."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from palestra.data.chat import encode_chat, end_of_turn
+from palestra.data.shuffle import stream_key
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import UsageError
+from palestra.generate.engine import Engine
+from palestra.generate.language_model import LanguageModel
+from palestra.generate.types import Request, Sampling
+from palestra.kinds.models import find_model, open_model
+from palestra.kinds.trial import Launch, run_sessions
+from palestra.lm.compiling import compile_for_training
+from palestra.lm.datasets import kept_tokenizer, made_tokenizer
+from palestra.lm.engine import TrainEngine
+from palestra.lm.hf import load_pretrained, read_eos, read_folder, save_weights
+from palestra.lm.lora import adapted, add_lora
+from palestra.lm.model import Transformer
+from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.peft import adapter_weights, save_peft
+from palestra.lm.ranks import Ranks
+from palestra.lm.sharding import whole
+from palestra.lm.trainer import Objective, train
+from palestra.lm.value_head import ScalarModel
+from palestra.runs.due import due
+from palestra.runs.plot import trial_plots
+from palestra.runs.run import Run
+from palestra.runs.session import Session
+from palestra.runs.store import clear_write_errors
+from palestra.spec.lm import LmSpec, SampleSpec, Source
+from palestra.spec.load import resolved
+from palestra.spec.shape import Shape
+from palestra.track.hooks import load_hooks
+from palestra.track.sinks import require_sinks
+
+SAMPLES = "samples.jsonl"
+VOCAB_MULTIPLE = 64  # a vocabulary that is a multiple of it multiplies faster
+
+log = logging.getLogger("palestra.lm")
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from, known before there is a model."""
+
+    shape: Shape
+    tokenizer: Tokenizer
+    tokenizer_folder: Path
+    eos: tuple[int, ...]
+    """Tokens that end what the model writes."""
+    folder: Path | None
+    """Where the first weights are; None draws new ones."""
+    config: dict[str, Any]
+    """The config.json of the model that the weights come from."""
+
+
+Prepare = Callable[[Any, Start], Any]
+"""The data of a spec, ready to be read."""
+MakeObjective = Callable[[Any, Start, Any, int, Transformer], Objective]
+"""What a spec trains for: with its data, its seed and its model as it starts."""
+
+
+def run_lm(
+    spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None], prepare: Prepare, sources: dict[str, Source]
+) -> Run:
+    """Train every seed of the spec, then summarise and plot the trial. Under `torchrun`, all ranks call it."""
+    device = device_of(spec)
+    ranks = Ranks.join(device)
+    if ranks.size > 1 and spec.max_session > 1:
+        raise UsageError("max_session: several ranks train one seed together; start each seed by itself")
+    load_hooks(spec.hooks)
+    require_sinks(spec.track.sinks)
+    if not ranks.first:
+        folder = ranks.from_first(None)
+        session(folder, launch)
+        return Run(folder)
+    prepare(spec, start_of(spec, launch.root, sources))  # a spec that cannot run ends here, before it has a folder
+    trial = run_sessions(
+        spec,
+        launch,
+        session,
+        fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
+        threads=spec.threads or os.cpu_count() or 1,
+        total=spec.train.steps,
+        unit="steps",
+    )
+    trial.trial.write_summary(_summary(trial))
+    with clear_write_errors(trial.path):
+        trial_plots(trial)
+    return trial
+
+
+def run_lm_session(
+    folder: Path,
+    launch: Launch,
+    prepare: Prepare,
+    make_objective: MakeObjective,
+    sources: Callable[[Any], dict[str, Source]],
+    *,
+    scalar: bool = False,
+) -> None:
+    """Train the one seed whose session folder this is."""
+    session = Session.open(folder)
+    spec = resolved(session.spec_data)
+    assert isinstance(spec, LmSpec)
+    device = device_of(spec)
+    ranks = Ranks.join(device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(session.manifest["threads"])
+    try:
+        with session if ranks.first else nullcontext():
+            ranks.from_first(folder)  # the others wait for it in `run_lm`
+            start = start_of(spec, launch.root, sources(spec))
+            model = build_model(spec, start, session.seed, device)
+            objective = make_objective(spec, start, prepare(spec, start), session.seed, model)
+            trained = ScalarModel(model) if scalar else model
+            ranks.shard(trained)
+            compile_for_training(model, spec.train, device)
+            keeper = Keeper(trained, start, spec, ranks)
+            engine = TrainEngine(
+                trained,
+                Optimiser(trained, spec.optim, spec.train.steps),
+                ranks,
+                micro_tokens=spec.train.micro_tokens,
+                flops_per_token=start.shape.flops_per_token(spec.data.context),
+                ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
+            )
+            samples = getattr(spec, "samples", SampleSpec())
+            sampler = Samples(samples, engine, start, session, chat=spec.kind != "pretrain")
+            train(spec, session, engine, objective, keeper, sampler, show=launch.show)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def device_of(spec: LmSpec) -> torch.device:
+    """The GPU where there is one, unless the spec says otherwise."""
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
+    cuda = torch.cuda.is_available() and spec.device != "cpu"
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
+
+
+def start_of(spec: LmSpec, root: Path, sources: dict[str, Source]) -> Start:
+    """The shape, the tokenizer and the first weights that a spec names."""
+    wanted, config, eos, folder = spec.model, {}, (), None
+    if wanted.init is not None:
+        found = find_model(wanted.init, root)
+        folder, weights = found.folder, found.base or found.folder
+        config, shape = read_folder(weights)
+        tokenizer_folder, eos = weights, read_eos(weights, config)
+    else:
+        assert wanted.shape is not None  # ModelSpec.problems
+        assert wanted.tokenizer is not None
+        tokenizer_folder, shape = made_tokenizer(wanted.tokenizer, sources), wanted.shape
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    if wanted.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(wanted.chat_template)
+        tokenizer_folder = kept_tokenizer(tokenizer)
+    vocab = shape.vocab or -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if vocab < tokenizer.vocab_size:
+        raise UsageError(f"model.shape.vocab: {vocab} is less than the tokenizer's {tokenizer.vocab_size} tokens")
+    turn = None if tokenizer.chat_template is None else end_of_turn(tokenizer)
+    ends = sorted({token for token in (*eos, tokenizer.eos, turn) if token is not None})
+    return Start(shape.model_copy(update={"vocab": vocab}), tokenizer, tokenizer_folder, tuple(ends), folder, config)
+
+
+def build_model(spec: LmSpec, start: Start, seed: int, device: torch.device) -> Transformer:
+    """The model as it is before the first step."""
+    dtype = DTYPES[spec.train.precision]
+    draws = torch.Generator().manual_seed(stream_key(seed, "weights") >> 1)
+    if start.folder is not None:
+        model = open_model(start.folder, dtype=dtype, device=device)[0].model
+    else:
+        model = Transformer(start.shape, dtype)
+        model.initialise(draws)
+        model.to(device)
+    if spec.model.lora is not None:
+        add_lora(model, spec.model.lora, draws)
+    every = {"none": None, "selective": 2, "full": 1}[spec.train.checkpointing]
+    model.checkpointing = lambda layer: every is not None and layer % every == 0
+    return model
+
+
+class Keeper:
+    """The model in checkpoints: a Hugging Face folder with FP32 weights, or adapters alone where only they change."""
+
+    def __init__(self, model: Transformer | ScalarModel, start: Start, spec: LmSpec, ranks: Ranks):
+        self.model, self.start, self.spec, self.ranks = model, start, spec, ranks
+        self.transformer = model.transformer if isinstance(model, ScalarModel) else model
+
+    def writer(self) -> Callable[[Path], None]:
+        """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
+        if adapted(self.transformer):
+            base = str(self.start.folder)
+            return lambda folder: save_peft(folder, self.transformer, base)
+        weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
+        score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
+        return lambda folder: save_weights(
+            folder,
+            self.start.shape,
+            weights,
+            tokenizer=self.start.tokenizer,
+            eos=self.start.eos,
+            base_config=self.start.config,
+            score=score,
+        )
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that were written there."""
+        if adapted(self.transformer):
+            self.ranks.scatter(adapter_weights(folder, self.transformer), self.transformer)
+            return
+        saved = load_pretrained(folder)
+        self.ranks.scatter(saved.model.state_dict(), self.transformer)
+        if isinstance(self.model, ScalarModel):
+            assert saved.score is not None
+            self.ranks.scatter({"value.weight": saved.score}, self.model)
+
+
+class Samples:
+    """What the model writes during training, in samples.jsonl of the session."""
+
+    def __init__(self, spec: SampleSpec, engine: TrainEngine, start: Start, session: Session, *, chat: bool):
+        self.spec, self.engine, self.start, self.session = spec, engine, start, session
+        self.prompts = [self._prompt(text, chat) for text in spec.prompts]
+        self.writer: Engine | None = None
+        session.follow(SAMPLES, lambda: None)
+
+    def due(self, before: dict[str, int], after: dict[str, int]) -> bool:
+        """Whether it is time to write."""
+        return bool(self.prompts) and due(self.spec.every, before, after)
+
+    def write(self, step: int) -> None:
+        """One text for each prompt, by the weights as they are."""
+        if not self.prompts:
+            return
+        weights = self.engine.weights()
+        if not self.engine.ranks.first:
+            return
+        if self.writer is None:
+            model = self.engine.transformer
+            self.writer = Engine(
+                model,
+                eos=frozenset(self.start.eos),
+                tokenizer=self.start.tokenizer,
+                max_running=8,
+                device=model.embed.device,
+            )
+        self.writer.publish(weights, step)
+        sampling = Sampling(temperature=self.spec.temperature, max_new_tokens=self.spec.max_new_tokens, seed=step)
+        results = self.writer.run([Request(tuple(prompt), sampling) for prompt in self.prompts])
+        with (self.session.path / SAMPLES).open("a") as file:
+            for text, result in zip(self.spec.prompts, results, strict=True):
+                (written,) = result.generations
+                row = {"step": step, "prompt": text, "text": written.text, "stop_reason": str(written.stop_reason)}
+                file.write(json.dumps(row) + "\n")
+                log.info("step %d: %r → %r", step, text, written.text)
+
+    def _prompt(self, text: str, chat: bool) -> list[int]:
+        tokenizer = self.start.tokenizer
+        if chat:
+            return encode_chat(tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True).tokens
+        first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+        return tokenizer.encode(text) or ([] if first is None else [first])
+
+
+def load_lm(run: Run, which: str = "best") -> LanguageModel:
+    """The model of a run's checkpoint, ready to write."""
+    loaded, tokenizer = open_model(run.checkpoint(which), run.trial.path.parent.parent)
+    return LanguageModel(loaded.model, tokenizer, frozenset(loaded.eos))
+
+
+def _summary(trial: Run) -> dict[str, Any]:
+    """The last value of every evaluation metric: its mean over the seeds, and by seed."""
+    found: dict[str, Any] = {}
+    last = {seed: _last_evaluation(trial.metrics(seed)) for seed in trial.seeds}
+    for metric in sorted({metric for row in last.values() for metric in row}):
+        by_seed = {str(seed): row[metric] for seed, row in last.items() if metric in row}
+        found |= {metric: fmean(by_seed.values()), f"{metric}_by_seed": by_seed}
+    return found
+
+
+def _last_evaluation(rows: list[dict[str, Any]]) -> dict[str, float]:
+    evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    return {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")} if evaluated else {}

@@ -1,0 +1,51 @@
+"""The kind `reward_model`: a language model with a scalar head, trained on preferences."""
+
+from pathlib import Path
+
+from palestra.kinds.lm import Start, run_lm, run_lm_session
+from palestra.kinds.models import find_model
+from palestra.kinds.trial import Launch
+from palestra.lm.datasets import Data, mixture_of, pair_data
+from palestra.lm.model import Transformer
+from palestra.lm.preferences import Pair, Preferences, reward_loss
+from palestra.lm.scorer import Scorer
+from palestra.runs.run import Run
+from palestra.spec.kinds.reward_model import RewardModelSpec
+from palestra.spec.lm import Source
+
+
+def run(spec: RewardModelSpec, launch: Launch) -> Run:
+    """Train every seed of the spec."""
+    return run_lm(spec, launch, run_session, data, sources(spec))
+
+
+def run_session(folder: Path, launch: Launch) -> None:
+    """Train the one seed whose session folder this is."""
+    run_lm_session(folder, launch, data, objective, sources, scalar=True)
+
+
+def load(run: Run, which: str = "best") -> Scorer:
+    """The reward model of a run's checkpoint: `load(run).score(messages)`."""
+    folder = find_model(run.checkpoint(which)).folder
+    return Scorer.load(folder)
+
+
+def sources(spec: RewardModelSpec) -> dict[str, Source]:
+    """What a new tokenizer is made of."""
+    return dict(spec.data.train)
+
+
+def data(spec: RewardModelSpec, start: Start) -> Data[Pair]:
+    """The pairs."""
+    return pair_data(spec.data, start.tokenizer_folder)
+
+
+def objective(spec: RewardModelSpec, start: Start, found: Data[Pair], seed: int, model: Transformer) -> Preferences:
+    """A higher score for the chosen conversation."""
+    return Preferences(
+        mixture_of(found, spec.data, seed=seed, batch=spec.train.batch),
+        found.evals,
+        reward_loss(spec.loss),
+        batch=spec.train.batch,
+        eval_examples=spec.eval.examples,
+    )

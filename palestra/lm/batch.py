@@ -1,0 +1,161 @@
+"""A batch of sequences packed into one row, and the one place where tokens are shifted to predictions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.data.packing import micro_batches
+from palestra.lm.attention import PackedAttention
+from palestra.lm.head import token_logprobs
+from palestra.lm.model import Output, Transformer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences end to end. Index t of every per-token array means token t, never the prediction at t.
+
+    Lengths of a packed window's documents count as sequences: no attention crosses them.
+    """
+
+    tokens: Tensor
+    """(T) int64."""
+    lengths: list[int]
+    """Of the B sequences; they add up to T."""
+    loss_mask: Tensor
+    """(T) FP32: the weight of each token's loss; 0 for prompts. The first token of a sequence is never predicted."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Further arrays (T), such as advantages."""
+    per_sequence: dict[str, Tensor] = field(default_factory=dict)
+    """Further arrays (B), such as rewards."""
+
+    @classmethod
+    def pack(
+        cls,
+        sequences: Sequence[Sequence[int] | np.ndarray],
+        loss_masks: Sequence[Sequence[float] | np.ndarray] | None = None,
+        per_token: Mapping[str, Sequence[Sequence[float] | np.ndarray]] | None = None,
+        per_sequence: Mapping[str, Sequence[float]] | None = None,
+    ) -> "Batch":
+        """Lay sequences end to end; without masks every token has weight 1."""
+        lengths = [len(s) for s in sequences]
+        if min(lengths, default=0) < 1:
+            raise ValueError("a batch needs sequences of at least one token")
+        tokens = torch.from_numpy(np.concatenate([np.asarray(s, np.int64) for s in sequences]))
+        mask = torch.ones(len(tokens)) if loss_masks is None else _row(loss_masks, lengths)
+        mask[_starts(lengths)] = 0.0
+        return cls(
+            tokens,
+            lengths,
+            mask,
+            {name: _row(values, lengths) for name, values in (per_token or {}).items()},
+            {name: _column(values, len(lengths)) for name, values in (per_sequence or {}).items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Bounds of the sequences (B + 1), int32 on the batch's device."""
+        bounds = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+        return torch.from_numpy(bounds).to(self.tokens.device)
+
+    @property
+    def positions(self) -> Tensor:
+        """(T): each token's place in its sequence."""
+        places = np.concatenate([np.arange(n) for n in self.lengths])
+        return torch.from_numpy(places).to(self.tokens.device)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """(T): which sequence a token belongs to."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.lengths)), self.lengths)).to(self.tokens.device)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on a device."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            per_token={name: t.to(device, non_blocking=True) for name, t in self.per_token.items()},
+            per_sequence={name: t.to(device, non_blocking=True) for name, t in self.per_sequence.items()},
+        )
+
+    def select(self, sequences: Sequence[int]) -> "Batch":
+        """Some of the sequences, in that order."""
+        index = self.token_index(sequences)
+        rows = torch.tensor(list(sequences), device=self.tokens.device)
+        return Batch(
+            self.tokens[index],
+            [self.lengths[i] for i in sequences],
+            self.loss_mask[index],
+            {name: t[index] for name, t in self.per_token.items()},
+            {name: t[rows] for name, t in self.per_sequence.items()},
+        )
+
+    def group_sizes(self, group: int) -> list[int]:
+        """Tokens of each group of `group` consecutive sequences."""
+        if len(self) % group:
+            raise ValueError(f"{len(self)} sequences are no whole groups of {group}")
+        return np.add.reduceat(self.lengths, np.arange(0, len(self.lengths), group)).tolist()
+
+    def select_groups(self, groups: Sequence[int], group: int) -> "Batch":
+        """Some of the groups of `group` consecutive sequences."""
+        return self.select([g * group + i for g in groups for i in range(group)])
+
+    def split(self, max_tokens: int, group: int = 1) -> list["Batch"]:
+        """Micro-batches of similar size and at most `max_tokens`; `group` consecutive sequences stay together."""
+        sizes = self.group_sizes(group)
+        return [self.select_groups(part, group) for part in micro_batches(sizes, max(max_tokens, max(sizes)))]
+
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """Where the tokens of `select(sequences)` lie in this batch."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
+        return torch.from_numpy(index).to(self.tokens.device)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the model says of a batch's tokens; 0 where nothing was asked."""
+
+    logprobs: Tensor
+    """(T) FP32."""
+    entropy: Tensor
+    """(T) FP32."""
+    output: Output
+
+
+def forward(model: Transformer, batch: Batch) -> Output:
+    """Hidden states of a packed batch."""
+    return model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.lengths))
+
+
+def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy: bool = True) -> Scored:
+    """log p of every token with a loss weight, given those before it. The one place with the shift by one."""
+    output = forward(model, batch)
+    asked = batch.loss_mask.nonzero()[:, 0]  # never the first of a sequence, so asked - 1 is in the same sequence
+    logprobs, entropies = token_logprobs(
+        output.hidden[asked - 1], model.unembed, batch.tokens[asked], temperature, entropy=entropy
+    )
+    zeros = logprobs.new_zeros(len(batch.tokens))
+    return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), output)
+
+
+def _row(values: Sequence[Sequence[float] | np.ndarray], lengths: list[int]) -> Tensor:
+    if [len(v) for v in values] != lengths:
+        raise ValueError(f"expected one value a token: lengths {lengths}, got {[len(v) for v in values]}")
+    return torch.from_numpy(np.concatenate([np.asarray(v, np.float32) for v in values]))
+
+
+def _column(values: Sequence[float], sequences: int) -> Tensor:
+    if len(values) != sequences:
+        raise ValueError(f"expected one value a sequence: {sequences}, got {len(values)}")
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int).tolist()

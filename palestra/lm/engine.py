@@ -1,0 +1,135 @@
+"""The training engine: gradients summed over micro-batches and ranks, divided once; then one optimizer step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from palestra.data.packing import micro_batches
+from palestra.lm.batch import Batch, score
+from palestra.lm.lora import merged_weights
+from palestra.lm.model import Transformer
+from palestra.lm.moe import update_bias
+from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.ranks import Ranks
+from palestra.lm.value_head import ScalarModel
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss function gives for some of a batch: sums, never means."""
+
+    total: Tensor
+    """The sum over tokens, sequences or pairs; the engine divides it by the whole batch's denominator."""
+    terms: dict[str, Tensor]
+    """Further sums for people to see, without gradients; divided by the same denominator."""
+    load: Tensor | None = None
+    """Tokens that went to each expert (L, E), where selection biases follow them."""
+
+
+LossFunction = Callable[[Any, Batch], Loss]
+"""Of a model, a transformer or one with a scalar head, and some of a batch."""
+
+
+class TrainEngine:
+    """A model and its optimizer. The gradient depends neither on the split into micro-batches nor on the ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimiser: Optimiser,
+        ranks: Ranks,
+        *,
+        micro_tokens: int,
+        flops_per_token: float,
+        ema: Ema | None = None,
+    ):
+        self.model, self.optimiser, self.ranks, self.micro_tokens, self.ema = model, optimiser, ranks, micro_tokens, ema
+        self.device = next(model.parameters()).device
+        self.flops_per_token = flops_per_token
+        """Of a forward pass, for the share of the machine's peak."""
+        self._load: Tensor | None = None
+
+    def forward_backward(
+        self, batch: Batch, loss: LossFunction, denominator: float, *, group: int = 1
+    ) -> dict[str, Tensor]:
+        """Add the gradient of (sum of losses) / denominator; the loss and its terms over the whole batch.
+
+        `batch` is everybody's: a rank takes its share. `group` consecutive sequences belong together.
+        """
+        sums: dict[str, Tensor] = {}
+        for micro in self.ranks.micro_batches(batch, self.micro_tokens, group):
+            result = loss(self.model, micro.to(self.device))
+            (result.total / denominator).backward()
+            for name, value in {"loss": result.total.detach(), **result.terms}.items():
+                sums[name] = sums.get(name, 0.0) + value.detach() / denominator
+            if result.load is not None:
+                self._load = result.load + (0 if self._load is None else self._load)
+        return self.ranks.sum(sums)
+
+    @torch.no_grad()
+    def losses(self, batch: Batch, loss: LossFunction, *, group: int = 1) -> dict[str, Tensor]:
+        """The summed loss and its terms over a batch, without a gradient."""
+        sums: dict[str, Tensor] = {}
+        for micro in self.ranks.micro_batches(batch, self.micro_tokens, group):
+            result = loss(self.model, micro.to(self.device))
+            for name, value in {"loss": result.total, **result.terms}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return self.ranks.sum(sums)
+
+    def optim_step(self, progress: float) -> dict[str, float]:
+        """Apply the gradient and forget it; `progress` is the fraction of the run that is done."""
+        metrics = self.optimiser.step(progress)
+        if self._load is not None:
+            update_bias(self.transformer, self.ranks.sum({"load": self._load})["load"])
+            self._load = None
+        if self.ema is not None and not metrics["skipped"]:
+            self.ema.update(self.model)
+        return metrics
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+        """log p (T) of every token of `batch` that has a loss weight."""
+        found = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        for part in micro_batches(batch.lengths, max(self.micro_tokens, max(batch.lengths))):
+            micro = batch.select(part).to(self.device)
+            values = score(self.transformer, micro, temperature=temperature, entropy=False).logprobs
+            found[batch.token_index(part)] = values.to(found.device)
+        return found
+
+    @property
+    def transformer(self) -> Transformer:
+        """The model, without the scalar head it may have."""
+        return self.model.transformer if isinstance(self.model, ScalarModel) else cast(Transformer, self.model)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The transformer's parameters, whole on every rank and with adapters merged: what `publish` takes."""
+        return self.ranks.gather(merged_weights(self.transformer))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average in place of the weights, where there is one."""
+        if self.ema is None:
+            yield
+            return
+        with self.ema.swapped_in(self.model):
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""
+        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {
+            "optimiser": self.optimiser.state(),
+            "ema": None if self.ema is None else self.ema.state(),
+            "weights": None if self.ema is None else self.ranks.gather(trained),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.optimiser.load_state(state["optimiser"])
+        if self.ema is not None:
+            self.ema.load_state(state["ema"])
+            self.ranks.scatter(state["weights"], self.model)

@@ -1,0 +1,263 @@
+"""Hugging Face model folders, in and out: config.json, safetensors, generation config and tokenizer."""
+
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import UsageError
+from palestra.lm.families import FAMILIES, Family
+from palestra.lm.hf_config import canonical, family_of, is_classifier, kept, own_config, read_folder, write_config
+from palestra.lm.model import Block, Transformer
+from palestra.lm.ops import MLP, Linear
+from palestra.lm.shards import DamagedModel, Shards, write_shards
+from palestra.runs.store import read_json, sync_folder, write_json
+from palestra.spec.shape import Shape
+
+MAX_SHARD_BYTES = 5_000_000_000
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# Rotary tables that old versions of transformers stored; they follow from the config.
+_DERIVED = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a model folder holds."""
+
+    model: Transformer
+    tokenizer: Path | None
+    """The folder, where it has a tokenizer."""
+    eos: tuple[int, ...]
+    """The tokens that end a generation."""
+    config: dict[str, Any]
+    """config.json as it was read."""
+    score: Tensor | None
+    """The scalar head (1, D) of a reward model."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a stored tensor lies in one of the model's."""
+
+    theirs: str
+    ours: str
+    index: tuple[int | slice, ...] = ()
+
+
+def load_pretrained(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Pretrained:
+    """Load a model folder: arithmetic in `dtype`, parameters in `param_dtype`. Needs the memory of the model once."""
+    folder = Path(folder)
+    config, shape = read_folder(folder)
+    model = empty_model(shape, dtype, param_dtype, device)
+    state = model.state_dict()
+    with Shards(folder) as shards:
+        places = slots(shape, FAMILIES.get(config["model_type"]))
+        stored = checked_names(shards, places, shape, score=is_classifier(config))
+        for slot in places:
+            state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
+        score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
+    has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
+    return Pretrained(model, folder if has_tokenizer else None, read_eos(folder, config), config, score)
+
+
+def save_pretrained(
+    folder: Path,
+    model: Transformer,
+    *,
+    tokenizer: Tokenizer | None,
+    eos: Sequence[int],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    base_config: Mapping[str, Any] | None = None,
+    score: Tensor | None = None,
+) -> None:
+    """Write a model folder, which must not exist yet; see `save_weights`."""
+    save_weights(
+        folder,
+        model.shape,
+        model.state_dict(),
+        tokenizer=tokenizer,
+        eos=eos,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        base_config=base_config,
+        score=score,
+    )
+
+
+def save_weights(
+    folder: Path,
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    *,
+    tokenizer: Tokenizer | None,
+    eos: Sequence[int],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    base_config: Mapping[str, Any] | None = None,
+    score: Tensor | None = None,
+) -> None:
+    """Write a model folder from weights by the transformer's names, whole or not at all; it must not exist yet.
+
+    transformers loads it, unless no family expresses the shape (`model_type: palestra`). `dtype` None stores the
+    weights as they are; `base_config` is that of the model they come from; `score` makes it a reward model.
+    """
+    base = base_config or {}
+    shape = shape if score is None else shape.model_copy(update={"tied": True})  # a score stands in for the head
+    family = family_of(shape, base.get("model_type"))
+    if family is None or (score is not None and not family.classifies):
+        family, config = None, own_config(shape)
+    else:
+        config = {**kept(base), **write_config(canonical(shape), family), "architectures": [family.architecture]}
+    if score is not None:
+        name = "PalestraForSequenceClassification" if family is None else family.classifier
+        config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    special = {
+        "bos_token_id": base.get("bos_token_id") if tokenizer is None else tokenizer.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": base.get("pad_token_id") if tokenizer is None else tokenizer.pad,
+    }
+    config |= {**special, "torch_dtype": str(dtype or weights["embed"].dtype).removeprefix("torch.")}
+
+    skeleton = _skeleton(shape)
+    expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    wrong = [name for name, size in expected.items() if name not in weights or weights[name].shape != size]
+    if wrong:
+        raise DamagedModel(f"weights that are missing or do not have the sizes of {shape!r}: {', '.join(wrong[:20])}")
+    buffers = {name for name, _ in skeleton.named_buffers()}  # selection biases: kept as they are
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for slot in slots(shape, family):
+            tensor = weights[slot.ours].detach()[slot.index]
+            yield slot.theirs, tensor.to("cpu", tensor.dtype if slot.ours in buffers else dtype or tensor.dtype)
+        if score is not None:
+            yield "score.weight", score.detach().to("cpu", dtype or score.dtype)
+
+    with written_whole(folder) as part:
+        write_json(part / "config.json", config)
+        write_json(part / "generation_config.json", special)
+        if tokenizer is not None:
+            tokenizer.save(part)
+        write_shards(part, tensors(), max_shard_bytes)
+
+
+def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A transformer on a device whose parameters hold nothing yet, in their own precision from the start."""
+    model = _skeleton(shape, dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(param_dtype)
+    return model.to_empty(device=device)
+
+
+def slots(shape: Shape, family: Family | None) -> list[Slot]:
+    """Every tensor of a family's checkpoint of that shape; without a family, names are the transformer's own."""
+    model = _skeleton(shape)
+    if family is None:
+        return [Slot(name, name) for name in model.state_dict()]
+    found = [Slot("model.embed_tokens.weight", "embed")]
+    for layer, block in enumerate(model.layers):
+        assert isinstance(block, Block)
+        found += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
+    found.append(Slot("model.norm.weight", "norm.weight"))
+    return found if shape.tied else [*found, Slot("lm_head.weight", "head")]
+
+
+def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score: bool) -> set[str]:
+    """The names of the stored tensors, after a check that they and their shapes are those of the model."""
+    state = _skeleton(shape).state_dict()
+    expected = {slot.theirs: tuple(state[slot.ours][slot.index].shape) for slot in places}
+    if score:
+        expected["score.weight"] = (1, shape.width)
+    stored = {name for name in shards.shapes if not name.endswith(_DERIVED)}
+    if shape.tied and "lm_head.weight" in stored and not score:
+        stored.remove("lm_head.weight")
+        if not torch.equal(shards.tensor("lm_head.weight"), shards.tensor("model.embed_tokens.weight")):
+            raise DamagedModel(
+                f"{shards.folder}: config.json says tie_word_embeddings, but lm_head.weight is stored and differs from "
+                "model.embed_tokens.weight; set tie_word_embeddings to false to use it"
+            )
+    problems = [f"missing: {name}" for name in expected if name not in stored]
+    problems += [f"not part of the model: {name}" for name in sorted(stored - set(expected))]
+    for name in expected:
+        if name in stored and shards.shapes[name] != expected[name]:
+            problems.append(f"{name} has shape {shards.shapes[name]}, expected {expected[name]}")
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise DamagedModel(f"{shards.folder}: the weights do not fit config.json:{listed}{more}")
+    return stored
+
+
+def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a generation: those of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    given = read_json(path).get("eos_token_id") if path.exists() else None
+    given = config.get("eos_token_id") if given is None else given
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A hidden folder beside `folder` that takes its name at the end; killed before, there is no `folder`."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists already; remove it or choose another place for the model")
+    part = folder.parent / f".{folder.name}.part-{uuid.uuid4().hex[:8]}"
+    part.mkdir(parents=True)
+    try:
+        yield part
+        sync_folder(part)
+        part.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # gone already when all went well
+
+
+def _skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A transformer without memory: only names and shapes."""
+    with torch.device("meta"):
+        return Transformer(shape, dtype)
+
+
+def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: Family) -> Iterator[Slot]:
+    yield Slot(f"{theirs}.input_layernorm.weight", f"{ours}.attn_norm.weight")
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv)
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)
+    if shape.qk_norm is not None:
+        for norm in ("q_norm", "k_norm"):
+            yield Slot(f"{theirs}.self_attn.{norm}.weight", f"{ours}.attn.{norm}.weight")
+    yield Slot(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
+    if family.experts is None or shape.moe is None:
+        assert isinstance(block.mlp, MLP)
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up)
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.down", block.mlp.down)
+        return
+    names, hidden = family.experts, shape.moe.mlp
+    yield Slot(f"{theirs}.{names.block}.gate.weight", f"{ours}.mlp.router")
+    for e in range(shape.moe.experts):
+        expert = f"{theirs}.{names.block}.experts.{e}"
+        yield Slot(f"{expert}.{names.gate}.weight", f"{ours}.mlp.gate_up", (e, slice(0, hidden)))
+        yield Slot(f"{expert}.{names.up}.weight", f"{ours}.mlp.gate_up", (e, slice(hidden, 2 * hidden)))
+        yield Slot(f"{expert}.{names.down}.weight", f"{ours}.mlp.down", (e,))
+
+
+def _parts(theirs: str, ours: str, linear: Linear) -> Iterator[Slot]:
+    for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
+        start = 0
+        for part, rows in linear.parts.items():
+            yield Slot(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", (slice(start, start + rows),))
+            start += rows

@@ -1,0 +1,328 @@
+"""config.json to Shape and back: every key that changes the arithmetic is understood or refused by name."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from palestra.errors import UsageError
+from palestra.lm.families import DEFAULTS, FAMILIES, FIXED, HARMLESS, KEPT, Experts, Family
+from palestra.runs.store import read_json
+from palestra.spec.shape import MoESpec, RopeScaling, Shape
+
+
+class UnsupportedModel(UsageError):
+    """A config that asks for arithmetic which the transformer does not have."""
+
+
+OWN = "palestra"
+"""The `model_type` of a shape that no family expresses; transformers does not load it."""
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], Shape]:
+    """The config.json of a model folder, and the shape that it describes."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise UsageError(f"{folder} is not a model folder: it has no config.json")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is not a mapping")
+    return config, read_config(config, str(path))
+
+
+def family_named(config: Mapping[str, Any], where: str) -> Family:
+    """The family that a config names; an unknown one is an error that lists those known."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"{where} has model_type {model_type!r}, which is not supported; those that are: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    classes = [family.architecture, family.classifier] if family.classifies else [family.architecture]
+    if architectures is not None and not (len(architectures) == 1 and architectures[0] in classes):
+        raise UnsupportedModel(
+            f"{where} has architectures {architectures}, which is not supported for model_type {model_type}; "
+            f"expected {' or '.join(classes)}"
+        )
+    return family
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether the config is of a model that scores sequences."""
+    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
+
+
+def read_config(config: Mapping[str, Any], where: str) -> Shape:
+    """The shape that a config.json describes; whatever is not understood is an error that names each such key."""
+    if config.get("model_type") == OWN:
+        return _read_own(config, where)
+    family = family_named(config, where)
+    shape, problems = _read(config, family)
+    labels = config.get("num_labels", 2) if config.get("id2label") is None else len(config["id2label"])
+    if is_classifier(config) and labels != 1:
+        problems.append(f"a classifier into {labels} labels (expected one label: the score of a reward model)")
+    if shape is None or problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise UnsupportedModel(f"{where} describes a {family.model_type} model that is not supported:{listed}")
+    return shape
+
+
+def write_config(shape: Shape, family: Family) -> dict[str, Any]:
+    """What config.json says of a shape, in the layout that transformers 4 and 5 both read."""
+    config: dict[str, Any] = {
+        "model_type": family.model_type,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv,
+        "head_dim": shape.dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if shape.rope_scaling is None else _write_scaling(shape.rope_scaling),
+        "tie_word_embeddings": shape.tied,
+        **family.fixed,
+    }
+    if family.window != "none":
+        config["sliding_window"] = shape.window
+    if family.window in ("switched", "layers"):
+        config["use_sliding_window"] = shape.window is not None
+    if family.window == "layers":
+        config["max_window_layers"] = shape.layers if shape.window is None else shape.window_from
+    if family.experts is not None and shape.moe is not None:
+        config[family.experts.count[0]] = shape.moe.experts
+        config[family.experts.width] = shape.moe.mlp
+        config["num_experts_per_tok"] = shape.moe.active
+        if family.experts.normalise is not None:
+            config[family.experts.normalise] = shape.moe.normalise
+    return config
+
+
+def own_config(shape: Shape) -> dict[str, Any]:
+    """A config.json for a shape that no family expresses."""
+    return {"model_type": OWN, "architectures": ["PalestraForCausalLM"], "shape": shape.model_dump()}
+
+
+def kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a loaded config that belong into one written from it though the model does not depend on them."""
+    return {key: value for key, value in config.items() if key in KEPT}
+
+
+def family_of(shape: Shape, preferred: str | None = None) -> Family | None:
+    """The family, `preferred` if possible, whose config expresses all of the shape; None where there is none."""
+    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != preferred)
+    wanted = canonical(shape)
+    return next((family for family in order if _read(write_config(wanted, family), family) == (wanted, [])), None)
+
+
+def canonical(shape: Shape) -> Shape:
+    """The one shape of all that have the same parameters and the same forward pass."""
+    moe, scaling, window = shape.moe, shape.rope_scaling, shape.window if shape.window_from < shape.layers else None
+    if moe is not None:
+        moe = moe.model_copy(update={"balance": 0.0, "z_loss": 0.0})
+    if scaling is not None and scaling.type == "linear":
+        scaling = RopeScaling(type="linear", factor=scaling.factor)
+    elif scaling is not None and scaling.type == "llama3":
+        scaling = scaling.model_copy(update={"attention_factor": None})
+    elif scaling is not None and scaling.attention_factor is None:
+        scaling = scaling.model_copy(update={"attention_factor": _temperature(scaling.factor)})
+    return shape.model_copy(
+        update={
+            "kv_heads": shape.kv,
+            "head_dim": shape.dim,
+            "mlp": shape.mlp if moe is None else moe.mlp,
+            "rope_scaling": scaling,
+            "window": window,
+            "window_from": 0 if window is None else shape.window_from,
+            "moe": moe,
+        }
+    )
+
+
+class _Keys:
+    """A config of which every key must be asked for, or be known to be harmless; problems are collected."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""):
+        self.config, self.defaults, self.prefix = config, defaults, prefix
+        self.asked: set[str] = set()
+        self.problems: list[str] = []
+
+    def take(self, key: str, kind: type, *aliases: str) -> Any:
+        """The value, or the default where it is absent or null."""
+        self.asked |= {key, *aliases}
+        value = next((self.config[name] for name in (key, *aliases) if self.config.get(name) is not None), None)
+        if value is None and key not in self.defaults:
+            self.problems.append(f"{self.prefix}{key} is missing")
+        return self.defaults.get(key) if value is None else self._checked(key, value, kind)
+
+    def take_or_none(self, key: str, kind: type) -> Any:
+        """The value, or the default where it is absent; null is a value too."""
+        self.asked.add(key)
+        value = self.config.get(key, self.defaults.get(key))
+        return None if value is None else self._checked(key, value, kind)
+
+    def _checked(self, key: str, value: Any, kind: type) -> Any:
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            self.problems.append(f"{self.prefix}{key} = {value!r} (expected {kind.__name__})")
+        return value
+
+    def expect(self, key: str, only: Any) -> None:
+        """Refuse any value but one; absent and null mean that one."""
+        self.asked.add(key)
+        value = self.config.get(key)
+        if value is not None and value != only:
+            self.problems.append(f"{self.prefix}{key} = {value!r} (only {only!r} is supported)")
+
+    def refuse_rest(self, harmless: frozenset[str]) -> None:
+        """Refuse what nobody asked for, unless it is harmless or null."""
+        for key, value in self.config.items():
+            if key not in self.asked and key not in harmless and value is not None:
+                self.problems.append(f"{self.prefix}{key} = {value!r} (not understood)")
+
+
+def _read_own(config: Mapping[str, Any], where: str) -> Shape:
+    try:
+        return Shape.model_validate(config.get("shape"))
+    except ValidationError as error:
+        listed = "".join(f"\n  {problem}" for problem in _explained(error))
+        raise UnsupportedModel(f"{where} holds no shape that this version understands:{listed}") from error
+
+
+def _explained(error: ValidationError) -> list[str]:
+    return [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
+
+
+def _read(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
+    """The shape and the problems; without problems there is a shape."""
+    keys = _Keys(config, {**DEFAULTS, **family.defaults})
+    for key, only in {**FIXED, **family.fixed}.items():
+        keys.expect(key, only)
+    width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
+    layers, context = keys.take("num_hidden_layers", int), keys.take("max_position_embeddings", int)
+    fields = {
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "kv_heads": keys.take_or_none("num_key_value_heads", int) or heads,
+        "head_dim": keys.take_or_none("head_dim", int),
+        "mlp": keys.take("intermediate_size", int),
+        "context": context,
+        "vocab": keys.take("vocab_size", int),
+        "tied": keys.take("tie_word_embeddings", bool) or is_classifier(config),
+        "norm_eps": keys.take("rms_norm_eps", float),
+        "qk_norm": family.qk_norm,
+        "attention_bias": family.attention_bias,
+    }
+    if not keys.problems:
+        fields["head_dim"] = fields["head_dim"] or width // heads
+        if family.heads != "any" and width % heads:
+            keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
+        if family.heads == "fill" and fields["head_dim"] * heads != width:
+            keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
+        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, context)
+        fields["window"], fields["window_from"] = _read_window(keys, family, layers)
+        fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
+    keys.refuse_rest(HARMLESS)
+    if keys.problems:
+        return None, keys.problems
+    try:
+        shape = Shape(**fields)
+    except ValidationError as error:
+        return None, _explained(error)
+    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+
+
+def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
+    """The base and the scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    theta = keys.take("rope_theta", float)
+    keys.asked |= {"rope_parameters", "rope_scaling"}
+    name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
+    given = keys.config.get(name) or {}
+    if not isinstance(given, dict):
+        keys.problems.append(f"{name} = {given!r} is not a mapping")
+        return None, None
+    defaults = {"rope_theta": theta, "original_max_position_embeddings": context, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope = _Keys(given, {**defaults, "rope_type": given.get("type", "default")}, f"{name}.")
+    rope.asked.add("type")
+    rope.expect("partial_rotary_factor", 1.0)
+    rope.expect("truncate", True)
+    theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
+    scaling = None
+    if kind in ("linear", "llama3", "yarn"):
+        scaling = _read_scaling(rope, kind)
+    elif kind != "default":
+        rope.problems.append(f"{name}.rope_type = {kind!r} (supported are default, linear, llama3 and yarn)")
+    rope.refuse_rest(frozenset({"original_max_position_embeddings"} if kind in ("default", "linear") else ()))
+    keys.problems += rope.problems
+    return theta, scaling
+
+
+def _read_scaling(rope: _Keys, kind: Literal["linear", "llama3", "yarn"]) -> RopeScaling | None:
+    fields: dict[str, Any] = {"factor": rope.take("factor", float)}
+    if kind != "linear":
+        fields["original_context"] = rope.take("original_max_position_embeddings", int)
+    if kind == "llama3":
+        fields |= {"low": rope.take("low_freq_factor", float), "high": rope.take("high_freq_factor", float)}
+    if kind == "yarn":
+        fields |= {"low": rope.take("beta_slow", float), "high": rope.take("beta_fast", float)}
+        scale, of_all = rope.take_or_none("mscale", float), rope.take_or_none("mscale_all_dim", float)
+        fields["attention_factor"] = rope.take_or_none("attention_factor", float)
+        if fields["attention_factor"] is None and scale and of_all and not rope.problems:
+            factor = fields["factor"]
+            fields["attention_factor"] = _temperature(factor, scale) / _temperature(factor, of_all)
+    return None if rope.problems else RopeScaling(type=kind, **fields)
+
+
+def _temperature(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies cosines and sines with (Peng et al. 2023, equation 15)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    written: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type != "linear":
+        written["original_max_position_embeddings"] = scaling.original_context
+    if scaling.type == "llama3":
+        written |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    if scaling.type == "yarn":
+        written |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention_factor}
+    return written
+
+
+def _read_window(keys: _Keys, family: Family, layers: int) -> tuple[int | None, int]:
+    """The window and the first layer that has it."""
+    if family.window == "none":
+        return None, 0
+    window = keys.take_or_none("sliding_window", int)
+    if family.window == "all":
+        return window, 0
+    first = 0
+    switched_on = keys.take("use_sliding_window", bool)
+    if family.window == "layers":
+        first = keys.take("max_window_layers", int)
+        keys.asked.add("layer_types")
+        kinds = keys.config.get("layer_types")
+        if kinds is not None:
+            first = next((i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers)
+            if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+                keys.problems.append(f"layer_types = {kinds!r} (supported are full layers, then sliding ones)")
+    elif not switched_on:
+        keys.asked.add("max_window_layers")  # in real Qwen3-MoE configs, without a meaning there
+    return (window, first) if switched_on and first < layers else (None, 0)
+
+
+def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
+    fields = {
+        "experts": keys.take(experts.count[0], int, *experts.count[1:]),
+        "active": keys.take("num_experts_per_tok", int),
+        "mlp": keys.take(experts.width, int),
+        "normalise": True if experts.normalise is None else keys.take(experts.normalise, bool),
+    }
+    return None if keys.problems else MoESpec(**fields)

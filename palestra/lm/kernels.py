@@ -1,0 +1,131 @@
+"""Triton kernels for the GPU: one launch, or one pass over the logits, where there would be many."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `x` (T, heads, dim), its last two dimensions contiguous, by `cos` and `sin` (T, dim / 2)."""
+    rows, heads, dim = x.shape
+    out = torch.empty((rows, heads, dim), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(heads * dim // 2)
+    _rotate[(rows,)](x, cos, sin, out, x.stride(0), heads * dim // 2, dim // 2, block)
+    return out
+
+
+@triton.jit
+def _rotate(x, cos, sin, out, x_stride, pairs, half, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < pairs
+    head, place = i // half, i % half
+    c = tl.load(cos + row * half + place, mask=inside, other=0.0)
+    s = tl.load(sin + row * half + place, mask=inside, other=0.0)
+    at = head * half * 2 + place
+    first = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_stride + at + half, mask=inside, other=0.0).to(tl.float32)
+    base = out + row * pairs * 2 + at
+    tl.store(base, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(base + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """SiLU(gate) · up of the two halves of (T, 2F)."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(width))
+    _swiglu[(rows, triton.cdiv(width, block))](gate_up, out, width, block)
+    return out
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    gate = tl.load(gate_up + row * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + i, mask=inside, other=0.0)
+    # SiLU is rounded before the product, as it is where PyTorch computes the two one after the other.
+    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty)
+    tl.store(out + row * width + i, silu * up, mask=inside)
+
+
+def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row z = logits / temperature: log p(target), log Σ exp z, and the entropy, in one pass."""
+    rows, vocab = logits.shape
+    logprobs, normalisers, entropies = (torch.empty(rows, device=logits.device) for _ in range(3))
+    _softmax_rows[(rows,)](
+        logits, targets, logprobs, normalisers, entropies, vocab, 1.0 / temperature, 4096, num_warps=8
+    )
+    return logprobs, normalisers, entropies
+
+
+@triton.jit
+def _softmax_rows(logits, targets, logprobs, normalisers, entropies, vocab, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], -1e30, tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    firsts = tl.zeros([BLOCK], tl.float32)  # Σ exp(z − top) · z
+    for start in range(0, vocab, BLOCK):
+        z = tl.load(logits + row * vocab + start + i, mask=start + i < vocab, other=-1e30) * scale
+        higher = tl.maximum(tops, z)
+        shrink, weight = tl.exp(tops - higher), tl.exp(z - higher)
+        weight = tl.where(start + i < vocab, weight, 0.0)
+        totals = totals * shrink + weight
+        firsts = firsts * shrink + weight * z
+        tops = higher
+    top = tl.max(tops, 0)
+    shrink = tl.exp(tops - top)
+    total = tl.sum(totals * shrink, 0)
+    normaliser = top + tl.log(total)
+    target = tl.load(logits + row * vocab + tl.load(targets + row)) * scale
+    tl.store(logprobs + row, target - normaliser)
+    tl.store(normalisers + row, normaliser)
+    tl.store(entropies + row, normaliser - tl.sum(firsts * shrink, 0) / total)
+
+
+def softmax_rows_backward(
+    logits: Tensor,
+    targets: Tensor,
+    normalisers: Tensor,
+    entropies: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient (rows, V) of `softmax_rows` with respect to the logits, in `dtype`."""
+    rows, vocab = logits.shape
+    out = torch.empty((rows, vocab), dtype=dtype, device=logits.device)
+    _softmax_rows_backward[(rows, triton.cdiv(vocab, 4096))](
+        logits,
+        targets,
+        normalisers,
+        entropies,
+        of_logprob,
+        of_entropy,
+        out,
+        vocab,
+        1.0 / temperature,
+        4096,
+        num_warps=8,
+    )
+    return out
+
+
+@triton.jit
+def _softmax_rows_backward(
+    logits, targets, normalisers, entropies, of_logprob, of_entropy, out, vocab, scale, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < vocab
+    log_p = tl.load(logits + row * vocab + i, mask=inside, other=0.0) * scale - tl.load(normalisers + row)
+    # ∂ log p(y) / ∂ z = 1[y] − p,   ∂ H / ∂ z = −p (log p + H)
+    to_logprob, to_entropy = tl.load(of_logprob + row), tl.load(of_entropy + row)
+    grad = -tl.exp(log_p) * (to_logprob + to_entropy * (log_p + tl.load(entropies + row)))
+    grad += tl.where(i == tl.load(targets + row), to_logprob, 0.0)
+    tl.store(out + row * vocab + i, (grad * scale).to(out.dtype.element_ty), mask=inside)

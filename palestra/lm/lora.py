@@ -1,0 +1,149 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) on the transformer's matrices: added, merged, unmerged, kept alone."""
+
+from collections.abc import Mapping
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.errors import PalestraError, UsageError
+from palestra.lm.model import Transformer
+from palestra.lm.ops import Linear
+from palestra.spec.lora import LoraSpec, Target
+
+
+class LoraLinear(Linear):
+    """A `Linear` of which some parts have adapters: W + scale · B · A. Its weight keeps its name and is not trained."""
+
+    def __init__(self, base: Linear, targets: list[str], rank: int, scale: float):
+        nn.Module.__init__(self)
+        self.parts, self.weight, self.bias, self.scale = base.parts, base.weight, base.bias, scale
+        inputs, device = base.weight.shape[1], base.weight.device
+        self.lora_a = nn.ParameterDict({part: torch.empty(rank, inputs, device=device) for part in targets})
+        self.lora_b = nn.ParameterDict({part: torch.zeros(base.parts[part], rank, device=device) for part in targets})
+        self._unmerged: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the precision of `x`."""
+        out = super().forward(x)
+        if self.is_merged:
+            return out
+        pieces = out.split(list(self.parts.values()), dim=-1)
+        return torch.cat([self._adapt(piece, part, x) for part, piece in zip(self.parts, pieces, strict=True)], dim=-1)
+
+    def _adapt(self, piece: Tensor, part: str, x: Tensor) -> Tensor:
+        if part not in self.lora_a:
+            return piece
+        low = F.linear(x, self.lora_a[part].to(x.dtype))
+        return piece + F.linear(low, self.lora_b[part].to(x.dtype)) * self.scale
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the adapters are in the weight already."""
+        return self._unmerged is not None
+
+    @torch.no_grad()
+    def merged_weight(self) -> Tensor:
+        """The weight with its adapters added in FP32, in the weight's precision."""
+        if self.is_merged:
+            return self.weight.detach()
+        merged = self.weight.detach().to(torch.float32, copy=True)
+        for part, rows in zip(self.parts, merged.split(list(self.parts.values())), strict=True):
+            if part in self.lora_a:
+                rows.addmm_(self.lora_b[part].float(), self.lora_a[part].float(), alpha=self.scale)
+        return merged.to(self.weight.dtype)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put the adapters into the weight."""
+        if not self.is_merged:
+            merged, self._unmerged = self.merged_weight(), self.weight.detach().clone()
+            self.weight.copy_(merged)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put the weight back as it was, to the bit: it was kept, because subtracting would not give it."""
+        if self._unmerged is not None:
+            self.weight.copy_(self._unmerged)
+            self._unmerged = None
+
+
+@torch.no_grad()
+def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> None:
+    """Give every targeted matrix an adapter and freeze all else. The model computes what it did, because B is zero.
+
+    A is drawn on the CPU, so that a seed gives the same adapters on every device.
+    """
+    if adapted(model):
+        raise UsageError("the model has LoRA adapters already: merge them into its weights before adding others")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    parts = {part for linear in linears.values() for part in linear.parts}
+    absent = [] if spec.targets == "all" else [target for target in spec.targets if target not in parts]
+    if absent:
+        raise UsageError(
+            f"lora.targets: the model has no {' and no '.join(absent)} outside routed experts; "
+            f"take of {', '.join(part for part in get_args(Target) if part in parts)}"
+        )
+    model.requires_grad_(False)
+    for name, linear in linears.items():
+        targets = [part for part in linear.parts if spec.targets == "all" or part in spec.targets]
+        if not targets:
+            continue
+        lora = LoraLinear(linear, targets, spec.rank, spec.alpha / spec.rank)
+        for a in lora.lora_a.values():
+            bound = a.shape[1] ** -0.5  # as `nn.Linear` and PEFT begin: Kaiming's uniform with a = √5
+            a.copy_((torch.rand(a.shape, generator=generator) * 2 - 1) * bound)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, lora)
+
+
+def adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    """The matrices that have adapters, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def merge(model: Transformer) -> None:
+    """Put all adapters into the weights. These take their memory twice until `unmerge`, and adapters do not train."""
+    for module in adapted(model).values():
+        module.merge()
+
+
+def unmerge(model: Transformer) -> None:
+    """Undo `merge`, to the bit."""
+    for module in adapted(model).values():
+        module.unmerge()
+
+
+def merged_weights(model: Transformer) -> dict[str, Tensor]:
+    """Parameters and buffers under the plain model's names, with adapters merged; what has none is not copied.
+
+    This is what a generator is given and what a Hugging Face folder holds.
+    """
+    plain = {name: tensor for name, tensor in model.state_dict().items() if not _is_adapter(name)}
+    return plain | {f"{name}.weight": module.merged_weight() for name, module in adapted(model).items()}
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters alone: `layers.0.attn.qkv.lora_a.q_proj` (rank, inputs), `….lora_b.q_proj` (outputs, rank), …"""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if _is_adapter(name)}
+
+
+def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Set the adapters to those of `adapter_state()`."""
+    mine = adapter_state(model)
+    sizes, wanted = ({name: list(tensor.shape) for name, tensor in s.items()} for s in (state, mine))
+    for name in sorted(sizes.keys() | wanted.keys()):
+        if sizes.get(name) != wanted.get(name):
+            raise PalestraError(
+                f"the adapters do not fit the model: {name} is {sizes.get(name, 'absent')} and the model's is "
+                f"{wanted.get(name, 'absent')}. Load them with their rank and targets, into the model they belong to"
+            )
+    if any(module.is_merged for module in adapted(model).values()):
+        raise PalestraError("the model's adapters are merged into its weights: unmerge them before loading others")
+    for name, tensor in state.items():
+        mine[name].copy_(tensor)
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_a." in name or ".lora_b." in name

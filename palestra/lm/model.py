@@ -1,0 +1,145 @@
+"""The transformer. Training and generation run these modules; only what `attend` does differs between them."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from palestra.lm.moe import MoE
+from palestra.lm.ops import MLP, Linear, RMSNorm, rotate
+from palestra.lm.rope import frequencies
+from palestra.spec.shape import Shape
+
+
+class Attend(Protocol):
+    """Causal attention of the tokens of one forward pass, over themselves or over a cache."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
+        ...
+
+
+class Output(NamedTuple):
+    """What a forward pass gives."""
+
+    hidden: Tensor
+    """The normalised last hidden states (T, D), from which heads read."""
+    router: Tensor | None
+    """Router logits (L, T, E) of a mixture of experts."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        self.layer, self.window, self.dim = layer, shape.window_of(layer), shape.dim
+        self.heads, self.kv = shape.heads, shape.kv
+        rows, kv_rows = shape.heads * shape.dim, shape.kv * shape.dim
+        parts = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.qkv = Linear(shape.width, parts, bias=shape.attention_bias)
+        self.o = Linear(rows, {"o_proj": shape.width})
+        self.q_norm, self.k_norm, self.per_head = None, None, shape.qk_norm == "head"
+        if shape.qk_norm is not None:
+            self.q_norm = RMSNorm(shape.dim if self.per_head else rows, shape.norm_eps)
+            self.k_norm = RMSNorm(shape.dim if self.per_head else kv_rows, shape.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """(T, D) → (T, D)."""
+        q, k, v = self.qkv(x).split([self.heads * self.dim, self.kv * self.dim, self.kv * self.dim], dim=-1)
+        if self.q_norm is not None and self.k_norm is not None and not self.per_head:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.per_head:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v, self.window)
+        return self.o(out.flatten(1))
+
+
+class Block(nn.Module):
+    """Attention and MLP (or experts), each on the normalised residual stream."""
+
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = (RMSNorm(shape.width, shape.norm_eps) for _ in range(2))
+        self.attn = Attention(shape, layer)
+        self.mlp = MLP(shape.width, shape.mlp) if shape.moe is None else MoE(shape.width, shape.moe)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, and the router's logits (T, E) where there are experts."""
+        x = x + self.attn(self.attn_norm(x), cos, sin, attend)
+        h = self.mlp_norm(x)
+        if isinstance(self.mlp, MoE):
+            out, router = self.mlp(h)
+            return x + out, router
+        return x + self.mlp(h), None
+
+
+class Transformer(nn.Module):
+    """A decoder over packed sequences: tokens lie in one row, `attend` knows where each sequence begins.
+
+    Parameters may be FP32 while `dtype` is bf16: every matrix is then cast where it is used.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        if shape.vocab is None:
+            raise ValueError("a model needs to know its vocabulary: shape.vocab is null")
+        self.shape, self.dtype = shape, dtype
+        self.checkpointing: Callable[[int], bool] = lambda layer: False
+        """Which layers forget their activations and compute them again in the backward pass."""
+        self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width))
+        self._frequencies: dict[torch.device, Tensor] = {}
+
+    @property
+    def unembed(self) -> Tensor:
+        """The matrix (V, D) whose rows score the next token."""
+        return self.embed if self.head is None else self.head
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Output:
+        """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
+        x = F.embedding(tokens, self.embed).to(self.dtype)
+        cos, sin = self.rotation(positions)
+        routers = []
+        for layer, block in enumerate(self.layers):
+            if torch.is_grad_enabled() and self.checkpointing(layer):
+                x, router = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x, router = block(x, cos, sin, attend)
+            routers.append(router)
+        return Output(self.norm(x), None if self.shape.moe is None else torch.stack(routers))
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision."""
+        inverse, scale = frequencies(self.shape)
+        angles = positions[:, None].float() * self._on(inverse, positions.device)
+        return angles.cos() * scale, angles.sin() * scale
+
+    def _on(self, inverse: Tensor, device: torch.device) -> Tensor:
+        # Not a buffer: `.to(bfloat16)` would round it.
+        if device not in self._frequencies:
+            self._frequencies[device] = inverse.to(device)
+        return self._frequencies[device]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Normal weights of deviation 0.02, outputs of the residual branches scaled by 1/√(2L) (GPT-2), norms 1.
+
+        Drawn on the CPU, so that a seed gives the same model on every device.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif parameter.ndim < 2:
+                parameter.zero_()
+            else:
+                residual = name.endswith(("attn.o.weight", "down.weight", "mlp.down"))
+                deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.copy_(drawn * deviation)

@@ -1,0 +1,118 @@
+"""Preference pairs: the objectives of DPO and of reward models."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from palestra.data.example import Example
+from palestra.data.mixture import Dataset, Mixture
+from palestra.lm.batch import Batch, score
+from palestra.lm.engine import Loss, TrainEngine
+from palestra.lm.model import Transformer
+from palestra.lm.moe import router_terms
+from palestra.lm.next_token import pack
+from palestra.lm.value_head import ScalarModel
+from palestra.rl.preference import DpoTerms, RewardTerms, dpo_terms, reward_terms
+from palestra.spec.kinds.dpo import DpoLossSpec
+from palestra.spec.kinds.reward_model import RewardLossSpec
+
+Pair = tuple[Example, Example]
+PairLoss = Callable[[nn.Module, Batch], Loss]
+EVAL_PAIRS = 32
+
+
+class Preferences:
+    """Pairs in batches, the chosen before the rejected; a loss of each pair."""
+
+    group = 2
+
+    def __init__(
+        self,
+        mixture: Mixture[Pair],
+        evals: Mapping[str, Dataset[Pair]],
+        loss: PairLoss,
+        *,
+        batch: int,
+        eval_examples: int,
+    ):
+        self.mixture, self.evals, self.loss, self.size, self.eval_examples = mixture, evals, loss, batch, eval_examples
+
+    def batch(self, step: int) -> Batch:
+        """The pairs at the step's positions of the mixture."""
+        return pack_pairs(self.mixture.examples(np.arange(step * self.size, (step + 1) * self.size)))
+
+    def denominator(self, batch: Batch) -> float:
+        """The number of pairs."""
+        return len(batch) / self.group
+
+    @torch.no_grad()
+    def evaluate(self, engine: TrainEngine) -> dict[str, float]:
+        """The mean loss and its terms over the pairs of all evaluation sets."""
+        sums: dict[str, Tensor] = {}
+        pairs = 0
+        for dataset in self.evals.values():
+            count = min(len(dataset), self.eval_examples)
+            pairs += count
+            for start in range(0, count, EVAL_PAIRS):
+                batch = pack_pairs([dataset[i] for i in range(start, min(start + EVAL_PAIRS, count))])
+                for name, value in engine.losses(batch, self.loss, group=self.group).items():
+                    sums[name] = sums.get(name, 0.0) + value
+        return {f"eval/{name}": float(value) / pairs for name, value in sums.items()}
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> Batch:
+    """Chosen, rejected, chosen, rejected, …"""
+    return pack([example for both in pairs for example in both])
+
+
+def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
+    """Direct preference optimisation against a frozen reference."""
+
+    def loss(model: nn.Module, batch: Batch) -> Loss:
+        assert isinstance(model, Transformer)
+        scored = score(model, batch, entropy=False)
+        with torch.no_grad():
+            held = _by_sequence(score(reference, batch, entropy=False).logprobs, batch)
+        answers = _by_sequence(scored.logprobs, batch)
+        terms = dpo_terms(
+            answers[0::2],
+            answers[1::2],
+            held[0::2],
+            held[1::2],
+            beta=spec.beta,
+            loss=spec.type,
+            label_smoothing=spec.label_smoothing,
+        )
+        routed = router_terms(model, scored.output.router, batch)
+        total, told = _summed(terms, batch)
+        return Loss(total + routed.total, told | routed.terms, routed.load)
+
+    return loss
+
+
+def reward_loss(spec: RewardLossSpec) -> PairLoss:
+    """Bradley–Terry: the chosen conversation scores higher."""
+
+    def loss(model: nn.Module, batch: Batch) -> Loss:
+        assert isinstance(model, ScalarModel)
+        scores = model.sequence_scores(batch)
+        terms = reward_terms(scores[0::2], scores[1::2], margin=spec.margin, centre=spec.centre)
+        return Loss(*_summed(terms, batch))
+
+    return loss
+
+
+def _summed(terms: DpoTerms | RewardTerms, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed loss and the other sums, over the pairs of which anything is trained on."""
+    trained = torch.zeros(len(batch), device=batch.tokens.device).index_add(0, batch.sequence_ids, batch.loss_mask)
+    used = ((trained[0::2] + trained[1::2]) > 0).float()
+    sums = {name: (value * used).sum() for name, value in terms._asdict().items()}
+    return sums.pop("loss"), sums
+
+
+def _by_sequence(logprobs: Tensor, batch: Batch) -> Tensor:
+    """The log-probability of each sequence's answer (B)."""
+    sums = torch.zeros(len(batch), dtype=logprobs.dtype, device=logprobs.device)
+    return sums.index_add(0, batch.sequence_ids, logprobs * batch.loss_mask)

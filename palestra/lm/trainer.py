@@ -1,0 +1,159 @@
+"""Trains one session of a language model: batch, gradient, step, evaluate, log, save, until the steps are done."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from palestra.errors import Interrupted
+from palestra.lm.batch import Batch
+from palestra.lm.engine import LossFunction, TrainEngine
+from palestra.lm.speed import Speed, profiled
+from palestra.runs.checkpoint import load as load_checkpoint
+from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.session import Session
+from palestra.spec.lm import LmSpec
+from palestra.track.hooks import Moment, call_hooks, load_hooks
+from palestra.track.recorder import Recorder, Silent
+
+log = logging.getLogger("palestra.lm")
+
+
+class Objective(Protocol):
+    """What is trained for: which examples a step has, what is lost on them, and how well the model does."""
+
+    group: int
+    """How many consecutive sequences of a batch belong together: 2 for pairs."""
+
+    def batch(self, step: int) -> Batch:
+        """The examples of a step, from its number alone."""
+        ...
+
+    def denominator(self, batch: Batch) -> float:
+        """What the batch's summed loss is divided by: its tokens, or its pairs."""
+        ...
+
+    @property
+    def loss(self) -> LossFunction:
+        """The summed loss of some sequences."""
+        ...
+
+    def evaluate(self, engine: TrainEngine) -> dict[str, float]:
+        """Metrics on what is not trained on, `eval/loss` among them where there is any."""
+        ...
+
+
+class Keeper(Protocol):
+    """Writes the model into a checkpoint as others can load it, and reads it back."""
+
+    def writer(self) -> Callable[[Path], None]:
+        """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that were written there."""
+        ...
+
+
+class Sampler(Protocol):
+    """Lets the model write now and then, for people to read."""
+
+    def due(self, before: dict[str, int], after: dict[str, int]) -> bool:
+        """Whether it is time to."""
+        ...
+
+    def write(self, step: int) -> None:
+        """Let it write."""
+        ...
+
+
+def train(
+    spec: LmSpec,
+    session: Session,
+    engine: TrainEngine,
+    objective: Objective,
+    keeper: Keeper,
+    sampler: Sampler,
+    *,
+    show: bool = True,
+) -> None:
+    """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
+    ranks, hooks = engine.ranks, load_hooks(spec.hooks)
+    step, tokens = _restore(session, engine, keeper)
+    log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
+    checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(engine)
+    recorder = Recorder(session, spec, total=spec.train.steps, unit="steps", show=show) if ranks.first else Silent()
+    with recorder as record, profiled(spec.train.profile, session.path / "profile.json", ranks.first) as profile:
+        last = step >= spec.train.steps
+        while not last:
+            before = {"steps": step, "tokens": tokens}
+            with record.span("train"), profile(step + 1):
+                batch = objective.batch(step)
+                weight = objective.denominator(batch)
+                sums = engine.forward_backward(batch, objective.loss, weight, group=objective.group)
+                stepped = engine.optim_step(step / spec.train.steps)
+            step, tokens = step + 1, tokens + len(batch.tokens)
+            counters = {"steps": step, "tokens": tokens}
+            # Clocks and signals differ between ranks: the first one decides.
+            stop, reasons = ranks.from_first((session.stop_requested, checkpoints.reasons(before, counters)))
+            last = step >= spec.train.steps
+            evaluated = last or due(spec.every.eval, before, counters)
+            row: dict[str, float] = {}
+            if evaluated or due(spec.every.log, before, counters):
+                row = {name: float(value) for name, value in (sums | stepped).items()}
+                record.rates(speed.since_last(tokens))
+            if evaluated:
+                with record.span("eval"), engine.averaged():
+                    row |= objective.evaluate(engine)
+                speed.pause()
+            if last or sampler.due(before, counters):
+                with record.span("sample"), engine.averaged():
+                    sampler.write(step)
+                speed.pause()
+            if row:
+                moment = Moment(step, tokens, row, engine.model, session.path)
+                if ranks.first:
+                    call_hooks(hooks, moment)
+                record.row(row, counters, headline=("loss", "eval/loss"))
+                last = ranks.from_first(moment.stop) or last
+            reasons = reasons | ({"best"} if "eval/loss" in row else set()) | ({"temporary"} if last or stop else set())
+            if reasons:
+                with record.span("checkpoint"):
+                    _save(session, engine, keeper, counters, reasons, row.get("eval/loss"))
+                speed.pause()
+            if stop and not last:
+                raise Interrupted(
+                    f"stopped at step {step} with everything saved; continue with: "
+                    f"palestra train --resume {session.path.parent.parent}"
+                )
+
+
+def _restore(session: Session, engine: TrainEngine, keeper: Keeper) -> tuple[int, int]:
+    """Continue from the newest checkpoint: the steps and tokens so far."""
+    saved = session.restore() if engine.ranks.first else None
+    path = engine.ranks.from_first(None if saved is None else saved.meta.path)
+    if path is None:
+        return 0, 0
+    state = (saved or load_checkpoint(path)).state
+    keeper.load(path / "model")
+    engine.load_state(state["engine"])
+    return state["steps"], state["tokens"]
+
+
+def _save(
+    session: Session,
+    engine: TrainEngine,
+    keeper: Keeper,
+    counters: dict[str, int],
+    reasons: set[str],
+    loss: float | None,
+) -> None:
+    with engine.averaged():
+        model = keeper.writer()
+    state = {**counters, "engine": engine.state()}
+    if engine.ranks.first:
+        log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
+        score, metric = (None, None) if loss is None else (-loss, "eval/loss")
+        session.checkpoint(
+            counters["steps"], state, reasons=reasons, score=score, metric=metric, counters=counters, model=model
+        )

@@ -1,0 +1,41 @@
+"""The spec of kind `dpo`: a language model trained on preferences, without a reward model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from palestra.spec.base import Conflict
+from palestra.spec.kinds.sft import ChatData
+from palestra.spec.lm import WritingSpec
+from palestra.spec.model import Model
+
+
+class DpoLossSpec(Model):
+    """Direct preference optimisation (Rafailov et al. 2023)."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the model is held to where it started (β)."""
+    type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """The loss of the margin between the chosen and the rejected answer."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """How often a label is taken to be wrong (conservative DPO); only for sigmoid."""
+
+
+class DpoSpec(WritingSpec):
+    """Preference optimisation: make the chosen answer more likely than the rejected one."""
+
+    kind: Literal["dpo"]
+    """The kind of experiment."""
+    data: ChatData
+    """Pairs: rows with `prompt` or `messages`, `chosen` and `rejected`; or only the two, as whole conversations."""
+    loss: DpoLossSpec = DpoLossSpec()
+    """The loss."""
+
+    def conflicts(self) -> list[Conflict]:
+        """A new model has no preferences to be held to."""
+        found = super().conflicts()
+        if self.model.init is None:
+            found.append(Conflict(("model", "init"), "expected a trained model: the reference is where it starts"))
+        if self.loss.label_smoothing and self.loss.type != "sigmoid":
+            found.append(Conflict(("loss", "label_smoothing"), "expected 0, because only `type: sigmoid` uses it"))
+        return found

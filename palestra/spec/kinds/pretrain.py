@@ -1,0 +1,68 @@
+"""The spec of kind `pretrain`: a language model trained on plain text."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from palestra.spec.base import Conflict
+from palestra.spec.lm import LmData, TextSource, WritingSpec
+from palestra.spec.model import Model
+
+
+class Stage(Model):
+    """Other weights of the sources from some step on."""
+
+    step: int = Field(ge=0)
+    """The step from which they hold."""
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+    """The share of each source, by name."""
+
+
+class PretrainData(LmData):
+    """The texts."""
+
+    train: dict[str, TextSource] = Field(min_length=1)
+    """What to train on, by name; a weight of 0 only evaluates on it."""
+    eval: dict[str, TextSource] = Field(default={})
+    """What to evaluate on, by name."""
+    documents: bool = True
+    """Keep the documents inside an example apart: no attention from one to another."""
+    stages: list[Stage] = Field(default=[])
+    """Weights that change during the run; none keeps those of the sources."""
+
+
+class PretrainSpec(WritingSpec):
+    """Pretraining: predict every next token of plain text."""
+
+    kind: Literal["pretrain"]
+    """The kind of experiment."""
+    data: PretrainData
+    """The texts."""
+
+    def conflicts(self) -> list[Conflict]:
+        """Windows longer than the model's context, stages that name no source."""
+        found = super().conflicts()
+        shape = self.model.shape
+        if shape is not None and self.data.context > shape.context:
+            found.append(
+                Conflict(("data", "context"), f"expected at most model.shape.context = {shape.context} tokens")
+            )
+        for index, stage in enumerate(self.data.stages):
+            unknown = sorted(set(stage.weights) - set(self.data.train))
+            if unknown:
+                known = ", ".join(self.data.train)
+                found.append(
+                    Conflict(("data", "stages", index, "weights"), f"expected names of data.train ({known}): {unknown}")
+                )
+        if not any(source.weight > 0 for source in self.data.train.values()):
+            found.append(Conflict(("data", "train"), "expected at least one weight above 0"))
+        return found
+
+    def derived(self) -> dict[str, int | float | str]:
+        """Tokens a step and in all, and the floating-point operations of the run where the vocabulary is given."""
+        tokens = self.train.batch * self.data.context
+        found = super().derived() | {"tokens per step": tokens, "tokens": tokens * self.train.steps}
+        shape = self.model.shape
+        if shape is not None and shape.vocab is not None:
+            found["training FLOPs"] = 3 * shape.flops_per_token(self.data.context) * tokens * self.train.steps
+        return found

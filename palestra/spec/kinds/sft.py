@@ -1,0 +1,33 @@
+"""The spec of kind `sft`: a language model trained on conversations."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from palestra.spec.lm import LmData, Source, WritingSpec
+
+
+class ChatSource(Source):
+    """Conversations: rows with `messages`, `prompt` and `completion`, `instruction` and `output`, or `text`."""
+
+
+class ChatData(LmData):
+    """The conversations."""
+
+    train: dict[str, ChatSource] = Field(min_length=1)
+    """What to train on, by name; a weight of 0 only evaluates on it."""
+    eval: dict[str, ChatSource] = Field(default={})
+    """What to evaluate on, by name."""
+    format: Literal["chat", "plain"] = "chat"
+    """Written with the tokenizer's chat template, or as a prompt, its answer and the end-of-text token."""
+    over_long: Literal["truncate", "drop", "error"] = "truncate"
+    """What becomes of a longer one: cut at the end, left out, or an error."""
+
+
+class SftSpec(WritingSpec):
+    """Supervised fine-tuning: predict the assistant's turns of conversations, and where they end."""
+
+    kind: Literal["sft"]
+    """The kind of experiment."""
+    data: ChatData
+    """The conversations."""

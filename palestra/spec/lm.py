@@ -1,0 +1,194 @@
+"""What the kinds of language-model training share: the model, its tokenizer, texts and how to train."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from palestra.spec.base import Conflict, Every, ExperimentSpec
+from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.lora import LoraSpec
+from palestra.spec.model import Model
+from palestra.spec.optim import AdamWSpec, OptimSpec
+from palestra.spec.shape import Shape
+
+
+class BpeSpec(Model):
+    """A byte-pair encoding trained on the run's own training texts."""
+
+    bpe: int = Field(ge=300)
+    """The size of its vocabulary."""
+
+
+class ModelSpec(Model):
+    """The language model: a trained one to start from, or the shape of a new one."""
+
+    init: str | None = Field(default=None, min_length=1)
+    """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id to start from; null makes a new model."""
+    shape: Shape | None = None
+    """The shape of a new model."""
+    tokenizer: str | BpeSpec | None = None
+    """For a new model: `characters`, `{bpe: 4096}`, or where a tokenizer lies; both first are made of the texts."""
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own; null keeps it."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters beside frozen weights; null trains the weights."""
+
+    def problems(self) -> list[Conflict]:
+        """Whether it is either a trained model or a new one, and whole."""
+        found = []
+        if self.init is None and self.shape is None:
+            found.append(Conflict(("init",), "expected a model to start from, or `shape` for a new one"))
+        if self.init is not None and self.shape is not None:
+            found.append(Conflict(("shape",), "expected null, because `init` brings its own shape"))
+        if self.init is not None and self.tokenizer is not None:
+            found.append(Conflict(("tokenizer",), "expected null, because `init` brings its own tokenizer"))
+        if self.init is None and self.tokenizer is None:
+            found.append(Conflict(("tokenizer",), "expected one for a new model, such as `characters` or {bpe: 4096}"))
+        if self.init is None and self.lora is not None:
+            found.append(Conflict(("lora",), "expected null, because adapters need a trained model: give `init`"))
+        shape = self.shape.problems() if self.shape is not None else []
+        return found + [Conflict(("shape", *path), reason) for path, reason in shape]
+
+
+class Source(Model):
+    """Texts, conversations or pairs on disk or elsewhere."""
+
+    path: str = Field(min_length=1)
+    """A file, a folder, a pattern such as data/*.jsonl, s3://… or a Hub dataset: text, JSONL, JSON, Parquet, Arrow."""
+    weight: float = Field(default=1.0, ge=0)
+    """Its share of the training examples, relative to the others; 0 only evaluates on it."""
+
+
+class TextSource(Source):
+    """Plain texts."""
+
+    key: str = Field(default="text", min_length=1)
+    """The column that holds the text."""
+    split: str | None = Field(default=None, min_length=1)
+    """What separates the documents of a text file, such as "\n"; null makes the whole file one."""
+
+
+class MixSpec(Model):
+    """How the sources are mixed."""
+
+    block: int = Field(default=2048, ge=1, lt=2**16)
+    """Examples in a block; every block holds the exact shares of the sources."""
+    shuffle: bool = True
+    """Draw each source's examples in a random order, a new one each epoch."""
+    stop: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    """When a source is used up: begin it again, or end the data with the first or with the last of them."""
+
+
+class LmData(Model):
+    """What the data of every kind have."""
+
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    """The share at the end of each training source that is kept for evaluation instead."""
+    context: int = Field(ge=2)
+    """Tokens in one example: of plain text, exactly; of a conversation, at most."""
+    mix: MixSpec = MixSpec()
+    """How the sources are mixed."""
+
+
+class ProfileSpec(Model):
+    """A profile of a few steps, for Perfetto."""
+
+    steps: list[int] = Field(min_length=2, max_length=2)
+    """The first and the last step that are profiled, for example [10, 12]."""
+
+
+class LmTrainSpec(Model):
+    """How long and how to train."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    batch: int = Field(ge=1)
+    """Examples in one step: windows of `data.context` tokens, conversations, or pairs."""
+    micro_tokens: int = Field(default=16384, ge=1)
+    """Tokens in one forward pass at most; a step takes as many as it needs, with the same gradient."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """The precision of the arithmetic; weights and optimizer state are FP32."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model; auto does on a GPU when the run is long enough to pay for it."""
+    compile_cache: str | None = Field(default=None, min_length=1)
+    """A folder where compiled code stays for later runs; null keeps it in the system's temporary folder."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Compute activations again in the backward pass instead of keeping them: of no, every second, or all layers."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Evaluate and save an exponential moving average of the weights with this decay; null the weights themselves."""
+    profile: ProfileSpec | None = None
+    """Profile some steps into profile.json of the session; null profiles none."""
+
+
+class SampleSpec(Model):
+    """Texts that the model writes during training, in samples.jsonl and the log."""
+
+    prompts: list[str] = Field(default=[])
+    """What it continues (or answers, where it is trained on conversations); none writes no samples."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """The most it writes."""
+    temperature: float = Field(default=1.0, ge=0)
+    """The temperature it is drawn with."""
+    every: CountCadence | None = Cadence(500, "steps")
+    """When it writes besides at the end; null only at the end."""
+
+
+class LmEvalSpec(Model):
+    """Evaluation on texts that are not trained on."""
+
+    examples: int = Field(default=512, ge=1)
+    """Examples of each evaluation set at most."""
+
+
+class LmEvery(Every):
+    """How often things happen; a step is one optimizer step."""
+
+    eval: CountCadence | None = Cadence(100, "steps")
+    """When to evaluate besides at the end; null evaluates only at the end."""
+    log: CountCadence = Cadence(10, "steps")
+    """When to write a row of metrics."""
+
+
+class LmSpec(ExperimentSpec):
+    """What every kind of language-model training has."""
+
+    counts: ClassVar[tuple[str, ...]] = ("steps", "tokens")
+
+    model: ModelSpec
+    """The model."""
+    data: LmData
+    """What to train on."""
+    train: LmTrainSpec
+    """How long and how to train."""
+    optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
+    """The optimizer."""
+    eval: LmEvalSpec = LmEvalSpec()
+    """How to evaluate."""
+    every: LmEvery = LmEvery()
+    """How often to checkpoint, evaluate and log."""
+
+    def conflicts(self) -> list[Conflict]:
+        """A model that is neither new nor trained, a profile beyond the end."""
+        found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+        profile = self.train.profile
+        if profile is not None and not 1 <= profile.steps[0] <= profile.steps[1] <= self.train.steps:
+            reason = f"expected the first and the last step, within 1 to {self.train.steps}"
+            found.append(Conflict(("train", "profile", "steps"), reason))
+        return found
+
+    def derived(self) -> dict[str, int | float | str]:
+        """Parameters, where the shape and the vocabulary are given."""
+        shape = self.model.shape
+        if shape is None or shape.vocab is None:
+            return {}
+        found: dict[str, int | float | str] = {"parameters": shape.parameters()}
+        if shape.moe is not None:
+            found["active parameters"] = shape.parameters(active=True)
+        return found
+
+
+class WritingSpec(LmSpec):
+    """The training of a model that writes."""
+
+    samples: SampleSpec = SampleSpec()
+    """What it writes during training."""

@@ -1,0 +1,159 @@
+"""The shape of a transformer: everything that decides its parameters and its arithmetic, and nothing else."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from palestra.spec.base import Conflict
+from palestra.spec.model import Model
+
+
+class RopeScaling(Model):
+    """How rotary frequencies are stretched to contexts longer than those of pretraining."""
+
+    type: Literal["linear", "llama3", "yarn"]
+    """Divide all frequencies; only the low ones (Llama 3); or by wavelength, with a temperature (YaRN, as in Qwen)."""
+    factor: float = Field(gt=0)
+    """How many times longer the context becomes."""
+    original_context: int = Field(default=8192, ge=1)
+    """The context of pretraining."""
+    low: float = Field(default=1.0, gt=0)
+    """llama3: wavelengths above original_context / low are stretched whole. yarn: the slow end of the ramp (β slow)."""
+    high: float = Field(default=4.0, gt=0)
+    """llama3: wavelengths below original_context / high stay as they are. yarn: the fast end of the ramp (β fast), 32 if not given."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """yarn: what cosines and sines are multiplied with; null means 0.1 · ln(factor) + 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fast_end_of_yarn(cls, data: Any) -> Any:
+        return {"high": 32.0, **data} if isinstance(data, dict) and data.get("type") == "yarn" else data
+
+
+class MoESpec(Model):
+    """Experts in place of each layer's MLP."""
+
+    experts: int = Field(ge=2)
+    """How many experts a layer has (E)."""
+    active: int = Field(ge=1)
+    """How many experts a token goes to (k)."""
+    mlp: int = Field(ge=1)
+    """The hidden width of one expert."""
+    activation: Literal["swiglu", "bilinear"] = "swiglu"
+    """The gate of an expert: SiLU, or none (bilinear)."""
+    shared: int = Field(default=0, ge=0)
+    """How many experts every token goes to besides the routed ones."""
+    normalise: bool = True
+    """Bring the weights of a token's chosen experts to sum 1."""
+    balance: float = Field(default=0.0, ge=0)
+    """The weight of the load-balance loss (Switch Transformer, equation 4), taken over each sequence."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """The weight of the router's z-loss (ST-MoE, equation 5)."""
+    bias_rate: float = Field(default=0.0, ge=0)
+    """How much each step moves the selection biases towards even loads (DeepSeek-V3 §2.1.2); 0 keeps none."""
+
+
+class Shape(Model):
+    """The shape of a decoder-only transformer of the Llama family."""
+
+    layers: int = Field(ge=1)
+    """Blocks of attention and MLP (L)."""
+    width: int = Field(ge=1)
+    """The width of the residual stream (D)."""
+    heads: int = Field(ge=1)
+    """Query heads (H)."""
+    kv_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads (K), shared by H / K query heads each; null means as many as query heads."""
+    head_dim: int | None = Field(default=None, ge=2)
+    """The width of a head; null means width / heads."""
+    mlp: int = Field(ge=1)
+    """The hidden width of the MLP; unused where `moe` replaces it."""
+    context: int = Field(ge=1)
+    """The longest sequence."""
+    vocab: int | None = Field(default=None, ge=1)
+    """Rows of the embedding; null means the tokenizer's size rounded up to a multiple of 64."""
+    tied: bool = True
+    """Whether the embedding is also the output head."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """The base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary frequencies are stretched; null leaves them."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """ε of RMSNorm."""
+    qk_norm: Literal["head", "full"] | None = None
+    """RMSNorm of queries and keys: of each head (Qwen3), of all heads together (OLMoE), or none."""
+    attention_bias: bool = False
+    """Biases of the query, key and value projections (Qwen2)."""
+    window: int | None = Field(default=None, ge=1)
+    """How many tokens back attention reaches, itself included; null reaches all."""
+    window_from: int = Field(default=0, ge=0)
+    """The first layer that the window applies to."""
+    moe: MoESpec | None = None
+    """Experts in place of the MLP."""
+
+    @property
+    def kv(self) -> int:
+        """Key and value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def dim(self) -> int:
+        """The width of a head."""
+        return self.head_dim or self.width // self.heads
+
+    def window_of(self, layer: int) -> int | None:
+        """The attention window of a layer."""
+        return self.window if layer >= self.window_from else None
+
+    def problems(self) -> list[Conflict]:
+        """Fields that do not fit together."""
+        found = []
+        if self.head_dim is None and self.width % self.heads:
+            found.append(Conflict(("heads",), f"expected a divisor of width = {self.width}, or head_dim to be given"))
+        if self.heads % self.kv:
+            found.append(Conflict(("kv_heads",), f"expected a divisor of heads = {self.heads}, got {self.kv}"))
+        if self.dim % 2:
+            found.append(Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}"))
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.low >= scaling.high:
+            found.append(Conflict(("rope_scaling", "low"), f"expected less than high = {scaling.high:g}"))
+        if self.moe is not None and self.moe.active > self.moe.experts:
+            found.append(Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}"))
+        return found
+
+    def parameters(self, *, active: bool = False) -> int:
+        """How many parameters; with `active`, only those that one token meets. Needs `vocab`."""
+        vocab = _known(self.vocab)
+        attention = self.width * (self.heads + 2 * self.kv) * self.dim + self.heads * self.dim * self.width
+        attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias else 0
+        norms = 2 * self.width
+        if self.qk_norm is not None:
+            norms += (2 if self.qk_norm == "head" else self.heads + self.kv) * self.dim
+        if self.moe is None:
+            mlp = 3 * self.width * self.mlp
+        else:
+            count = (self.moe.active if active else self.moe.experts) + self.moe.shared
+            mlp = 3 * self.width * self.moe.mlp * count + self.width * self.moe.experts
+        return self.layers * (attention + norms + mlp) + self.width * (vocab * (1 if self.tied else 2) + 1)
+
+    def flops_per_token(self, context: int) -> float:
+        """Forward floating-point operations a token at that context, with full (not causal) attention.
+
+        The one formula of the project: matrix products as 2 operations a weight, softmax as 3 a score. Training is
+        three times as much. Every published count that follows this convention can be compared.
+        """
+        vocab, width = _known(self.vocab), self.width
+        queries = self.heads * self.dim
+        if self.moe is None:
+            mlp = 2 * 3 * width * self.mlp
+        else:
+            mlp = 2 * 3 * width * self.moe.mlp * (self.moe.active + self.moe.shared) + 2 * width * self.moe.experts
+        projections = 2 * width * (queries + 2 * self.kv * self.dim) + 2 * queries * width
+        scores = 4 * context * queries + 3 * context * self.heads
+        return self.layers * (mlp + projections + scores) + 2 * width * vocab
+
+
+def _known(vocab: int | None) -> int:
+    if vocab is None:
+        raise ValueError("the vocabulary is not known yet: it comes from the tokenizer")
+    return vocab

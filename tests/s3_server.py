@@ -1,0 +1,80 @@
+"""Moto's S3 on loopback, which notes what it is asked and can stop in the middle of an object."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from hub_server import Hold
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+# What botocore reads; the values matter to nobody.
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@dataclass
+class S3Server:
+    """Where it is, and what it was asked."""
+
+    url: str = ""
+    downloads: list[str] = field(default_factory=list)
+    """The keys that were read, the last part of each."""
+    uploads: list[str] = field(default_factory=list)
+    """The same of those that were written."""
+    hold: Hold | None = None
+    requests: int = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With these variables, s3:// is this server."""
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url}
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """Serve until the block ends."""
+    s3 = S3Server()
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def watched(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        s3.requests += 1
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        name = path.rsplit("/", 1)[-1]
+        hold = s3.hold if s3.hold is not None and s3.hold.name == name else None
+        if method == "PUT" and path.count("/") > 1:
+            if hold is not None:
+                hold.reached.set()
+                hold.released.wait(60)
+            s3.uploads.append(name)
+        body = b"".join(moto(environ, start))
+        if method != "GET" or path.count("/") == 1:  # a bucket's GET is a listing
+            return [body]
+        s3.downloads.append(name)
+        return [body] if hold is None else _held(body, hold)
+
+    server = make_server("127.0.0.1", 0, watched, threaded=True)
+    s3.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield s3
+    finally:
+        if s3.hold is not None:
+            s3.hold.released.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _held(body: bytes, hold: Hold) -> Iterator[bytes]:
+    yield body[: len(body) // 2]
+    hold.reached.set()
+    hold.released.wait(60)
+    yield body[len(body) // 2 :]

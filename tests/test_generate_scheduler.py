@@ -1,0 +1,116 @@
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_lm import small_model
+from test_generate_engine import Listener, engine_of, prompt_of
+
+from palestra.generate.scheduler import TURN
+from palestra.generate.types import Request, Sampling, StopReason
+
+
+def check_rows(engine):
+    """Running samples fill the first rows, each its own; what the device would see agrees."""
+    rows, host = engine._scheduler.rows, engine._runner.host
+    assert [sample.row for sample in rows] == list(range(len(rows)))
+    assert len(rows) <= engine.slots
+    assert len({(sample.job.id, sample.index) for sample in rows}) == len(rows)
+    assert host.active[len(rows) :].sum() == 0
+    for sample in rows:
+        assert bool(host.active[sample.row]) == sample.active
+        if sample.active:
+            assert host.length[sample.row] == sample.cached == sample.due
+            assert host.token[sample.row] == sample.piece(sample.due, sample.due + 1)[0]
+            assert host.remaining[sample.row] == sample.remaining
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or_overlap(seed):
+    choose = random.Random(seed)
+    model = small_model(layers=1, width=16, heads=2, kv_heads=1, mlp=16)
+    engine = engine_of(
+        model,
+        max_running=choose.randint(1, 6),
+        burst=choose.randint(1, 4),
+        prefill_tokens=choose.choice([1, 20, 300]),
+        eos=frozenset(range(4)),
+    )
+    listeners = {}
+    for step in range(40):
+        match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
+            case "submit":
+                sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 20))
+                request = Request(prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 9))
+                listener = Listener(streams=choose.random() < 0.5)
+                listeners[engine.submit(request, listener)] = (request, listener)
+            case "abort" if listeners:
+                engine.abort(choose.choice(list(listeners)))
+            case "publish":
+                engine.publish(model.state_dict(), step, keep_cache=choose.random() < 0.5)
+            case _:
+                engine.burst()
+        check_rows(engine)
+    while engine.burst():
+        check_rows(engine)
+    metrics = engine.metrics()
+    assert (metrics["running"], metrics["waiting"], metrics["requests"]) == (0, 0, 0)
+    for request, listener in listeners.values():
+        assert len(listener.result.generations) == request.n
+        for index, generation in enumerate(listener.result.generations):
+            assert len(generation.tokens) == len(generation.logprobs) == len(generation.versions)
+            assert list(generation.versions) == sorted(generation.versions)
+            if listener.streams:
+                chunks = [chunk for chunk in listener.chunks if chunk.index == index]
+                assert tuple(token for chunk in chunks for token in chunk.tokens) == generation.tokens
+                assert tuple(value for chunk in chunks for value in chunk.logprobs) == generation.logprobs
+                assert [c.stop_reason for c in chunks] == [None] * (len(chunks) - 1) + [generation.stop_reason]
+
+
+def test_queue_is_first_come_first_served():
+    engine, ended = engine_of(max_running=1), []
+    for i in range(4):
+        listener = Listener()
+        listener.finish = lambda result, i=i: ended.append(i)
+        engine.submit(Request(prompt_of(3, i), Sampling(max_new_tokens=2)), listener)
+    while engine.burst():
+        pass
+    assert ended == [0, 1, 2, 3]
+
+
+def test_request_of_many_samples_lets_the_next_start_after_a_turn():
+    engine, many, one = engine_of(max_running=4, burst=4), Listener(), Listener()
+    engine.submit(Request(prompt_of(3), Sampling(max_new_tokens=4), n=200), many)
+    engine.submit(Request(prompt_of(4), Sampling(max_new_tokens=4)), one)
+    bursts = 0
+    while one.result is None:
+        engine.burst()
+        bursts += 1
+    assert bursts <= TURN // 4 + 1  # four samples end in each burst
+    assert many.result is None
+    while many.result is None:
+        engine.burst()
+    assert {g.stop_reason for g in many.result.generations} == {StopReason.LENGTH}
+
+
+def test_group_of_usual_size_starts_before_later_requests():
+    engine = engine_of(max_running=12)
+    first = engine.submit(Request(prompt_of(3), n=8), Listener())
+    engine.submit(Request(prompt_of(4), n=8), Listener())
+    engine.burst()
+    assert [sample.job.id for sample in engine._scheduler.rows].count(first) == 8
+
+
+def test_long_prompts_do_not_stop_running_requests():
+    engine = engine_of(small_model(context=3000), burst=1, prefill_tokens=256)
+    running, long = Listener(streams=True), Listener()
+    engine.submit(Request(prompt_of(4), Sampling(max_new_tokens=200)), running)
+    engine.burst()
+    engine.submit(Request(prompt_of(2000), Sampling(max_new_tokens=1)), long)
+    bursts = 0
+    while long.result is None:
+        before = len(running.chunks)
+        engine.burst()
+        bursts += 1
+        assert len(running.chunks) == before + 1
+    assert bursts == 8  # 1,999 tokens of the prompt, 256 at a time, and the first token with the last of them

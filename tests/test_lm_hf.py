@@ -1,0 +1,626 @@
+"""Hugging Face folders: every family has the logits of transformers, round trips bit for bit, or is refused by name."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_checkpoint
+from torch import Tensor
+
+from palestra.data.tokenizers import character_tokenizer
+from palestra.errors import UsageError
+from palestra.lm.batch import Batch, forward
+from palestra.lm.head import logits
+from palestra.lm.hf import load_pretrained, save_pretrained, save_weights
+from palestra.lm.hf_config import UnsupportedModel, canonical, family_of, own_config, read_config, write_config
+from palestra.lm.model import Transformer
+from palestra.lm.shards import DamagedModel
+from palestra.spec.shape import MoESpec, RopeScaling, Shape
+
+transformers.utils.logging.disable_progress_bar()
+LENGTHS = (17, 40, 3, 1, 16)
+DENSE: dict[str, Any] = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "mlp": 48,
+    "context": CONTEXT,
+    "vocab": VOCAB,
+}
+YARN = RopeScaling(type="yarn", factor=4.0, original_context=16, low=1.0, high=8.0, attention_factor=1.3)
+MOE: dict[str, Any] = {"experts": 4, "active": 2, "mlp": 24}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a family; only to be read."""
+    root = tmp_path_factory.mktemp("families")
+    return lambda family: root / family if (root / family).exists() else tiny_checkpoint(family, root / family)
+
+
+@pytest.fixture
+def copied(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a family's checkpoint to spoil: keys of its config changed, its tensors passed through a function."""
+
+    def copy(family: str, tensors: Callable[[dict[str, Tensor]], None] | None = None, **config: Any) -> Path:
+        folder = Path(shutil.copytree(checkpoint(family), tmp_path / family))
+        if config:
+            path = folder / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+        if tensors is not None:
+            stored = load_file(folder / "model.safetensors")
+            tensors(stored)
+            save_file(stored, folder / "model.safetensors")
+        return folder
+
+    return copy
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@torch.no_grad()
+def packed_logits(model: Transformer) -> Tensor:
+    return logits(forward(model, Batch.pack(sequences())).hidden, model.unembed)
+
+
+@torch.no_grad()
+def padded_logits(folder: Path) -> Tensor:
+    """The same from transformers, which pads."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences()], batch_first=True)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    return model(input_ids=tokens, attention_mask=mask.long()).logits[mask]
+
+
+def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert set(a) == set(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)), name
+
+
+def initialised(shape: Shape, seed: int = 0) -> Transformer:
+    model = Transformer(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(
+                parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3, torch.Generator().manual_seed(seed)
+            )
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_packed_and_saved_anew_gives_the_logits_and_bits_of_transformers(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = checkpoint(family)
+    loaded = load_pretrained(source)
+    theirs = padded_logits(source)
+    assert_equal_logits(packed_logits(loaded.model), theirs)
+    assert loaded.eos == (2,)
+    assert loaded.tokenizer is None
+
+    saved = tmp_path / "saved"
+    save_pretrained(
+        saved, loaded.model, tokenizer=None, eos=loaded.eos, base_config=loaded.config, max_shard_bytes=30_000
+    )
+    assert_same_bits(stored_tensors(source), stored_tensors(saved))
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored_tensors(saved).values())
+    for path in saved.glob("*.safetensors"):
+        contents = load_file(path)
+        assert {index["weight_map"][name] for name in contents} == {path.name}
+        assert len(contents) == 1 or sum(t.nbytes for t in contents.values()) <= 30_000
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
+    assert after["architectures"] == before["architectures"]
+    assert after["bos_token_id"] == before["bos_token_id"]
+    assert torch.equal(padded_logits(saved), theirs)
+    assert load_pretrained(saved).model.shape == loaded.model.shape
+
+
+@pytest.mark.parametrize("through", [torch.float32, torch.bfloat16])
+def test_bf16_folder_loaded_and_saved_keeps_every_bit(
+    through: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = load_pretrained(checkpoint("qwen3_moe")).model
+    save_pretrained(first, model, tokenizer=None, eos=(2,), dtype=torch.bfloat16)
+    loaded = load_pretrained(first, dtype=torch.bfloat16, param_dtype=through)
+    assert {p.dtype for p in loaded.model.parameters()} == {through}
+    save_pretrained(second, loaded.model, tokenizer=None, eos=(2,), dtype=torch.bfloat16)
+    assert_same_bits(stored_tensors(first), stored_tensors(second))
+    assert {t.dtype for t in stored_tensors(first).values()} == {torch.bfloat16}
+    assert transformers.AutoModelForCausalLM.from_pretrained(second).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"tied": False, "rope_scaling": RopeScaling(type="linear", factor=2.0)}, "LlamaForCausalLM"),
+        ({"rope_scaling": YARN}, "LlamaForCausalLM"),
+        ({"rope_scaling": RopeScaling(type="llama3", factor=8.0, original_context=16)}, "LlamaForCausalLM"),
+        ({"width": 40, "heads": 3, "kv_heads": 1, "head_dim": 16}, "MistralForCausalLM"),
+        ({"window": 7}, "MistralForCausalLM"),
+        ({"attention_bias": True, "head_dim": 16}, "Qwen2ForCausalLM"),
+        ({"attention_bias": True, "window": 7, "window_from": 1}, "Qwen2ForCausalLM"),
+        ({"qk_norm": "head"}, "Qwen3ForCausalLM"),
+        ({"qk_norm": "head", "window": 7}, "Qwen3ForCausalLM"),
+        ({"moe": MoESpec(**MOE, balance=0.01, z_loss=0.001)}, "MixtralForCausalLM"),
+        ({"moe": MoESpec(**MOE, normalise=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
+        ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
+        ({"moe": MoESpec(**MOE, normalise=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+    ],
+)
+def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    model = initialised(Shape(**{**DENSE, **changes}))
+    save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(3, 5))
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["architectures"] == [expected]
+    assert_equal_logits(packed_logits(model), padded_logits(tmp_path / "saved"))
+    assert load_pretrained(tmp_path / "saved").eos == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 7, "window_from": 1},
+        {"qk_norm": "full"},
+        {"qk_norm": "head", "attention_bias": True},
+        {"moe": MoESpec(**MOE, activation="bilinear")},
+        {"moe": MoESpec(**MOE, normalise=False)},
+        {"moe": MoESpec(**MOE, shared=1)},
+        {"moe": MoESpec(**MOE, bias_rate=0.001)},
+        {"moe": MoESpec(**MOE), "window": 7, "window_from": 1},
+    ],
+)
+def test_shape_of_no_family_saved_is_our_own_type_and_loads_back(changes: dict[str, Any], tmp_path: Path) -> None:
+    model = initialised(Shape(**{**DENSE, **changes}))
+    save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(2,))
+    assert json.loads((tmp_path / "saved/config.json").read_text())["model_type"] == "palestra"
+    back = load_pretrained(tmp_path / "saved")
+    assert back.model.shape == model.shape
+    assert_same_bits(dict(model.state_dict()), dict(back.model.state_dict()))
+    with pytest.raises(ValueError, match="palestra"):
+        transformers.AutoConfig.from_pretrained(tmp_path / "saved")
+
+
+def shapes() -> st.SearchStrategy[Shape]:
+    scaling = st.none() | st.builds(
+        RopeScaling,
+        type=st.sampled_from(["linear", "llama3", "yarn"]),
+        factor=st.sampled_from([2.0, 8.0]),
+        original_context=st.sampled_from([16, 8192]),
+        attention_factor=st.none() | st.just(1.5),
+    )
+    moe = st.none() | st.builds(
+        MoESpec,
+        experts=st.integers(2, 8),
+        active=st.integers(1, 2),
+        mlp=st.just(24),
+        normalise=st.booleans(),
+        balance=st.sampled_from([0.0, 0.1]),
+        shared=st.sampled_from([0, 0, 1]),
+    )
+    return st.builds(
+        Shape,
+        layers=st.integers(1, 4),
+        width=st.sampled_from([32, 40]),
+        heads=st.sampled_from([3, 4]),
+        kv_heads=st.none() | st.just(1),
+        head_dim=st.sampled_from([8, 16]),
+        mlp=st.just(48),
+        context=st.just(64),
+        vocab=st.just(96),
+        tied=st.booleans(),
+        rope_scaling=scaling,
+        qk_norm=st.sampled_from([None, "head", "full"]),
+        attention_bias=st.booleans(),
+        window=st.none() | st.integers(1, 9),
+        window_from=st.integers(0, 4),
+        moe=moe,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=shapes(), preferred=st.sampled_from([None, "llama", "mistral", "mixtral"]))
+def test_config_of_any_shape_through_json_is_the_same_model(shape: Shape, preferred: str | None) -> None:
+    family = family_of(shape, preferred)
+    config = own_config(shape) if family is None else write_config(canonical(shape), family)
+    back = read_config(json.loads(json.dumps(config)), "config.json")
+    assert canonical(back) == canonical(shape)
+    assert back.parameters() == shape.parameters()
+    assert [back.window_of(i) for i in range(shape.layers)] == [shape.window_of(i) for i in range(shape.layers)]
+
+
+# As published, in the layout of transformers 4, with the published number of parameters.
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True,
+    "vocab_size": 128256,
+}  # fmt: skip
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+    "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+OLMOE_7B = {
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+    "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+    "num_key_value_heads": 16, "output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 50304,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "window"),
+    [
+        pytest.param(SMOLLM2_135M, 134_515_008, None, id="SmolLM2-135M"),
+        pytest.param(LLAMA_31_8B, 8_030_261_248, None, id="Llama-3.1-8B"),
+        pytest.param(MISTRAL_7B, 7_241_732_096, 4096, id="Mistral-7B-v0.1"),
+        pytest.param(QWEN25_05B, 494_032_768, None, id="Qwen2.5-0.5B"),
+        pytest.param(QWEN3_06B, 596_049_920, None, id="Qwen3-0.6B"),
+        pytest.param(QWEN3_30B_A3B, 30_532_122_624, None, id="Qwen3-30B-A3B"),
+        pytest.param(OLMOE_7B, 6_919_161_856, None, id="OLMoE-1B-7B"),
+        pytest.param(MIXTRAL_8X7B, 46_702_792_704, None, id="Mixtral-8x7B"),
+    ],
+)
+def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
+    config: dict[str, Any], parameters: int, window: int | None
+) -> None:
+    shape = read_config(config, "config.json")
+    assert shape.parameters() == parameters
+    assert shape.window == window
+
+
+def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
+    gone = ("rms_norm_eps", "rope_theta", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "head_dim")
+    for config in (LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, OLMOE_7B, MIXTRAL_8X7B):
+        heads = {"num_attention_heads": 32, "hidden_size": 4096}
+        bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
+        shape = read_config(bare, "config.json")
+        theirs = transformers.AutoConfig.for_model(**bare)
+        assert shape.norm_eps == theirs.rms_norm_eps
+        assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert shape.kv == theirs.num_key_value_heads
+        assert shape.dim == (getattr(theirs, "head_dim", None) or 128)
+        assert shape.window == getattr(theirs, "sliding_window", None)
+        assert shape.tied == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (SMOLLM2_135M, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (SMOLLM2_135M, {"attention_bias": True}, "attention_bias = True"),
+        (SMOLLM2_135M, {"mlp_bias": True}, "mlp_bias = True"),
+        (SMOLLM2_135M, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (SMOLLM2_135M, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (SMOLLM2_135M, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (SMOLLM2_135M, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        (SMOLLM2_135M, {"sliding_window": 128}, "sliding_window = 128"),
+        (SMOLLM2_135M, {"num_attention_heads": 7}, "multiple of num_attention_heads"),
+        (SMOLLM2_135M, {"num_key_value_heads": 4}, "kv_heads"),
+        (SMOLLM2_135M, {"hidden_size": None}, "hidden_size is missing"),
+        (SMOLLM2_135M, {"hidden_size": "576"}, "hidden_size = '576'"),
+        (SMOLLM2_135M, {"num_hidden_layers": 0}, "layers = 0"),
+        (SMOLLM2_135M, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (SMOLLM2_135M, {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        (SMOLLM2_135M, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        (SMOLLM2_135M, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        (SMOLLM2_135M, {"architectures": ["LlamaModel"]}, "LlamaModel"),
+        (SMOLLM2_135M, {"model_type": "gpt2"}, "gpt2"),
+        (QWEN25_05B, {"layer_types": ["sliding_attention"] + ["full_attention"] * 23}, "layer_types"),
+        (QWEN3_06B, {"attention_bias": True}, "attention_bias = True"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers = 48"),
+        (OLMOE_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (OLMOE_7B, {"head_dim": 64}, "head_dim = 64"),
+    ],
+)
+def test_config_with_other_arithmetic_is_refused_by_name(
+    base: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read_config({**base, **changes}, "config.json")
+
+
+def test_config_with_several_problems_names_them_all() -> None:
+    with pytest.raises(UnsupportedModel) as error:
+        read_config({**SMOLLM2_135M, "hidden_act": "gelu", "mlp_bias": True, "new_key": 1}, "some/config.json")
+    for part in ("some/config.json", "hidden_act", "mlp_bias", "new_key = 1 (not understood)"):
+        assert part in str(error.value)
+
+
+def test_yarn_temperature_follows_mscale_as_in_transformers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    given = {**scaling, "mscale": 0.7, "mscale_all_dim": 0.3, "beta_fast": 4, "beta_slow": 2}
+    folder = Path(shutil.copytree(checkpoint("qwen2_yarn"), tmp_path / "yarn"))
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": {**given, "rope_theta": 1e4}}))
+    assert_equal_logits(packed_logits(load_pretrained(folder).model), padded_logits(folder))
+
+
+def test_weights_missing_extra_or_misshapen_are_named(copied: Callable[..., Path]) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(47, 32)
+
+    with pytest.raises(DamagedModel) as error:
+        load_pretrained(copied("llama2", spoil))
+    message = str(error.value)
+    assert "missing: model.norm.weight" in message
+    assert "not part of the model: model.layers.0.self_attn.o_proj.bias" in message
+    assert "model.layers.1.mlp.up_proj.weight has shape (47, 32), expected (48, 32)" in message
+
+
+def test_tied_head_stored_equal_is_accepted_and_different_is_refused(copied: Callable[..., Path]) -> None:
+    def stored(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    folder = copied("smollm2", stored)
+    assert load_pretrained(folder).model.head is None
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] += 1.0
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DamagedModel, match="tie_word_embeddings"):
+        load_pretrained(folder)
+
+
+def test_rotary_tables_of_old_checkpoints_are_passed_over(copied: Callable[..., Path]) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    load_pretrained(copied("llama2", add))
+
+
+def test_quantised_tensor_is_refused(copied: Callable[..., Path]) -> None:
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+    with pytest.raises(UsageError, match=r"model\.norm\.weight is stored as I8"):
+        load_pretrained(copied("llama2", quantise))
+
+
+def test_pickled_weights_are_refused_with_what_to_do(copied: Callable[..., Path]) -> None:
+    folder = copied("llama2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pickles.*save_pretrained"):
+        load_pretrained(folder)
+
+
+def test_folder_without_weights_or_config_says_what_is_missing(tmp_path: Path, copied: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        load_pretrained(tmp_path)
+    folder = copied("llama2")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="holds no weights"):
+        load_pretrained(folder)
+
+
+def test_damaged_files_are_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    loaded = load_pretrained(checkpoint("llama2"))
+    folder = tmp_path / "sharded"
+    save_pretrained(folder, loaded.model, tokenizer=None, eos=(2,), max_shard_bytes=30_000)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DamagedModel, match=shard.name):
+        load_pretrained(folder)
+    shard.unlink()
+    with pytest.raises(DamagedModel, match=f"{shard.name} is missing"):
+        load_pretrained(folder)
+    shard.write_bytes(whole)
+    index = folder / "model.safetensors.index.json"
+    kept = index.read_text()
+    index.unlink()
+    with pytest.raises(DamagedModel, match=r"neither model\.safetensors nor"):
+        load_pretrained(folder)
+    index.write_text("{}")
+    with pytest.raises(DamagedModel, match="no weight_map"):
+        load_pretrained(folder)
+    index.write_text(kept.replace(shard.name, f"../{shard.name}"))
+    with pytest.raises(DamagedModel, match="outside of the folder"):
+        load_pretrained(folder)
+
+
+def test_end_tokens_come_from_the_generation_config_before_the_config(copied: Callable[..., Path]) -> None:
+    folder = copied("llama2", eos_token_id=7)
+    assert load_pretrained(folder).eos == (2,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert load_pretrained(folder).eos == (4, 5)
+    (folder / "generation_config.json").unlink()
+    assert load_pretrained(folder).eos == (7,)
+
+
+def test_tokenizer_saved_beside_the_model_gives_transformers_the_same_ids(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer("abcdefgh ")
+    model = initialised(Shape(**{**DENSE, "vocab": 64}))
+    folder = tmp_path / "saved"
+    save_pretrained(folder, model, tokenizer=tokenizer, eos=(tokenizer.eos or 0,))
+    loaded = load_pretrained(folder)
+    assert loaded.tokenizer == folder
+    assert loaded.eos == (tokenizer.eos,)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs("bad cafe", add_special_tokens=False)["input_ids"] == tokenizer.encode("bad cafe")
+    assert theirs.eos_token_id == tokenizer.eos
+
+
+def test_reward_model_scores_as_in_transformers_both_ways(tmp_path: Path) -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.Qwen2ForSequenceClassification(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    loaded = load_pretrained(tmp_path / "theirs")
+    assert loaded.score is not None
+
+    save_pretrained(
+        tmp_path / "ours", loaded.model, tokenizer=None, eos=(), base_config=loaded.config, score=loaded.score
+    )
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
+    tokens = torch.tensor([sequences()[0]])
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        hidden = forward(loaded.model, Batch.pack(tokens.tolist())).hidden
+        assert_equal_logits(hidden[-1:] @ loaded.score.t(), expected)
+        assert torch.equal(again(tokens).logits, expected)
+    several = json.loads((tmp_path / "ours/config.json").read_text())
+    several["id2label"] = {"0": "bad", "1": "good"}
+    with pytest.raises(UnsupportedModel, match="2 labels"):
+        read_config(several, "config.json")
+
+
+def test_reward_model_of_a_shape_of_our_own_loads_back(tmp_path: Path) -> None:
+    model = initialised(Shape(**{**DENSE, "qk_norm": "full"}))
+    score = torch.randn(1, 32)
+    save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(), score=score)
+    loaded = load_pretrained(tmp_path / "saved")
+    assert loaded.score is not None
+    assert torch.equal(loaded.score, score)
+
+
+def test_save_over_an_existing_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    with pytest.raises(UsageError, match="exists already"):
+        save_pretrained(tmp_path / "mine", initialised(Shape(**DENSE)), tokenizer=None, eos=())
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
+
+
+def test_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = initialised(Shape(**DENSE))
+    weights = dict(model.state_dict())
+    weights["norm.weight"] = torch.zeros(3)
+    with pytest.raises(DamagedModel, match=r"norm\.weight"):
+        save_weights(tmp_path / "saved", model.shape, weights, tokenizer=None, eos=())
+
+    class Failing(dict[str, Tensor]):
+        reads = 0
+
+        def __getitem__(self, name: str) -> Tensor:
+            self.reads += 1
+            if self.reads > 25:  # 16 to check the sizes
+                raise OSError("disk on fire")
+            return super().__getitem__(name)
+
+    with pytest.raises(OSError, match="fire"):
+        save_weights(
+            tmp_path / "saved", model.shape, Failing(model.state_dict()), tokenizer=None, eos=(), max_shard_bytes=1
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_killed_in_the_middle_leaves_no_folder(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from pathlib import Path
+        from palestra.lm.hf import save_pretrained
+        from palestra.lm.model import Transformer
+        from palestra.spec.shape import Shape
+        model = Transformer(Shape(layers=60, width=64, heads=1, mlp=64, context=8, vocab=64))
+        print("ready", flush=True)
+        save_pretrained(Path(sys.argv[1]), model, tokenizer=None, eos=(), max_shard_bytes=1)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path / "saved"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    while len(list(tmp_path.glob(".saved.part-*/*.part"))) < 20:  # of 424 files
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "saved").exists()
+    save_pretrained(tmp_path / "saved", initialised(Shape(**DENSE)), tokenizer=None, eos=())
+    load_pretrained(tmp_path / "saved")

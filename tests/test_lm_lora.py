@@ -1,0 +1,303 @@
+"""LoRA: what is trained, merging and unmerging, adapters alone, PEFT's folders; and the scalar head."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from palestra.errors import PalestraError, UsageError
+from palestra.lm.batch import Batch, forward, score
+from palestra.lm.lora import (
+    LoraLinear,
+    adapter_state,
+    add_lora,
+    load_adapter_state,
+    merge,
+    merged_weights,
+    unmerge,
+)
+from palestra.lm.model import Transformer
+from palestra.lm.peft import load_peft, save_peft
+from palestra.lm.value_head import ScalarModel
+from palestra.spec.lora import LoraSpec
+from palestra.spec.shape import MoESpec, Shape
+
+SHAPE = Shape(layers=2, width=32, heads=4, kv_heads=2, mlp=48, context=32, vocab=40, attention_bias=True)
+EXPERTS = SHAPE.model_copy(update={"moe": MoESpec(experts=4, active=2, mlp=16, shared=1, bias_rate=0.1)})
+SPEC = LoraSpec(rank=3, alpha=6.0)
+BATCH = Batch.pack([[1, 2, 3, 4, 5, 6], [7, 8, 9], list(range(20))])
+
+
+def make(shape: Shape = SHAPE, dtype: torch.dtype = torch.float32) -> Transformer:
+    model = Transformer(shape, dtype)
+    model.initialise(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 if name.endswith("norm.weight") else 3)
+    return model
+
+
+def adapted(shape: Shape = SHAPE, spec: LoraSpec = SPEC, dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model whose adapters have been trained, so that B is no longer zero."""
+    model = make(shape, dtype)
+    add_lora(model, spec, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    load_adapter_state(
+        model, {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in adapter_state(model).items()}
+    )
+    return model
+
+
+def logprobs(model: Transformer) -> Tensor:
+    with torch.no_grad():
+        return score(model, BATCH).logprobs
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+def test_new_adapters_change_nothing_and_train_alone(shape):
+    model, plain = make(shape), make(shape)
+    add_lora(model, SPEC, torch.Generator().manual_seed(1))
+
+    assert torch.equal(logprobs(model), logprobs(plain))
+    score(model, BATCH).logprobs.sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(adapter_state(model))
+    assert all(p.grad.any() for name, p in model.named_parameters() if ".lora_b." in name)
+
+
+def test_adapters_of_a_seed_are_the_same_and_of_parts_their_own():
+    one, same, other = (make() for _ in range(3))
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        add_lora(model, SPEC, torch.Generator().manual_seed(seed))
+    state = adapter_state(one)
+
+    assert all(torch.equal(t, adapter_state(same)[name]) for name, t in state.items())
+    name = "layers.0.attn.qkv.lora_a.q_proj"
+    assert not torch.equal(state[name], adapter_state(other)[name])
+    assert not torch.equal(state[name], state["layers.0.attn.qkv.lora_a.k_proj"])
+    assert state[name].shape == (3, 32)
+    assert state["layers.1.attn.qkv.lora_b.v_proj"].shape == (16, 3)
+    assert state[name].abs().max() <= 32**-0.5
+    assert len(state) == 2 * 7 * 2
+
+
+def test_adapted_product_is_that_of_each_parts_own_low_rank_change():
+    model = adapted(spec=LoraSpec(rank=3, alpha=6.0, targets=["q_proj", "v_proj"]))
+    qkv = model.layers[0].attn.qkv
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+
+    change = [
+        2.0 * qkv.lora_b["q_proj"] @ qkv.lora_a["q_proj"],
+        torch.zeros(16, 32),
+        2.0 * qkv.lora_b["v_proj"] @ qkv.lora_a["v_proj"],
+    ]
+
+    torch.testing.assert_close(qkv(x), x @ (qkv.weight + torch.cat(change)).t() + qkv.bias)
+    assert not isinstance(model.layers[0].mlp.down, LoraLinear)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+def test_merge_equals_unmerged_and_unmerge_restores_every_bit(shape):
+    model = adapted(shape)
+    before, weights = logprobs(model), {name: t.clone() for name, t in model.state_dict().items()}
+
+    merge(model)
+    merge(model)
+    merged = logprobs(model)
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, weights[name])}
+    unmerge(model)
+
+    torch.testing.assert_close(merged, before, rtol=1e-5, atol=1e-5)
+    assert (before - logprobs(make(shape))).abs().max() > 0.1
+    assert "layers.0.attn.qkv.weight" in changed
+    assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+    assert torch.equal(logprobs(model), before)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_merged_weights_make_a_plain_model_that_computes_the_same(is_merged):
+    model, plain = adapted(EXPERTS), Transformer(EXPERTS)
+    before = logprobs(model)
+    if is_merged:
+        merge(model)
+
+    plain.load_state_dict(merged_weights(model))
+
+    torch.testing.assert_close(logprobs(plain), before, rtol=1e-5, atol=1e-5)
+    assert merged_weights(model)["embed"].data_ptr() == model.embed.data_ptr()
+
+
+def test_merged_weights_of_a_plain_model_are_its_own():
+    model = make()
+
+    assert merged_weights(model).keys() == dict(model.named_parameters()).keys()
+
+
+def test_adapters_of_half_precision_weights_are_added_in_fp32():
+    model = adapted().bfloat16()
+    qkv = model.layers[0].attn.qkv
+
+    change = torch.cat([qkv.lora_b[part].double() @ qkv.lora_a[part].double() * 2.0 for part in qkv.parts])
+
+    expected = (qkv.weight.double() + change).bfloat16()
+    found = merged_weights(model)["layers.0.attn.qkv.weight"]
+    assert found.dtype == torch.bfloat16
+    assert (found == expected).double().mean() > 0.999  # FP32 may round a tie the other way
+
+
+def test_adapted_model_in_bf16_keeps_fp32_adapters_and_their_gradients():
+    model = adapted(dtype=torch.bfloat16)
+
+    scored = score(model, BATCH)
+    scored.logprobs.sum().backward()
+
+    assert scored.output.hidden.dtype == torch.bfloat16
+    assert {t.grad.dtype for t in model.parameters() if t.requires_grad} == {torch.float32}
+    assert (scored.logprobs - logprobs(adapted())).abs().max() < 0.1
+
+
+def test_adapter_state_loaded_into_another_model_gives_the_same_numbers():
+    model, other = adapted(), make()
+    add_lora(other, SPEC, torch.Generator().manual_seed(9))
+
+    load_adapter_state(other, copy.deepcopy(adapter_state(model)))
+
+    assert torch.equal(logprobs(model), logprobs(other))
+
+
+def test_adapter_state_that_does_not_fit_is_refused_by_name():
+    model = adapted()
+    wider = adapter_state(adapted(spec=LoraSpec(rank=4, alpha=6.0)))
+    fewer = adapter_state(adapted(spec=LoraSpec(rank=3, targets=["q_proj"])))
+
+    with pytest.raises(PalestraError, match=r"layers.0.attn.o.lora_a.o_proj is \[4, 32\] and the model's is \[3, 32\]"):
+        load_adapter_state(model, wider)
+    with pytest.raises(PalestraError, match=r"o_proj is absent and the model's is \[3, 32\]"):
+        load_adapter_state(model, fewer)
+    merge(model)
+    with pytest.raises(PalestraError, match="unmerge"):
+        load_adapter_state(model, adapter_state(model))
+
+
+def test_targets_that_the_model_does_not_have_are_refused_before_anything_changes():
+    model = make(SHAPE.model_copy(update={"moe": MoESpec(experts=4, active=2, mlp=16)}))
+
+    with pytest.raises(UsageError, match="no gate_proj and no down_proj outside routed experts; take of q_proj"):
+        add_lora(model, LoraSpec(targets=["q_proj", "gate_proj", "down_proj"]), torch.Generator())
+    assert not adapter_state(model)
+    assert model.embed.requires_grad
+
+
+def test_second_adapters_are_refused():
+    with pytest.raises(UsageError, match="already"):
+        add_lora(adapted(), SPEC, torch.Generator())
+
+
+PLAIN = SHAPE.model_copy(update={"attention_bias": False})
+
+
+@pytest.mark.parametrize("targets", ["all", ["q_proj", "v_proj", "down_proj"]])
+def test_peft_folder_gives_the_adapters_back(tmp_path: Path, targets):
+    model = adapted(PLAIN, LoraSpec(rank=3, alpha=5.0, targets=targets))
+    save_peft(tmp_path / "adapters", model, "base/model")
+
+    other = make(PLAIN)
+    spec = load_peft(tmp_path / "adapters", other)
+
+    assert torch.equal(logprobs(model), logprobs(other))
+    assert (spec.rank, spec.alpha) == (3, 5.0)
+
+
+def test_peft_folder_has_the_names_of_peft(tmp_path: Path):
+    model = adapted(PLAIN)
+    save_peft(tmp_path, model, "base/model")
+
+    weights, config = load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_config.json"
+
+    prefix = "base_model.model.model.layers.1"
+    torch.testing.assert_close(
+        weights[f"{prefix}.self_attn.k_proj.lora_B.weight"], model.layers[1].attn.qkv.lora_b["k_proj"]
+    )
+    assert weights[f"{prefix}.mlp.down_proj.lora_A.weight"].shape == (3, 48)
+    assert len(weights) == 2 * 7 * 2
+    written = json.loads(config.read_text())
+    assert (written["r"], written["lora_alpha"], written["peft_type"]) == (3, 6.0, "LORA")
+    assert "up_proj" in written["target_modules"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora: true"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"bias": "all"}, "bias"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ".*attn.*"}, "target_modules"),
+    ],
+    ids=str,
+)
+def test_peft_adapters_of_another_form_are_refused_by_name(tmp_path: Path, changes, message):
+    save_peft(tmp_path, adapted(PLAIN), "base/model")
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+    with pytest.raises(UsageError, match=message):
+        load_peft(tmp_path, make(PLAIN))
+
+
+def test_peft_weights_beyond_the_targets_are_refused(tmp_path: Path):
+    save_peft(tmp_path, adapted(PLAIN), "base/model")
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_modules": ["q_proj"]}))
+
+    with pytest.raises(PalestraError, match=r"no place for .*down_proj"):
+        load_peft(tmp_path, make(PLAIN))
+
+
+def test_peft_folder_that_is_none_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"has no adapter_config\.json"):
+        load_peft(tmp_path, make())
+
+
+def test_peft_has_no_name_for_shared_experts(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"layers.0.mlp.shared.gate_up"):
+        save_peft(tmp_path, adapted(EXPERTS), "base/model")
+
+
+def test_saving_adapters_of_a_plain_model_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="no LoRA adapters"):
+        save_peft(tmp_path, make(), "base/model")
+
+
+def test_scalar_model_gives_zero_at_first_and_then_a_number_of_each_hidden_state():
+    model = ScalarModel(make(dtype=torch.bfloat16))
+
+    assert not model.values(BATCH).any()
+    model.value.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    values = model.values(BATCH)
+
+    hidden = forward(model.transformer, BATCH).hidden
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, hidden.float() @ model.value.weight[0])
+    assert model.state_dict()["value.weight"].shape == (1, 32)
+
+
+def test_sequence_scores_are_the_values_of_the_last_tokens_whatever_is_packed_with_them():
+    model = ScalarModel(make())
+    model.value.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+
+    scores = model.sequence_scores(BATCH)
+
+    torch.testing.assert_close(scores, model.values(BATCH)[[5, 8, 28]])
+    torch.testing.assert_close(scores[[1]], model.sequence_scores(BATCH.select([1])), rtol=1e-5, atol=1e-5)
+    scores.sum().backward()
+    assert model.value.weight.grad.any()
+    assert model.transformer.embed.grad.any()

@@ -1,0 +1,72 @@
+"""Tiny random checkpoints of every supported family, written by the real transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB, CONTEXT, EOS = 96, 64, 2
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+# Windows are shorter than the sequences of the tests; scaled frequencies have wavelengths on both sides of the bounds.
+_FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "llama2": (transformers.LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3": (
+        transformers.LlamaConfig,
+        {"rope_theta": 5e5, "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 16}},
+    ),
+    "llama_linear": (transformers.LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "smollm2": (transformers.LlamaConfig, {"tie_word_embeddings": True, "rope_theta": 1e5, "rms_norm_eps": 1e-5}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2_yarn": (
+        transformers.Qwen2Config,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**_EXPERTS, "head_dim": 16, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "olmoe": (transformers.OlmoeConfig, _EXPERTS),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    ),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def tiny_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """Write a random FP32 checkpoint of a family (one of FAMILIES) into the folder; the same one at every call.
+
+    `changes` are to its config.
+    """
+    config, own = _FAMILIES[family]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(FAMILIES.index(family))
+        model = transformers.AutoModelForCausalLM.from_config(config(**{**_SIZES, **own, **changes}))
+        for name, parameter in model.named_parameters():
+            # Far from the usual 0.02: logits that differ clearly, norms and biases that matter.
+            mean, deviation = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+            torch.nn.init.normal_(parameter, mean, deviation)
+    model.save_pretrained(folder)
+    return folder
