@@ -1,6 +1,11 @@
 """Palestra: train policies, from CartPole to language models, against rewards that can be checked."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Read by OpenMP when torch is imported: threads that wait sleep instead of spinning. Where a core is busy with
+# something else, spinning made training with two threads 15 times slower (docs/log.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from palestra.api import check, enjoy, load, run

@@ -91,13 +91,66 @@ def enjoy(
     return play(found, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
 
 
+def chat(
+    model: str | Path,
+    *,
+    system: str | None = None,
+    temperature: float = 0.7,
+    max_new_tokens: int = 512,
+    dtype: str = "auto",
+    device: str = "auto",
+    root: str | Path = "runs",
+) -> None:
+    """Talk with a model in the terminal."""
+    with _missing_extra():
+        from palestra.kinds.serving import chat as talk
+    talk(
+        model,
+        system=system,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        device=device,
+        root=Path(root),
+    )
+
+
+def serve(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    root: str | Path = "runs",
+    **settings: Any,
+) -> None:
+    """Serve a model over HTTP until a signal ends it; `settings` are those of `palestra serve`."""
+    with _missing_extra():
+        from palestra.kinds.serving import serve as start
+    start(model, dtype=dtype, device=device, root=Path(root), **settings)
+
+
+def fetch_model(name: str, target: str | Path) -> Path:
+    """Download a small real model into a Hugging Face folder; one that is there already is kept."""
+    with _missing_extra():
+        from palestra.lm.convert import fetch
+    return fetch(name, Path(target))
+
+
+def convert_model(source: str | Path, target: str | Path, *, dtype: str | None = None) -> None:
+    """Write a GGUF file, a llama2.c file or a Hugging Face folder as a Hugging Face folder."""
+    with _missing_extra():
+        from palestra.kinds.serving import named_dtype
+        from palestra.lm.convert import convert
+    convert(Path(source), Path(target), dtype=None if dtype is None else named_dtype(dtype))
+
+
 @contextmanager
 def _missing_extra() -> Iterator[None]:
-    """The base install has neither torch nor gymnasium."""
+    """The base install has neither torch nor gymnasium, nor what language models need."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name in ("torch", "gymnasium"):
+        if error.name in ("torch", "gymnasium", "tokenizers", "safetensors", "jinja2", "fsspec"):
             raise MissingExtra("training", "train") from error
         raise
 

@@ -283,6 +283,11 @@ def test_shuffle_of_one_dataset_leaves_the_others_in_order():
     assert [v for v in drawn if 10 <= v < 100] != [10 + i % 50 for i in range(60)]
 
 
+def test_shuffle_of_an_unknown_dataset_is_refused():
+    with pytest.raises(UsageError, match="shuffle names twos"):
+        plain(shuffle={"twos": False})
+
+
 def test_datasets_of_one_length_are_shuffled_differently():
     mixture = Mixture({"a": range(1000), "b": range(1000)}, {"a": 1, "b": 1}, seed=0, shuffle_blocks=False)
     _, indices = mixture.lookup(np.arange(2048))

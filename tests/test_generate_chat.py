@@ -77,5 +77,3 @@ def test_chat_interrupted_stops_the_answer_and_not_the_program(generator: LocalG
     assert said[2] == "Again"
     assert len(said[3]) > len(said[1])
     assert generator.metrics()["requests"] == 0
-
-

@@ -18,14 +18,15 @@ def check_rows(engine):
     assert host.active[len(rows) :].sum() == 0
     for sample in rows:
         assert bool(host.active[sample.row]) == sample.active
+        assert host.length[sample.row] == sample.cached
         if sample.active:
-            assert host.length[sample.row] == sample.cached == sample.due
+            assert sample.cached == sample.due
             assert host.token[sample.row] == sample.piece(sample.due, sample.due + 1)[0]
             assert host.remaining[sample.row] == sample.remaining
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or_overlap(seed):
     choose = random.Random(seed)
     model = small_model(layers=1, width=16, heads=2, kv_heads=1, mlp=16)
@@ -37,11 +38,11 @@ def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or
         eos=frozenset(range(4)),
     )
     listeners = {}
-    for step in range(40):
+    for step in range(30):
         match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
             case "submit":
-                sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 20))
-                request = Request(prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 9))
+                sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 12))
+                request = Request(prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 5))
                 listener = Listener(streams=choose.random() < 0.5)
                 listeners[engine.submit(request, listener)] = (request, listener)
             case "abort" if listeners:

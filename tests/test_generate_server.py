@@ -71,7 +71,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def idle(engine: Engine) -> bool:
     numbers = engine.metrics()
-    return numbers["running"] == numbers["waiting"] == numbers["requests"] == 0 and numbers["free_slots"] == engine.slots
+    return (
+        numbers["running"] == numbers["waiting"] == numbers["requests"] == 0 and numbers["free_slots"] == engine.slots
+    )
 
 
 # OpenAI's client
@@ -166,6 +168,12 @@ def test_completion_of_several_prompts_keeps_their_order(client: openai.OpenAI) 
     assert streamed == expected
 
 
+def test_completion_of_an_empty_prompt_begins_a_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=NAME, prompt="", seed=2, max_tokens=8)
+    assert TOKENIZER.bos is not None
+    assert answer.choices[0].text == alone([TOKENIZER.bos], seed=2, max_new_tokens=8)[0].text
+
+
 def test_completion_with_a_stop_string_ends_before_it(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": NAME, "prompt": "Now", "seed": 2, "max_tokens": 40}
     whole = client.completions.create(**options).choices[0].text
@@ -228,7 +236,6 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", [1, 2], 400, "body"),
         ("/v1/completions", {}, 400, "prompt"),
         ("/v1/completions", {"prompt": []}, 400, "prompt"),
-        ("/v1/completions", {"prompt": ""}, 400, "empty"),
         ("/v1/completions", {"prompt": [[]]}, 400, "empty"),
         ("/v1/completions", {"prompt": [1, "a"]}, 400, "prompt"),
         ("/v1/completions", {"prompt": [True]}, 400, "prompt"),
@@ -497,7 +504,7 @@ def test_abort_answers_with_what_there_is() -> None:
 
 
 def test_engine_that_fails_makes_the_server_unhealthy() -> None:
-    with serving() as (address, engine), connected(address) as http:
+    with serving() as (address, _), connected(address) as http:
         assert http.get("/health").json()["status"] == "ok"
         broken = {name: torch.full_like(tensor, math.nan) for name, tensor in tiny_model().named_parameters()}
         assert http.put("/update_weights", params={"version": 1}, content=safetensors.torch.save(broken)).is_success

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
-from palestra.errors import UsageError
+from palestra.errors import MissingExtra, UsageError
 from palestra.lm.batch import Batch, forward, score
 from palestra.lm.convert import FETCHABLE, convert, fetch
 from palestra.lm.gguf import load_gguf
@@ -445,6 +446,13 @@ def test_gguf_cut_off_or_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         convert(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_gguf_without_the_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(MissingExtra, match=r"palestra\[gguf\]"):
+        convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
 # Folders, and downloads

@@ -124,6 +124,7 @@ def test_choose_of_equals_takes_the_first():
     router = torch.tensor([[1.0, 2, 2, 0, 2], [0, 0, 0, 0, 0], [3, 1, 3, 1, 3]])
 
     assert choose(router, 2, None)[1].tolist() == [[1, 2], [0, 1], [0, 2]]
+    assert (choose(torch.zeros(50, 256), 8, None)[1] == torch.arange(8)).all()
 
 
 def test_bias_changes_the_choice_and_not_the_weights():

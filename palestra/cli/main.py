@@ -28,6 +28,11 @@ Overrides = Annotated[
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="VAR=VALUE", help="Fill a ${VAR} of the spec.")]
 Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of all runs.")]
 RUNS = Path("runs")
+Model = Annotated[
+    str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.", metavar="MODEL")
+]
+Dtype = Annotated[str, typer.Option(help="fp32 or bf16; auto is bf16.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU where there is one.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -138,6 +143,92 @@ def plot(
     )
     for path in curves(found, metric=metric, x=x, out=out or default):
         typer.echo(path)
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    runs: Root = RUNS,
+) -> None:
+    """Talk with a model in the terminal."""
+    from palestra.api import chat as talk
+
+    talk(
+        model,
+        system=system,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        device=device,
+        root=runs,
+    )
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can connect.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PALESTRA_API_KEY", help="The bearer key that requests must carry.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; by default its folder.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="The longest sequence; by default the model's.")] = None,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests at a time; more are told to wait.")] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="The largest request.")] = 4 * 2**20,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    runs: Root = RUNS,
+) -> None:
+    """Serve a model over HTTP: OpenAI's API (/v1/chat/completions, /v1/completions) and tokens (/generate)."""
+    from palestra.api import serve as start
+
+    start(
+        model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        name=name,
+        context=context,
+        max_concurrent=max_concurrent,
+        max_body=max_body,
+        dtype=dtype,
+        device=device,
+        root=runs,
+    )
+
+
+models = typer.Typer(help="Get models and bring them into the Hugging Face format.", no_args_is_help=True)
+app.add_typer(models, name="model")
+
+
+@models.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2-135m")],
+    to: Annotated[Path | None, typer.Option(help="The folder to write; by default models/NAME.")] = None,
+) -> None:
+    """Download a small real model and convert it."""
+    from palestra.api import fetch_model
+
+    typer.echo(fetch_model(name, to or Path("models") / name))
+
+
+@models.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A GGUF file, a llama2.c .bin file, or a Hugging Face folder.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; by default what the source has.")] = None,
+) -> None:
+    """Write a model as a Hugging Face folder."""
+    from palestra.api import convert_model
+
+    convert_model(source, target, dtype=dtype)
+    typer.echo(target)
 
 
 def _variables(given: list[str] | None) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from palestra.data.chat import encode_chat
 from palestra.data.conversations import Messages, conversation, pair
@@ -30,8 +30,6 @@ class ChatEncoder:
     side: Literal["chosen", "rejected"] | None
     """Of pairs: which of the two; only the answers, what the two do not share, are trained on."""
     template: str | None
-    masked: ClassVar[bool] = True
-    text_key: ClassVar[str] = "text"
 
     @classmethod
     def load(
@@ -41,6 +39,16 @@ class ChatEncoder:
         tokenizer = cached_tokenizer(str(folder))
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
         return cls(str(folder), *names, format, side, tokenizer.chat_template if format == "chat" else None)
+
+    @property
+    def masked(self) -> bool:
+        """Only answers are trained on."""
+        return True
+
+    @property
+    def text_key(self) -> str:
+        """Text files have no conversations: their rows are refused."""
+        return "text"
 
     @property
     def recipe(self) -> dict[str, Any]:

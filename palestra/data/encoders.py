@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -76,7 +76,6 @@ class TextEncoder:
     text_key: str
     closing: int | None
     """The token put after each document; None puts none."""
-    masked: ClassVar[bool] = False
 
     @classmethod
     def load(cls, folder: Path | str, *, text_key: str = "text", close: bool = True) -> "TextEncoder":
@@ -84,6 +83,11 @@ class TextEncoder:
         tokenizer = cached_tokenizer(str(folder))
         closing = tokenizer.eos if close else None
         return cls(str(folder), tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, text_key, closing)
+
+    @property
+    def masked(self) -> bool:
+        """Every token is trained on."""
+        return False
 
     @property
     def recipe(self) -> dict[str, Any]:

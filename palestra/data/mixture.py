@@ -68,6 +68,8 @@ class Mixture(Generic[Item]):
         stages = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
         _check_starts(stages, block_size)
         shares = [_shares(given, datasets, f"the weights from sequence {start}") for start, given in stages]
+        if not isinstance(shuffle, bool) and (unknown := sorted(set(shuffle) - set(datasets))):
+            raise UsageError(f"mixture: shuffle names {', '.join(unknown)}; the datasets are {', '.join(datasets)}")
         self.datasets = dict(datasets)
         self.names = tuple(name for name in datasets if any(share.get(name, 0) > 0 for share in shares))
         self.validation = tuple(name for name in datasets if name not in self.names)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from palestra.errors import UsageError
 
+Bin = tuple[int, int, tuple[int, ...]]  # −sum, −count (breaks ties of sums), indices
+
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of indices with at most `capacity` tokens each: longest first, each into the first bin with room.
@@ -46,9 +48,9 @@ def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
     _check(lengths)
     if bins < 1:
         raise ValueError(f"cannot split into {bins} bins")
-    # A solution is its bins from the fullest to the emptiest, each (−sum, −count, indices): counts break ties of sums.
-    empty: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())] * (bins - 1)
-    solutions: list[tuple[int, int, list[tuple[int, int, tuple[int, ...]]]]] = [
+    # A solution is its bins from the fullest to the emptiest; the heap orders by the difference of those two.
+    empty: list[Bin] = [(0, 0, ())] * (bins - 1)
+    solutions: list[tuple[int, int, list[Bin]]] = [
         (-lengths[index] if bins > 1 else 0, order, [(-lengths[index], -1, (index,)), *empty])
         for order, index in enumerate(_longest_first(lengths))
     ]

@@ -92,14 +92,14 @@ def _attend(
         at = base + p[:, None] * DIM + d[None, :]
         inside = seen[:, None] & (d[None, :] < DIM)
         key = tl.load(keys + at, mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(key)) * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp(top - higher)
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(values + at, mask=inside, other=0.0)
-        found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+        found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
     wanted = (g[:, None] < GROUP) & (d[None, :] < DIM)
     if SPLITS == 1:
@@ -185,5 +185,5 @@ def _draw(logits, temperature, uniform, tokens, logprobs, vocab, stride, BLOCK: 
                 below += tl.sum(p, 0)
         token = tl.where(chosen < 0, likely, chosen)
     z = tl.load(base + token) * scale
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, token)
     tl.store(logprobs + row, z - top - tl.log(total))

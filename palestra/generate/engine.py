@@ -48,8 +48,8 @@ class Engine:
         max_running: int = 256,
         max_waiting: int = 4096,
         kv_bytes: int | None = None,
-        burst: int = 4,
-        prefill_tokens: int = 1024,
+        burst: int | None = None,
+        prefill_tokens: int | None = None,
     ):
         """`dtype` and `context` are the model's unless given, `kv_bytes` a share of the memory that is free.
 
@@ -59,15 +59,18 @@ class Engine:
         self.context = min(context or shape.context, shape.context)
         self.slots = rows_that_fit(shape, self.context, dtype, device, kv_bytes, max_running)
         self.eos, self.tokenizer = eos, tokenizer
-        self.max_waiting, self.steps, self.prefill_tokens = max_waiting, burst, prefill_tokens
+        # A GPU waits for the host after every burst, and takes many prompts as fast as few.
+        self.steps = burst or (32 if device.type == "cuda" else 4)
+        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 1024)
+        self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None
         """What ended the engine."""
-        self._runner = Runner(model, dtype, device, self.context, self.slots)
+        self._runner = _runner(model, dtype, device, self.context, self.slots, self.steps)
         self._scheduler = Scheduler(self.slots, BLOCK)
         self._jobs: dict[str, Job] = {}
         self._new: list[Job] = []
-        self._aborted: list[str] = []
+        self._aborted: list[Job] = []
         self._inbox = threading.Lock()
         self._turns = _Turns()
         self._paused = False
@@ -84,6 +87,11 @@ class Engine:
     def model(self) -> Transformer:
         """The copy that generates; `publish` changes it."""
         return self._runner.model
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far; none on the CPU. In a steady state it stays the same."""
+        return self._runner.captures
 
     def submit(self, request: Request, sink: Sink) -> str:
         """Queue a request and give its id. What cannot be done is refused here."""
@@ -104,7 +112,9 @@ class Engine:
     def abort(self, id: str) -> None:
         """End a request at the next burst, with what it has. One that has ended is let be."""
         with self._inbox:
-            self._aborted.append(id)
+            # The job, not the id, which another request may have by then.
+            if (job := self._jobs.get(id)) is not None:
+                self._aborted.append(job)
 
     def burst(self) -> bool:
         """Do what there is to do for a moment: admit, compute prompts, draw tokens, deliver. False: there was nothing.
@@ -118,6 +128,7 @@ class Engine:
                     return False
                 for sample in self._scheduler.admit(self.prefill_tokens):
                     sample.text = self._growing_text(sample.job)
+                    self._set_cached(sample, 0)
                 prefilled = self._prefill()
                 return self._decode() or prefilled
         except BaseException as error:
@@ -166,8 +177,9 @@ class Engine:
             for sample in self._scheduler.rows:
                 sample.shareable = not keep_cache
                 if not keep_cache:
-                    sample.cached, sample.active = 0, False
+                    sample.active = False
                     self._runner.host.active[sample.row] = 0
+                    self._set_cached(sample, 0)
 
     def metrics(self) -> dict[str, float]:
         """What it is doing and has done."""
@@ -192,8 +204,8 @@ class Engine:
             new, self._new = self._new, []
             aborted, self._aborted = self._aborted, []
             self._scheduler.waiting.extend(new)
-        for id in aborted:
-            if (job := self._jobs.get(id)) is not None:
+        for job in aborted:
+            if self._jobs.get(job.id) is job:
                 self._abort(job)
 
     def _abort(self, job: Job) -> None:
@@ -217,22 +229,27 @@ class Engine:
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
             for sample, end in pieces:
-                sample.cached = end
+                self._set_cached(sample, end)
         for sample in self._scheduler.rows:
             if sample.source is not None:
                 self._runner.cache.copy(sample.source.row, sample.row, sample.due)
-                sample.cached, sample.source = sample.due, None
+                sample.source = None
+                self._set_cached(sample, sample.due)
                 self._copied += sample.due
             if not sample.active and sample.cached == sample.due:
                 self._start(sample)
         return bool(pieces)
+
+    def _set_cached(self, sample: Sample, length: int) -> None:
+        """Say how much is cached. A step that runs before the rest is there writes its nonsense behind it."""
+        sample.cached = length
+        self._runner.host.length[sample.row] = length
 
     def _start(self, sample: Sample) -> None:
         """Write the row of a sample that can draw its next token."""
         job, row, host = sample.job, sample.row, self._runner.host
         sampling, settings = job.sampling, host.settings(len(host.token))
         host.token[row] = sample.piece(sample.due, sample.due + 1)[0]
-        host.length[row] = sample.cached
         host.active[row] = 1
         host.remaining[row] = sample.remaining
         host.ends[row] = torch.tensor((job.ends + (job.ends[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS])
@@ -258,7 +275,8 @@ class Engine:
         found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
         for sample, (tokens, _, _) in zip(running, found, strict=True):
             sample.cached += len(tokens)
-        for sample, (tokens, logprobs, top) in zip(running, found, strict=True):
+        # From the last row: where the last one ends, none has to move into its place.
+        for sample, (tokens, logprobs, top) in reversed(list(zip(running, found, strict=True))):
             self._extend(sample, tokens, logprobs, top)
         return True
 
@@ -316,6 +334,16 @@ class Engine:
         else:
             self._runner.cache.copy(move.source, move.target, move.length)
             host.move(move.source, move.target)
+
+
+def _runner(
+    model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int, steps: int
+) -> Runner:
+    if device.type != "cuda":
+        return Runner(model, dtype, device, context, rows)
+    from palestra.generate.cuda import CudaRunner  # Triton comes with torch for GPUs alone
+
+    return CudaRunner(model, dtype, device, context, rows, steps)
 
 
 class _Turns:

@@ -18,6 +18,9 @@ from palestra.lm.model import Transformer
 class Runner:
     """A copy of a model in compute precision with its cache and rows on a device."""
 
+    captures = 0
+    """CUDA graphs captured so far."""
+
     def __init__(self, model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int):
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
@@ -78,7 +81,7 @@ class Runner:
     def _scores(self, hidden: Tensor) -> Tensor:
         if self.tiles is None:
             return logits(hidden, self.model.unembed)
-        return torch.cat([logits(tile, self.model.unembed) for tile in hidden.split(self.tiles.rows)])
+        return self.tiles.apply(lambda tile: logits(tile, self.model.unembed), hidden)
 
     def _padded(self, count: int) -> int:
         return count if self.tiles is None else -(-count // self.tiles.rows) * self.tiles.rows

@@ -63,6 +63,12 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
 
     The order of transformers' processors. Each row is a function of its own scores and settings alone.
     """
+    if scores.is_cuda and needs == Needs(drawn=needs.drawn):
+        from palestra.generate.decode_kernel import draw  # Triton comes with torch for GPUs alone
+
+        tokens, logprobs = draw(scores, settings.temperature, uniform(settings.seed, settings.draws).float())
+        none = tokens.new_empty(len(tokens), 0)
+        return Choice(tokens, logprobs, none, none.float())
     if needs.min_tokens:
         scores = _without_ends(scores, settings)
     heat = settings.temperature

@@ -1,7 +1,6 @@
 """The HTTP server: OpenAI's endpoints, tokens in and out, new weights, and how it is doing."""
 
 import asyncio
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,6 @@ except ImportError as error:
     from palestra.errors import MissingExtra
 
     raise MissingExtra("The server", "serve") from error
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from palestra.data.chat import encode_chat
@@ -43,7 +41,6 @@ from palestra.generate.wire import GenerateBody, result_json
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CONCURRENT = 1024
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # How long requests may go on after the server was told to stop, before they are ended where they are.
 GRACE_SECONDS = 5.0
@@ -196,59 +193,50 @@ def create_app(
     return app
 
 
-def serve(
-    folder: Path,
+def serve_engine(
+    engine: Engine,
     *,
+    name: str,
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
-    name: str | None = None,
-    context: int | None = None,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
     max_body_bytes: int = MAX_BODY_BYTES,
     max_concurrent: int = MAX_CONCURRENT,
 ) -> None:
-    """Serve the model of a Hugging Face folder until SIGINT or SIGTERM.
+    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free.
 
-    Requests then have a few seconds to end by themselves; those that have not are answered with what they have.
+    After the signal requests have a few seconds to end by themselves; then they are answered with what they have.
     """
-    api_key = api_key or os.environ.get("PALESTRA_API_KEY")
-    with _bound(host, port) as listening:
-        engine = Engine.from_folder(folder, dtype=DTYPES[dtype], device=device, context=context)
-        if engine.tokenizer is None:
-            raise UsageError(f"{folder} has no tokenizer, which a server of text needs: put its tokenizer.json there")
+    if engine.tokenizer is None:
+        raise UsageError(f"{name} has no tokenizer, which a server of text needs: put its tokenizer.json in its folder")
+    with _bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
+        app = create_app(
+            generator,
+            engine.tokenizer,
+            model_name=name,
+            api_key=api_key,
+            max_body_bytes=max_body_bytes,
+            max_concurrent=max_concurrent,
+        )
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            # Clients give up idle connections first, so that none is used while it is being closed here.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
+        )
+        port = listening.getsockname()[1]
         if api_key is None and host not in LOOPBACK:
-            print(f"warning: anyone who reaches {host}:{port} can use this model and replace its weights. "
-                  "Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)  # fmt: skip
-        with LocalGenerator(engine, drive="thread") as generator:
-            name = name or folder.resolve().name
-            app = create_app(
-                generator,
-                engine.tokenizer,
-                model_name=name,
-                api_key=api_key,
-                max_body_bytes=max_body_bytes,
-                max_concurrent=max_concurrent,
+            print(
+                f"warning: whoever reaches {host} port {port} can use this model and replace its weights. "
+                "Give --api-key or PALESTRA_API_KEY.",
+                file=sys.stderr,
             )
-            address = f"[{host}]" if ":" in host else host
-            print(f"serving {name} at http://{address}:{listening.getsockname()[1]}/v1 (Ctrl-C stops)", flush=True)
-            run_server(app, listening)
-
-
-def run_server(app: FastAPI, listening: socket.socket) -> None:
-    """Run an application made by `create_app` on a socket, until SIGINT or SIGTERM."""
-    # Clients give up idle connections first, so that none is used while it is being closed here.
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
-    )
-    _Server(config, app.state.service).run(sockets=[listening])
+        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
+        _Server(config, app.state.service).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
@@ -286,9 +274,9 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A prompt's tokens, after the token that begins a text where the tokenizer's config asks for one."""
-    begin = [tokenizer.bos] if tokenizer.config.get("add_bos_token") and tokenizer.bos is not None else []
-    return begin + tokenizer.encode(text)
+    """A prompt's tokens. BOS comes first where the tokenizer's config asks for it, or where there is nothing else."""
+    tokens, bos = tokenizer.encode(text), tokenizer.bos
+    return [bos, *tokens] if bos is not None and (tokenizer.config.get("add_bos_token") or not tokens) else tokens
 
 
 def _explain_errors(app: FastAPI, service: Service) -> None:

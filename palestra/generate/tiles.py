@@ -1,10 +1,14 @@
 """Products on the CPU whose result for a row does not depend on how many rows there are."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.lm.model import Transformer
+from palestra.lm.moe import MoE
 from palestra.lm.ops import Linear
 
 PREFILL_ROWS = 64
@@ -20,7 +24,9 @@ class Tiles:
         self.dtype, self.rows = model.dtype, PREFILL_ROWS
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if isinstance(child, Linear):
+                if isinstance(child, MoE):
+                    setattr(module, name, TiledMoE(child, self))
+                elif isinstance(child, Linear):
                     setattr(module, name, TiledLinear(child, self))
 
     def for_prefill(self) -> None:
@@ -31,9 +37,17 @@ class Tiles:
         """Maybe few rows: tiles that waste little. A token is only ever computed in one of the two sizes."""
         self.rows = DECODE_ROWS.get(self.dtype, PREFILL_ROWS)
 
+    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A function of rows (T, …), tile by tile; the last one is filled up with zeros."""
+        if len(x) == self.rows:
+            return product(x)
+        short = -len(x) % self.rows
+        tiles = F.pad(x, (0, 0, 0, short)) if short else x
+        return torch.cat([product(tile) for tile in tiles.split(self.rows)])[: len(x)]
+
 
 class TiledLinear(nn.Module):
-    """A matrix that is applied to tiles of rows; the number of rows must be a multiple of the tile's."""
+    """A matrix that is applied to tiles of rows."""
 
     def __init__(self, linear: Linear, tiles: Tiles):
         super().__init__()
@@ -41,4 +55,30 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs) → (T, outputs)."""
-        return torch.cat([F.linear(tile, self.weight, self.bias) for tile in x.split(self.tiles.rows)])
+        return self.tiles.apply(lambda tile: F.linear(tile, self.weight, self.bias), x)
+
+
+class TiledMoE(MoE):
+    """Experts that are applied to tiles of the rows that chose them."""
+
+    def __init__(self, moe: MoE, tiles: Tiles):
+        nn.Module.__init__(self)
+        self.spec, self.gate, self.shared, self.tiles = moe.spec, moe.gate, moe.shared, tiles
+        self.router, self.gate_up, self.down = moe.router, moe.gate_up, moe.down
+        self.register_buffer("bias", moe.bias)
+
+    def _route(self, x: Tensor) -> Tensor:
+        return self.tiles.apply(super()._route, x)
+
+    def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+        pieces, start = [rows[:0]], 0
+        for end, first, second in zip(ends.tolist(), self.gate_up.unbind(), self.down.unbind(), strict=True):
+            if start < end:
+                expert = partial(_expert, first=first, second=second, gate=self.gate)
+                pieces.append(self.tiles.apply(expert, rows[start:end]))
+            start = end
+        return torch.cat(pieces)
+
+
+def _expert(x: Tensor, first: Tensor, second: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+    return F.linear(gate(F.linear(x, first)), second)

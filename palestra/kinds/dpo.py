@@ -10,24 +10,18 @@ from palestra.lm.model import Transformer
 from palestra.lm.preferences import Pair, Preferences, dpo_loss
 from palestra.runs.run import Run
 from palestra.spec.kinds.dpo import DpoSpec
-from palestra.spec.lm import Source
 
 load = load_lm
 
 
 def run(spec: DpoSpec, launch: Launch) -> Run:
     """Train every seed of the spec."""
-    return run_lm(spec, launch, run_session, data, sources(spec))
+    return run_lm(spec, launch, run_session, data)
 
 
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
-    run_lm_session(folder, launch, data, objective, sources)
-
-
-def sources(spec: DpoSpec) -> dict[str, Source]:
-    """What a new tokenizer is made of."""
-    return dict(spec.data.train)
+    run_lm_session(folder, launch, data, objective)
 
 
 def data(spec: DpoSpec, start: Start) -> Data[Pair]:
@@ -39,7 +33,7 @@ def objective(spec: DpoSpec, start: Start, found: Data[Pair], seed: int, model: 
     """The chosen answer more likely than the rejected one, relative to the model as it starts."""
     reference = deepcopy(model).requires_grad_(False).to(model.dtype)
     return Preferences(
-        mixture_of(found, spec.data, seed=seed, batch=spec.train.batch),
+        mixture_of(found, spec.data, spec.train, seed),
         found.evals,
         dpo_loss(spec.loss, reference),
         batch=spec.train.batch,

@@ -22,9 +22,10 @@ from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import find_model, open_model
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_for_training
-from palestra.lm.datasets import kept_tokenizer, made_tokenizer
+from palestra.lm.datasets import kept_tokenizer, made_tokenizer, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import load_pretrained, read_eos, read_folder, save_weights
+from palestra.lm.hf_config import is_classifier
 from palestra.lm.lora import adapted, add_lora
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Ema, Optimiser
@@ -38,7 +39,8 @@ from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
-from palestra.spec.lm import LmSpec, SampleSpec, Source
+from palestra.spec.kinds.sft import ChatData
+from palestra.spec.lm import LmSpec, SampleSpec, WritingSpec
 from palestra.spec.load import resolved
 from palestra.spec.shape import Shape
 from palestra.track.hooks import load_hooks
@@ -73,9 +75,7 @@ MakeObjective = Callable[[Any, Start, Any, int, Transformer], Objective]
 """What a spec trains for: with its data, its seed and its model as it starts."""
 
 
-def run_lm(
-    spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None], prepare: Prepare, sources: dict[str, Source]
-) -> Run:
+def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None], prepare: Prepare) -> Run:
     """Train every seed of the spec, then summarise and plot the trial. Under `torchrun`, all ranks call it."""
     device = device_of(spec)
     ranks = Ranks.join(device)
@@ -87,7 +87,10 @@ def run_lm(
         folder = ranks.from_first(None)
         session(folder, launch)
         return Run(folder)
-    prepare(spec, start_of(spec, launch.root, sources))  # a spec that cannot run ends here, before it has a folder
+    # A spec that cannot run ends here, before it has a folder.
+    start = start_of(spec, launch.root)
+    mixture_of(prepare(spec, start), spec.data, spec.train, spec.seed)
+    sample_prompts(spec, start)
     trial = run_sessions(
         spec,
         launch,
@@ -108,7 +111,6 @@ def run_lm_session(
     launch: Launch,
     prepare: Prepare,
     make_objective: MakeObjective,
-    sources: Callable[[Any], dict[str, Source]],
     *,
     scalar: bool = False,
 ) -> None:
@@ -123,7 +125,7 @@ def run_lm_session(
     try:
         with session if ranks.first else nullcontext():
             ranks.from_first(folder)  # the others wait for it in `run_lm`
-            start = start_of(spec, launch.root, sources(spec))
+            start = start_of(spec, launch.root)
             model = build_model(spec, start, session.seed, device)
             objective = make_objective(spec, start, prepare(spec, start), session.seed, model)
             trained = ScalarModel(model) if scalar else model
@@ -138,8 +140,7 @@ def run_lm_session(
                 flops_per_token=start.shape.flops_per_token(spec.data.context),
                 ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
             )
-            samples = getattr(spec, "samples", SampleSpec())
-            sampler = Samples(samples, engine, start, session, chat=spec.kind != "pretrain")
+            sampler = Samples(spec, engine, start, session)
             train(spec, session, engine, objective, keeper, sampler, show=launch.show)
     finally:
         torch.set_num_threads(threads)
@@ -153,7 +154,7 @@ def device_of(spec: LmSpec) -> torch.device:
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
 
 
-def start_of(spec: LmSpec, root: Path, sources: dict[str, Source]) -> Start:
+def start_of(spec: LmSpec, root: Path) -> Start:
     """The shape, the tokenizer and the first weights that a spec names."""
     wanted, config, eos, folder = spec.model, {}, (), None
     if wanted.init is not None:
@@ -161,17 +162,26 @@ def start_of(spec: LmSpec, root: Path, sources: dict[str, Source]) -> Start:
         folder, weights = found.folder, found.base or found.folder
         config, shape = read_folder(weights)
         tokenizer_folder, eos = weights, read_eos(weights, config)
+        if is_classifier(config) and spec.kind != "reward_model":
+            raise UsageError(f"model.init: {wanted.init} is a reward model, which scores texts and writes none")
+        if spec.data.context > shape.context:
+            raise UsageError(
+                f"data.context: {spec.data.context} tokens are more than the {shape.context} that {wanted.init} reads"
+            )
     else:
         assert wanted.shape is not None  # ModelSpec.problems
         assert wanted.tokenizer is not None
-        tokenizer_folder, shape = made_tokenizer(wanted.tokenizer, sources), wanted.shape
+        tokenizer_folder, shape = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template), wanted.shape
     tokenizer = Tokenizer.load(tokenizer_folder)
     if wanted.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(wanted.chat_template)
         tokenizer_folder = kept_tokenizer(tokenizer)
     vocab = shape.vocab or -(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if vocab < tokenizer.vocab_size:
-        raise UsageError(f"model.shape.vocab: {vocab} is less than the tokenizer's {tokenizer.vocab_size} tokens")
+        whose = "model.shape.vocab:" if wanted.init is None else f"model.init: {wanted.init} has embeddings for"
+        raise UsageError(
+            f"{whose} {vocab} tokens, fewer than the {tokenizer.vocab_size} of the tokenizer in {tokenizer_folder}"
+        )
     turn = None if tokenizer.chat_template is None else end_of_turn(tokenizer)
     ends = sorted({token for token in (*eos, tokenizer.eos, turn) if token is not None})
     return Start(shape.model_copy(update={"vocab": vocab}), tokenizer, tokenizer_folder, tuple(ends), folder, config)
@@ -204,7 +214,7 @@ class Keeper:
     def writer(self) -> Callable[[Path], None]:
         """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
         if adapted(self.transformer):
-            base = str(self.start.folder)
+            base = str(self.start.folder.absolute())  # adapters are read from anywhere
             return lambda folder: save_peft(folder, self.transformer, base)
         weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
         score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
@@ -233,9 +243,10 @@ class Keeper:
 class Samples:
     """What the model writes during training, in samples.jsonl of the session."""
 
-    def __init__(self, spec: SampleSpec, engine: TrainEngine, start: Start, session: Session, *, chat: bool):
-        self.spec, self.engine, self.start, self.session = spec, engine, start, session
-        self.prompts = [self._prompt(text, chat) for text in spec.prompts]
+    def __init__(self, spec: LmSpec, engine: TrainEngine, start: Start, session: Session):
+        self.spec = spec.samples if isinstance(spec, WritingSpec) else SampleSpec()
+        self.engine, self.start, self.session = engine, start, session
+        self.prompts = sample_prompts(spec, start)
         self.writer: Engine | None = None
         session.follow(SAMPLES, lambda: None)
 
@@ -269,12 +280,24 @@ class Samples:
                 file.write(json.dumps(row) + "\n")
                 log.info("step %d: %r → %r", step, text, written.text)
 
-    def _prompt(self, text: str, chat: bool) -> list[int]:
-        tokenizer = self.start.tokenizer
-        if chat:
-            return encode_chat(tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True).tokens
-        first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
-        return tokenizer.encode(text) or ([] if first is None else [first])
+
+def sample_prompts(spec: LmSpec, start: Start) -> list[list[int]]:
+    """The tokens of the prompts that samples begin with, written as the training data are."""
+    if not isinstance(spec, WritingSpec):
+        return []
+    chat, found = isinstance(spec.data, ChatData) and spec.data.format == "chat", []
+    tokenizer = start.tokenizer
+    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    for text in spec.samples.prompts:
+        turn = [{"role": "user", "content": text}]
+        tokens = encode_chat(tokenizer, turn, add_generation_prompt=True).tokens if chat else tokenizer.encode(text)
+        found.append(tokens or ([] if first is None else [first]))
+        if not 0 < len(found[-1]) < (start.shape.context):
+            raise UsageError(
+                f"samples.prompts: {text!r:.100} is {len(found[-1])} tokens; the model reads 1 to "
+                f"{start.shape.context - 1} before it writes"
+            )
+    return found
 
 
 def load_lm(run: Run, which: str = "best") -> LanguageModel:

@@ -10,24 +10,18 @@ from palestra.lm.model import Transformer
 from palestra.lm.next_token import NextToken
 from palestra.runs.run import Run
 from palestra.spec.kinds.pretrain import PretrainSpec
-from palestra.spec.lm import Source
 
 load = load_lm
 
 
 def run(spec: PretrainSpec, launch: Launch) -> Run:
     """Train every seed of the spec."""
-    return run_lm(spec, launch, run_session, data, sources(spec))
+    return run_lm(spec, launch, run_session, data)
 
 
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
-    run_lm_session(folder, launch, data, objective, sources)
-
-
-def sources(spec: PretrainSpec) -> dict[str, Source]:
-    """What a new tokenizer is made of."""
-    return dict(spec.data.train)
+    run_lm_session(folder, launch, data, objective)
 
 
 def data(spec: PretrainSpec, start: Start) -> Data[Example]:
@@ -38,7 +32,7 @@ def data(spec: PretrainSpec, start: Start) -> Data[Example]:
 def objective(spec: PretrainSpec, start: Start, found: Data[Example], seed: int, model: Transformer) -> NextToken:
     """Every next token."""
     return NextToken(
-        mixture_of(found, spec.data, seed=seed, batch=spec.train.batch),
+        mixture_of(found, spec.data, spec.train, seed),
         found.evals,
         bytes_of_tokens(start.tokenizer, model.shape.vocab or 0),
         batch=spec.train.batch,

@@ -11,28 +11,22 @@ from palestra.lm.preferences import Pair, Preferences, reward_loss
 from palestra.lm.scorer import Scorer
 from palestra.runs.run import Run
 from palestra.spec.kinds.reward_model import RewardModelSpec
-from palestra.spec.lm import Source
 
 
 def run(spec: RewardModelSpec, launch: Launch) -> Run:
     """Train every seed of the spec."""
-    return run_lm(spec, launch, run_session, data, sources(spec))
+    return run_lm(spec, launch, run_session, data)
 
 
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
-    run_lm_session(folder, launch, data, objective, sources, scalar=True)
+    run_lm_session(folder, launch, data, objective, scalar=True)
 
 
 def load(run: Run, which: str = "best") -> Scorer:
     """The reward model of a run's checkpoint: `load(run).score(messages)`."""
     folder = find_model(run.checkpoint(which)).folder
     return Scorer.load(folder)
-
-
-def sources(spec: RewardModelSpec) -> dict[str, Source]:
-    """What a new tokenizer is made of."""
-    return dict(spec.data.train)
 
 
 def data(spec: RewardModelSpec, start: Start) -> Data[Pair]:
@@ -43,7 +37,7 @@ def data(spec: RewardModelSpec, start: Start) -> Data[Pair]:
 def objective(spec: RewardModelSpec, start: Start, found: Data[Pair], seed: int, model: Transformer) -> Preferences:
     """A higher score for the chosen conversation."""
     return Preferences(
-        mixture_of(found, spec.data, seed=seed, batch=spec.train.batch),
+        mixture_of(found, spec.data, spec.train, seed),
         found.evals,
         reward_loss(spec.loss),
         batch=spec.train.batch,

@@ -16,28 +16,24 @@ class PackedAttention:
     def __init__(self, cu_seqlens: Tensor, lengths: list[int]):
         self.cu_seqlens, self.lengths = cu_seqlens, lengths
         self.longest = max(lengths)
+        self.rows = len(lengths) if len(set(lengths)) == 1 else None
+        """How many sequences, where all have the same length and are a rectangle."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
+        if self.rows is not None:
+            q, k, v = (t.unflatten(0, (self.rows, -1)).transpose(1, 2) for t in (q, k, v))
+            return causal(q, k, v, window).transpose(1, 2).flatten(0, 1)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return _varlen(q, k, v, self.cu_seqlens, self.longest, window)
+            return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
         return self._blocks(q, k, v, window)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        if self._is_rectangle:
-            rows = len(self.lengths)
-            q, k, v = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, k, v))
-            out = causal(q, k, v, window)
-            return out.transpose(1, 2).flatten(0, 1)
         pieces = []
         for index in self._buckets:
             block_q, block_k, block_v = (t[index].transpose(1, 2) for t in (q, k, v))  # (rows, heads, longest, dim)
             pieces.append(causal(block_q, block_k, block_v, window).transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces)[self._back]
-
-    @cached_property
-    def _is_rectangle(self) -> bool:
-        return len(set(self.lengths)) == 1
 
     @cached_property
     def _buckets(self) -> list[Tensor]:
@@ -86,10 +82,13 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int | None) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_q: int, longest_k: int, window: int | None
+) -> Tensor:
+    """Flash attention of sequences end to end, whose queries are the last tokens of their keys."""
     from torch.nn.attention.varlen import varlen_attn  # flash attention inside torch
 
     back = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(back, 0))
+    out = varlen_attn(q, k, v, queries, keys, longest_q, longest_k, window_size=(back, 0))
     assert isinstance(out, Tensor)  # a pair only where the normalisers are asked for
     return out

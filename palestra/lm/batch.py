@@ -139,7 +139,7 @@ def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy
     output = forward(model, batch)
     asked = batch.loss_mask.nonzero()[:, 0]  # never the first of a sequence, so asked - 1 is in the same sequence
     logprobs, entropies = token_logprobs(
-        output.hidden[asked - 1], model.unembed, batch.tokens[asked], temperature, entropy=entropy
+        output.hidden.index_select(0, asked - 1), model.unembed, batch.tokens[asked], temperature, entropy=entropy
     )
     zeros = logprobs.new_zeros(len(batch.tokens))
     return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), output)

@@ -3,8 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +15,7 @@ import numpy as np
 
 from palestra.data.cache import cache_root
 from palestra.data.chat_encoders import ChatEncoder
-from palestra.data.encoders import Encoder, TextEncoder
+from palestra.data.encoders import Encoder, TextEncoder, cached_tokenizer
 from palestra.data.example import Documents, Example, Windows
 from palestra.data.mixture import Dataset, Mixture, Stages
 from palestra.data.readers import Shard, read_rows, shards
@@ -23,7 +26,7 @@ from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.spec.kinds.pretrain import PretrainData
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import BpeSpec, Source, TextSource
+from palestra.spec.lm import BpeSpec, LmData, LmTrainSpec, Source, TextSource
 
 Item = TypeVar("Item")
 
@@ -35,6 +38,7 @@ class Data(Generic[Item]):
     train: dict[str, Dataset[Item]]
     evals: dict[str, Dataset[Item]]
     weights: dict[str, float]
+    """Of the training sources, where no stage says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,28 @@ class Joined:
         return Example(example.tokens, np.array([len(example.tokens)]), example.loss)
 
 
+class Conversations:
+    """One conversation an example. One of which cutting leaves nothing to train on is left out."""
+
+    def __init__(self, store: TokenStore, data: ChatData):
+        self._documents = _cut(store, data)
+        self._rows = _usable([store], data)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"conversation {index} of {len(self)}")
+        return self._documents[int(self._rows[index])]
+
+
 class Pairs:
     """The chosen and the rejected example of each row; a pair is cut or left out together."""
 
     def __init__(self, chosen: TokenStore, rejected: TokenStore, data: ChatData):
-        sides = [Documents(store, data.context, data.over_long) for store in (chosen, rejected)]
-        self._sides = sides
-        self._rows = np.arange(len(sides[0]))
-        if data.over_long == "drop":
-            lengths = [np.diff(np.concatenate([[0], store.ends])) for store in (chosen, rejected)]
-            self._sides = [Documents(store, int(max(map(max, lengths))), "truncate") for store in (chosen, rejected)]
-            self._rows = np.flatnonzero(np.maximum(*lengths) <= data.context)
+        self._chosen, self._rejected = _cut(chosen, data), _cut(rejected, data)
+        self._rows = _usable([chosen, rejected], data)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,7 +102,29 @@ class Pairs:
         if not 0 <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
         row = int(self._rows[index])
-        return self._sides[0][row], self._sides[1][row]
+        return self._chosen[row], self._rejected[row]
+
+
+def _cut(store: TokenStore, data: ChatData) -> Documents:
+    """Every document, at most `data.context` tokens of it."""
+    return Documents(store, data.context, "error" if data.over_long == "error" else "truncate")
+
+
+def _usable(stores: Sequence[TokenStore], data: ChatData) -> np.ndarray:
+    """The rows of which something is trained on and, where long ones are dropped, that are short enough."""
+    usable = np.any([_trained(store, data.context) for store in stores], axis=0)
+    if data.over_long == "drop":
+        usable &= np.max([np.diff(store.ends, prepend=0) for store in stores], axis=0) <= data.context
+    return np.flatnonzero(usable)
+
+
+def _trained(store: TokenStore, context: int) -> np.ndarray:
+    """Whether the first `context` tokens of each document have one that is predicted and trained on."""
+    assert store.loss is not None  # chat encoders are masked
+    stops = np.asarray(store.ends)
+    starts = np.concatenate([[0], stops[:-1]])
+    before = np.concatenate([[0], np.cumsum(store.loss)])
+    return before[np.minimum(stops, starts + context)] > before[np.minimum(starts + 1, stops)]
 
 
 def text_data(data: PretrainData, tokenizer: Path) -> Data[Example]:
@@ -98,65 +135,74 @@ def text_data(data: PretrainData, tokenizer: Path) -> Data[Example]:
         windows = Windows(_stored(source, TextEncoder.load(tokenizer, text_key=source.key)), data.context)
         return windows if data.documents else Joined(windows)
 
-    return _split(data.train, data.eval, data.holdout, examples)
+    return _split(data, examples)
 
 
 def chat_data(data: ChatData, tokenizer: Path) -> Data[Example]:
     """Conversations, one an example."""
+    _check_template(data, tokenizer)
 
     def examples(source: Source) -> Dataset[Example]:
-        store = _stored(source, ChatEncoder.load(tokenizer, format=data.format))
-        return Documents(store, data.context, data.over_long)
+        return Conversations(_stored(source, ChatEncoder.load(tokenizer, format=data.format)), data)
 
-    return _split(data.train, data.eval, data.holdout, examples)
+    return _split(data, examples)
 
 
 def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
     """Preference pairs."""
+    _check_template(data, tokenizer)
 
     def examples(source: Source) -> Dataset[tuple[Example, Example]]:
         chosen = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="chosen"))
         rejected = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="rejected"))
         return Pairs(chosen, rejected, data)
 
-    return _split(data.train, data.eval, data.holdout, examples)
+    return _split(data, examples)
 
 
-def mixture_of(found: Data[Item], data: PretrainData | ChatData, *, seed: int, batch: int) -> Mixture[Item]:
-    """The training examples in the order of a seed; stages begin at their steps."""
+def mixture_of(found: Data[Item], data: LmData, train: LmTrainSpec, seed: int) -> Mixture[Item]:
+    """The training examples in the order of a seed, enough for all steps; stages begin at their steps."""
     weights: Mapping[str, float] | Stages = found.weights
+    batch, block = train.batch, data.mix.block
     if isinstance(data, PretrainData) and data.stages:
-        block = data.mix.block
         if any(stage.step * batch % block for stage in data.stages):
             raise UsageError(
                 f"data.stages: a stage begins with a block of {block} examples; with {batch} a step, steps are "
                 f"multiples of {block // np.gcd(block, batch)}. Change the steps, train.batch or data.mix.block"
             )
-        weights = [(stage.step * batch, stage.weights) for stage in data.stages]
-    mix = data.mix
-    return Mixture(found.train, weights, seed=seed, block_size=mix.block, stop=mix.stop, shuffle=mix.shuffle)
+        stages = [(stage.step * batch, stage.weights) for stage in data.stages]
+        weights = stages if data.stages[0].step == 0 else [(0, found.weights), *stages]
+    stop = data.mix.stop
+    mixture = Mixture(found.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
+    if not mixture.endless and len(mixture) < train.steps * batch:
+        raise UsageError(
+            f"data.mix.stop: {stop} ends the data after {len(mixture)} examples, and train.steps = {train.steps} of "
+            f"{batch} need {train.steps * batch}; train for {len(mixture) // batch} steps, or use `stop: restart`"
+        )
+    return mixture
 
 
-def made_tokenizer(wanted: str | BpeSpec, sources: Mapping[str, TextSource] | Mapping[str, Source]) -> Path:
+def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None) -> Path:
     """The folder of a tokenizer: one that exists, or one made of the training texts and kept in the cache."""
     if isinstance(wanted, str) and wanted != "characters":
         return resolve(wanted, kind="model", allow=("*.json", "*.jinja", "*.txt", "*.model"))
-    files = {name: _shards(source) for name, source in sources.items() if source.weight > 0}
-    identity = [repr(wanted), [[str(one) for one in found] for found in files.values()]]
+    files = {name: (_shards(data.train[name]), _key(data.train[name])) for name in data.trained}
+    # What a chat template writes around the texts has to have tokens too.
+    around = [] if isinstance(data, PretrainData) else ["system\nuser\nassistant\n", template or ""]
+    identity = [repr(wanted), around, [[key, *map(str, found)] for found, key in files.values()]]
     folder = cache_root() / "tokenizers" / _digest(identity)
-    if (folder / "tokenizer.json").exists():
-        return folder
-    texts = (text for name, found in files.items() for text in _texts(found, getattr(sources[name], "key", "text")))
-    made = train_bpe(texts, wanted.bpe) if isinstance(wanted, BpeSpec) else character_tokenizer(texts)
-    made.save(folder)
+    if not folder.exists():
+        texts = chain(around, (text for found, key in files.values() for text in _texts(found, key)))
+        made = train_bpe(texts, wanted.bpe) if isinstance(wanted, BpeSpec) else character_tokenizer(texts)
+        _save_whole(made, folder)
     return folder
 
 
 def kept_tokenizer(tokenizer: Tokenizer) -> Path:
     """A folder in the cache with that tokenizer, chat template included."""
     folder = cache_root() / "tokenizers" / _digest([tokenizer.fingerprint, tokenizer.chat_template])
-    if not (folder / "tokenizer.json").exists():
-        tokenizer.save(folder)
+    if not folder.exists():
+        _save_whole(tokenizer, folder)
     return folder
 
 
@@ -168,32 +214,34 @@ def bytes_of_tokens(tokenizer: Tokenizer, vocab: int) -> np.ndarray:
     return np.pad(np.array(sizes, np.int64), (0, vocab - tokenizer.vocab_size))
 
 
-def _split(
-    train: Mapping[str, Source],
-    evals: Mapping[str, Source],
-    holdout: float,
-    examples: Callable[[Source], Dataset[Item]],
-) -> Data[Item]:
+def _split(data: LmData, examples: Callable[[Source], Dataset[Item]]) -> Data[Item]:
     """The training sources without what is held out of them, and all that is evaluated on."""
     trained: dict[str, Dataset[Item]] = {}
     evaluated: dict[str, Dataset[Item]] = {}
-    for name, source in train.items():
-        whole = examples(source)
-        if source.weight == 0:
+    for place, source in data.sources.items():
+        whole, name = examples(source), place.rpartition(".")[2]
+        if len(whole) == 0:
+            raise UsageError(f"{place}: {source.path} has no example for data.context = {data.context} tokens")
+        if place.startswith("data.eval.") or name not in data.trained:
             evaluated[name] = whole
             continue
-        held = int(len(whole) * holdout)
-        if holdout and not held:
+        held = int(len(whole) * data.holdout)
+        if data.holdout and not held:
             raise UsageError(
-                f"data.holdout: {holdout:g} of the {len(whole)} examples of {name!r} is none; hold out more"
+                f"data.holdout: {data.holdout:g} of the {len(whole)} examples of {name!r} is none; hold out more"
             )
         trained[name] = Part(whole, 0, len(whole) - held)
         if held:
             evaluated[name] = Part(whole, len(whole) - held, len(whole))
-        if len(trained[name]) == 0:
-            raise UsageError(f"data.train.{name}: {source.path} has no example of data.context tokens")
-    evaluated |= {name: examples(source) for name, source in evals.items()}
-    return Data(trained, evaluated, {name: train[name].weight for name in trained})
+    return Data(trained, evaluated, {name: data.train[name].weight for name in trained})
+
+
+def _check_template(data: ChatData, tokenizer: Path) -> None:
+    if data.format == "chat" and cached_tokenizer(str(tokenizer)).chat_template is None:
+        raise UsageError(
+            f"data.format: the tokenizer in {tokenizer} has no chat template to write conversations with; give one as "
+            "model.chat_template, or use `format: plain` for a prompt and its answer"
+        )
 
 
 def _stored(source: Source, encoder: Encoder) -> TokenStore:
@@ -219,6 +267,23 @@ def _texts(found: Iterable[Shard], key: str) -> Iterator[str]:
     for shard in found:
         for row in read_rows(shard, text_key=key):
             yield from _strings(row.get(key, row))
+
+
+def _key(source: Source) -> str:
+    return source.key if isinstance(source, TextSource) else "text"
+
+
+def _save_whole(tokenizer: Tokenizer, folder: Path) -> None:
+    """Killed at any moment, the cache has all of a tokenizer or none of it; of two that make it one is kept."""
+    part = folder.with_name(f".{folder.name}.part-{uuid.uuid4().hex[:8]}")
+    try:
+        tokenizer.save(part)
+        part.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from palestra.lm.model import Transformer
 from palestra.lm.moe import update_bias
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.ranks import Ranks
+from palestra.lm.sharding import split_again
 from palestra.lm.value_head import ScalarModel
 
 
@@ -61,32 +62,35 @@ class TrainEngine:
         `batch` is everybody's: a rank takes its share. `group` consecutive sequences belong together.
         """
         sums: dict[str, Tensor] = {}
-        for micro in self.ranks.micro_batches(batch, self.micro_tokens, group):
+        for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
             result = loss(self.model, micro.to(self.device))
-            (result.total / denominator).backward()
+            (counts * result.total / denominator).backward()
             for name, value in {"loss": result.total.detach(), **result.terms}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach() / denominator
+                sums[name] = sums.get(name, 0.0) + counts * value.detach() / denominator
             if result.load is not None:
-                self._load = result.load + (0 if self._load is None else self._load)
+                self._load = counts * result.load + (0 if self._load is None else self._load)
         return self.ranks.sum(sums)
 
     @torch.no_grad()
     def losses(self, batch: Batch, loss: LossFunction, *, group: int = 1) -> dict[str, Tensor]:
         """The summed loss and its terms over a batch, without a gradient."""
         sums: dict[str, Tensor] = {}
-        for micro in self.ranks.micro_batches(batch, self.micro_tokens, group):
+        for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
             result = loss(self.model, micro.to(self.device))
             for name, value in {"loss": result.total, **result.terms}.items():
-                sums[name] = sums.get(name, 0.0) + value
+                sums[name] = sums.get(name, 0.0) + counts * value
         return self.ranks.sum(sums)
 
     def optim_step(self, progress: float) -> dict[str, float]:
         """Apply the gradient and forget it; `progress` is the fraction of the run that is done."""
+        split_again(self.model)
         metrics = self.optimiser.step(progress)
-        if self._load is not None:
-            update_bias(self.transformer, self.ranks.sum({"load": self._load})["load"])
-            self._load = None
-        if self.ema is not None and not metrics["skipped"]:
+        load, self._load = self._load, None
+        if metrics["skipped"]:
+            return metrics
+        if load is not None:
+            update_bias(self.transformer, self.ranks.sum({"load": load})["load"])
+        if self.ema is not None:
             self.ema.update(self.model)
         return metrics
 
@@ -115,8 +119,10 @@ class TrainEngine:
         if self.ema is None:
             yield
             return
+        split_again(self.model)
         with self.ema.swapped_in(self.model):
             yield
+            split_again(self.model)
 
     def state(self) -> dict[str, Any]:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""

@@ -32,9 +32,9 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, unembed, targets, temperature, entropy)
 
 
-def chunk_rows(vocab: int) -> int:
-    """Tokens whose logits are computed together."""
-    return max(1, CHUNK_ELEMENTS // vocab)
+def chunk_rows(vocab: int, device: torch.device) -> int:
+    """Tokens whose logits are computed together: four times as many on a GPU, to fill it."""
+    return max(1, CHUNK_ELEMENTS * (4 if device.type == "cuda" else 1) // vocab)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -44,14 +44,21 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
         entropies = torch.zeros_like(logprobs)
-        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed))
+        normalisers = torch.empty_like(logprobs)  # of z, used on the GPU alone
+        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            log_p = _log_softmax(hidden[part], weight, temperature)
+            scores = logits(hidden[part], weight)
+            if hidden.is_cuda:
+                from palestra.lm.kernels import softmax_rows
+
+                logprobs[part], normalisers[part], entropies[part] = softmax_rows(scores, targets[part], temperature)
+                continue
+            log_p = _log_softmax(scores, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             if entropy:
                 entropies[part] = log_p.exp().mul_(log_p).sum(-1).neg_()
-        ctx.save_for_backward(hidden, unembed, targets, entropies)
+        ctx.save_for_backward(hidden, unembed, targets, entropies, normalisers)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         if not entropy:
@@ -60,22 +67,24 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, unembed, targets, entropies = ctx.saved_tensors
+        hidden, unembed, targets, entropies, normalisers = ctx.saved_tensors
         of_logprob, of_entropy = grads  # none where a result was not used
         of_logprob = torch.zeros_like(entropies) if of_logprob is None else of_logprob
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if ctx.needs_input_grad[1] else None
-        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed))
+        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
-            # ∂ log p(y) / ∂ z = 1[y] − p,   ∂ H / ∂ z = −p (log p + H)
-            factor = -of_logprob[part, None]
-            if of_entropy is not None:
-                factor = factor - of_entropy[part, None] * (log_p + entropies[part, None])
-            to_logits = log_p.exp_().mul_(factor)
-            to_logits.scatter_add_(1, targets[part, None], of_logprob[part, None])
-            to_logits = to_logits.div_(ctx.temperature).to(hidden.dtype)
+            scores = logits(hidden[part], weight)
+            of_h = None if of_entropy is None else of_entropy[part]
+            if hidden.is_cuda:
+                from palestra.lm.kernels import softmax_rows_backward
+
+                saved = (targets[part], normalisers[part], entropies[part])
+                to_logits = softmax_rows_backward(scores, *saved, of_logprob[part], of_h, ctx.temperature, hidden.dtype)
+            else:
+                to_logits = _to_logits(scores, targets[part], entropies[part], of_logprob[part], of_h, ctx.temperature)
+                to_logits = to_logits.to(hidden.dtype)
             if to_hidden is not None:
                 to_hidden[part] = to_logits @ weight
             if to_unembed is not None:
@@ -84,9 +93,26 @@ class _TokenLogprobs(torch.autograd.Function):
         return to_hidden, grad, None, None, None
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _log_softmax(scores: Tensor, temperature: float) -> Tensor:
     """(rows, V). Torch's takes the largest logit off first: log Z of all would round at the size of the logits."""
-    return logits(hidden, weight).div_(temperature).log_softmax(-1)
+    return scores.div_(temperature).log_softmax(-1)
+
+
+def _to_logits(
+    scores: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    of_logprob: Tensor,
+    of_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The gradient (rows, V) of log-probabilities and entropies: ∂ log p(y)/∂z = 1[y] − p, ∂H/∂z = −p (log p + H)."""
+    log_p = _log_softmax(scores, temperature)
+    factor = -of_logprob[:, None]
+    if of_entropy is not None:
+        factor = factor - of_entropy[:, None] * (log_p + entropies[:, None])
+    found = log_p.exp_().mul_(factor)
+    return found.scatter_add_(1, targets[:, None], of_logprob[:, None]).div_(temperature)
 
 
 def _sums(hidden: Tensor) -> torch.dtype:

@@ -82,7 +82,7 @@ def _softmax_rows(logits, targets, logprobs, normalisers, entropies, vocab, scal
     total = tl.sum(totals * shrink, 0)
     normaliser = top + tl.log(total)
     target = tl.load(logits + row * vocab + tl.load(targets + row)) * scale
-    tl.store(logprobs + row, target - normaliser)
+    tl.store(logprobs + row, target - top - tl.log(total))
     tl.store(normalisers + row, normaliser)
     tl.store(entropies + row, normaliser - tl.sum(firsts * shrink, 0) / total)
 
@@ -93,12 +93,14 @@ def softmax_rows_backward(
     normalisers: Tensor,
     entropies: Tensor,
     of_logprob: Tensor,
-    of_entropy: Tensor,
+    of_entropy: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient (rows, V) of `softmax_rows` with respect to the logits, in `dtype`."""
     rows, vocab = logits.shape
+    of_entropy = torch.zeros_like(of_logprob) if of_entropy is None else of_entropy.contiguous()
+    of_logprob = of_logprob.contiguous()
     out = torch.empty((rows, vocab), dtype=dtype, device=logits.device)
     _softmax_rows_backward[(rows, triton.cdiv(vocab, 4096))](
         logits,

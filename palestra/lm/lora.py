@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.model import Transformer
 from palestra.lm.ops import Linear
-from palestra.spec.lora import LoraSpec, Target
+from palestra.lm.sharding import whole
+from palestra.spec.lora import LoraSpec, Matrix
 
 
 class LoraLinear(Linear):
@@ -45,13 +46,13 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """The weight with its adapters added in FP32, in the weight's precision."""
+        """The weight with its adapters added in FP32, in the weight's precision; whole where it is split."""
         if self.is_merged:
             return self.weight.detach()
-        merged = self.weight.detach().to(torch.float32, copy=True)
+        merged = whole(self.weight.detach()).to(torch.float32, copy=True)
         for part, rows in zip(self.parts, merged.split(list(self.parts.values())), strict=True):
             if part in self.lora_a:
-                rows.addmm_(self.lora_b[part].float(), self.lora_a[part].float(), alpha=self.scale)
+                rows.addmm_(whole(self.lora_b[part]).float(), whole(self.lora_a[part]).float(), alpha=self.scale)
         return merged.to(self.weight.dtype)
 
     @torch.no_grad()
@@ -79,15 +80,15 @@ def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> 
         raise UsageError("the model has LoRA adapters already: merge them into its weights before adding others")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     parts = {part for linear in linears.values() for part in linear.parts}
-    absent = [] if spec.targets == "all" else [target for target in spec.targets if target not in parts]
+    absent = [target for target in spec.targets if target not in {"all", *parts}]
     if absent:
         raise UsageError(
             f"lora.targets: the model has no {' and no '.join(absent)} outside routed experts; "
-            f"take of {', '.join(part for part in get_args(Target) if part in parts)}"
+            f"take of {', '.join(part for part in get_args(Matrix) if part in parts)}"
         )
     model.requires_grad_(False)
     for name, linear in linears.items():
-        targets = [part for part in linear.parts if spec.targets == "all" or part in spec.targets]
+        targets = [part for part in linear.parts if "all" in spec.targets or part in spec.targets]
         if not targets:
             continue
         lora = LoraLinear(linear, targets, spec.rank, spec.alpha / spec.rank)

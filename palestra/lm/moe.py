@@ -39,8 +39,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, D) → (T, D), and the router's logits (T, E) in FP32 whatever the precision of `x`."""
-        # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
-        router = F.linear(wide(x), wide(self.router.to(x.dtype)))
+        router = self._route(x)
         weights, chosen = choose(router, self.spec.active, None if self.bias is None else self.bias.to(x.dtype))
         if self.spec.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -52,6 +51,10 @@ class MoE(nn.Module):
         parts = out.index_select(0, back).unflatten(0, chosen.shape)  # (T, k, D)
         mixed = (parts * weights[..., None].to(x.dtype)).sum(1)
         return mixed if self.shared is None else mixed + self.shared(x), router
+
+    def _route(self, x: Tensor) -> Tensor:
+        # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
+        return F.linear(wide(x), wide(self.router.to(x.dtype)))
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each expert on its rows (N, D), which end at `ends` (E) and follow those of the expert before it."""

@@ -68,9 +68,9 @@ class NextToken:
         for start in range(0, count, EVAL_BATCH):
             batch = pack([dataset[i] for i in range(start, min(start + EVAL_BATCH, count))])
             nats = torch.zeros((), dtype=torch.float64)
-            for micro in engine.ranks.micro_batches(batch, engine.micro_tokens, self.group):
+            for micro, counts in engine.ranks.micro_batches(batch, engine.micro_tokens, self.group):
                 scored: Scored = score(engine.transformer, micro.to(engine.device), entropy=False)
-                nats -= (scored.logprobs.double() * micro.loss_mask.to(engine.device)).sum().cpu()
+                nats -= counts * (scored.logprobs.double() * micro.loss_mask.to(engine.device)).sum().cpu()
             predicted = batch.loss_mask > 0
             size = self.bytes_of[batch.tokens[predicted]].sum()
             sums += torch.stack([engine.ranks.sum({"nats": nats})["nats"], predicted.sum(), size])

@@ -1,6 +1,7 @@
 """The small parts of the transformer: matrices, normalisation, rotation, gates, the feed-forward network."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,8 @@ def wide(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of `x` (T, heads, dim) by `cos` and `sin` (T, dim / 2), in FP32; halves are paired."""
+    if _fused(x):
+        return _kernels().rotate(x, cos, sin)
     first, second = wide(x).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
@@ -53,8 +56,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves."""
+    if _fused(gate_up):
+        return _kernels().swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def _fused(x: Tensor) -> bool:
+    """Whether one kernel stands in for several: while generating on a GPU, where launches are what costs."""
+    return x.is_cuda and torch.is_inference_mode_enabled()
+
+
+def _kernels() -> ModuleType:
+    from palestra.lm import kernels  # Triton comes with torch for GPUs alone
+
+    return kernels
 
 
 def bilinear(gate_up: Tensor) -> Tensor:

@@ -11,11 +11,15 @@ from palestra.errors import PalestraError, UsageError
 from palestra.lm.lora import adapted, adapter_state, add_lora, load_adapter_state
 from palestra.lm.model import Transformer
 from palestra.runs.store import write_bytes
-from palestra.spec.lora import LoraSpec, Target
+from palestra.spec.lora import LoraSpec, Matrix
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-_BLOCKS = {"attn.qkv": "self_attn", "attn.o": "self_attn", "mlp.gate_up": "mlp", "mlp.down": "mlp"}
+_BLOCKS = {
+    **dict.fromkeys(("attn.qkv", "attn.o"), "self_attn"),
+    **dict.fromkeys(("mlp.gate_up", "mlp.down"), "mlp"),
+    **dict.fromkeys(("mlp.shared.gate_up", "mlp.shared.down"), "mlp.shared_experts"),  # as in DeepSeek-V3
+}
 """The module that a matrix of a layer belongs to in a Hugging Face model."""
 
 _READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights"}
@@ -43,7 +47,7 @@ def save_peft(folder: Path, model: Transformer, base: str) -> None:
         "r": rank,
         "lora_alpha": one.scale * rank,
         "lora_dropout": 0.0,
-        "target_modules": [part for part in get_args(Target) if any(part in m.lora_a for m in modules.values())],
+        "target_modules": [part for part in get_args(Matrix) if any(part in m.lora_a for m in modules.values())],
         "bias": "none",
         "inference_mode": True,
     }
@@ -84,10 +88,11 @@ def _read(config: dict[str, Any], folder: Path) -> LoraSpec:
         found = ", ".join(f"{key}: {json.dumps(config.get(key))}" for key in odd)
         raise UsageError(f"{folder / CONFIG}: adapters of this form are not supported ({found})")
     targets = config["target_modules"]
-    named = "all" if targets == "all-linear" else targets
-    if named != "all" and not (isinstance(named, list) and set(named) <= set(get_args(Target))):
-        raise UsageError(f"{folder / CONFIG}: expected target_modules of {', '.join(get_args(Target))}, got {targets}")
-    return LoraSpec(rank=config["r"], alpha=float(config["lora_alpha"]), targets=named)
+    named = ["all"] if targets == "all-linear" else targets
+    if not (isinstance(named, list) and named and set(named) <= {"all", *get_args(Matrix)}):
+        raise UsageError(f"{folder / CONFIG}: expected target_modules of {', '.join(get_args(Matrix))}, got {targets}")
+    fields = {"rank": config["r"], "alpha": float(config["lora_alpha"]), "targets": named}
+    return LoraSpec.model_validate(fields)
 
 
 def _renamed(weights: dict[str, Tensor], names: dict[str, str], folder: Path) -> dict[str, Tensor]:
@@ -101,7 +106,5 @@ def _peft_name(name: str) -> str:
     """layers.0.attn.qkv.lora_a.q_proj → base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight."""
     matrix, _, rest = name.partition(".lora_")
     layers, number, place = matrix.split(".", 2)
-    if place not in _BLOCKS:
-        raise UsageError(f"PEFT has no name for adapters of {matrix}: choose targets outside shared experts")
     letter, part = rest.split(".")
     return f"base_model.model.model.{layers}.{number}.{_BLOCKS[place]}.{part}.lora_{letter.upper()}.weight"

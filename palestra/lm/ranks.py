@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from palestra.data.packing import balanced, micro_batches
 from palestra.lm.batch import Batch
-from palestra.lm.model import Block
+from palestra.lm.model import Block, Transformer
+from palestra.lm.sharding import like, whole
+from palestra.lm.value_head import ValueHead
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for the first, which tokenises, samples and saves alone. A dead one is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,16 @@ class Ranks:
 
     @classmethod
     def join(cls, device: torch.device) -> "Ranks":
-        """The processes that `torchrun` started, or this one alone."""
+        """The processes that were started together (by `torchrun`, or as `devices` asks), or this one alone."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+            cuda = device.type == "cuda"
+            if cuda:
+                torch.cuda.set_device(device)
+            # Words and sums of a few numbers on the host never wait for the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
         return cls(dist.get_rank(), size)
 
     @property
@@ -41,32 +50,38 @@ class Ranks:
         """Spread parameters, gradients and optimizer state over the ranks (FSDP2), a block at a time."""
         if self.size == 1:
             return
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        for block in model.modules():
-            if isinstance(block, Block):
-                fully_shard(block)
-        fully_shard(model, reshard_after_forward=False)  # the head reads the root's parameters after its forward
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
+        # Named, because torch would take the GPU of a machine that has one for a model on the CPU too.
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        for module in reversed(list(model.modules())):  # blocks before the transformer, which takes what is left
+            if isinstance(module, Block | ValueHead | Transformer):
+                # The head reads the transformer's own parameters after its forward pass.
+                fully_shard(module, mesh=mesh, reshard_after_forward=not isinstance(module, Transformer))
+                assert isinstance(module, FSDPModule)
                 module.set_gradient_divide_factor(1.0)  # losses are divided by the global denominator already
+                module.set_force_sum_reduction_for_comms(True)  # Gloo can add and nothing else
 
-    def micro_batches(self, batch: Batch, max_tokens: int, group: int) -> list[Batch]:
-        """This rank's micro-batches of everybody's batch; every rank has as many, so that all meet in every layer."""
+    def micro_batches(self, batch: Batch, max_tokens: int, group: int) -> list[tuple[Batch, float]]:
+        """This rank's micro-batches of everybody's batch, each with 1, or 0 where its results do not count.
+
+        Every rank has as many, so that all meet in every layer.
+        """
         sizes = batch.group_sizes(group)
-        shares = balanced(sizes, self.size) if self.size > 1 else [list(range(len(sizes)))]
         limit = max(max_tokens, max(sizes))
         bins = [
-            [[share[i] for i in part] for part in micro_batches([sizes[g] for g in share], limit)] if share else []
-            for share in shares
+            [[share[i] for i in part] for part in micro_batches([sizes[g] for g in share], limit)]
+            for share in balanced(sizes, self.size)
         ]
-        mine = [batch.select_groups(part, group) for part in bins[self.rank]]
-        filler = batch.select_groups([0], group)
-        filler = replace(filler, loss_mask=torch.zeros_like(filler.loss_mask))  # computed and without effect
-        return mine + [filler] * (max(map(len, bins)) - len(mine))
+        mine = [(batch.select_groups(part, group), 1.0) for part in bins[self.rank]]
+        absent = max(map(len, bins)) - len(mine)
+        if absent:
+            mine += [(batch.select_groups([sizes.index(min(sizes))], group), 0.0)] * absent
+        return mine
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sum over the ranks of each number."""
+        """The sum over the ranks of each number, or of tensors of one shape."""
         if self.size == 1:
             return dict(values)
         total = torch.stack([value.double() for value in values.values()])
@@ -75,23 +90,14 @@ class Ranks:
 
     def gather(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole parameters on every rank."""
-        if self.size == 1:
-            return dict(weights)
-        from torch.distributed.tensor import DTensor
-
-        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in weights.items()}
+        return {name: whole(tensor) for name, tensor in weights.items()}
 
     @torch.no_grad()
     def scatter(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Copy whole parameters into the model, each rank its part."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        parameters = dict(model.named_parameters())
+        """Copy whole parameters and buffers into the model, each rank its part."""
+        mine = model.state_dict()
         for name, value in weights.items():
-            mine = parameters[name]
-            if isinstance(mine, DTensor):
-                value = distribute_tensor(value.to(mine.device), mine.device_mesh, mine.placements)
-            mine.copy_(value)
+            mine[name].copy_(like(value.to(mine[name].device), mine[name]))
 
     def from_first(self, value: Any) -> Any:
         """What the first rank says, on every rank."""

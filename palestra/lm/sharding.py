@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -19,6 +19,17 @@ def like(full: Tensor, other: Tensor) -> Tensor:
 
     split: Any = other
     return distribute_tensor(full, split.device_mesh, split.placements, src_data_rank=None)
+
+
+def split_again(model: nn.Module) -> None:
+    """Drop the whole parameters that a forward pass without a backward pass has left in a model that is split.
+
+    Before its weights change: the next forward pass would take the old ones for the new.
+    """
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)  # of FSDP2
+        if reshard is not None:
+            reshard()
 
 
 def _is_split(tensor: Tensor) -> bool:

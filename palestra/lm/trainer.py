@@ -149,7 +149,12 @@ def _save(
     loss: float | None,
 ) -> None:
     with engine.averaged():
-        model = keeper.writer()
+        gathered = keeper.writer()
+
+    def model(folder: Path) -> None:
+        with engine.averaged():  # what one process gathers are the parameters themselves
+            gathered(folder)
+
     state = {**counters, "engine": engine.state()}
     if engine.ranks.first:
         log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))

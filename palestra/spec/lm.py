@@ -1,5 +1,6 @@
 """What the kinds of language-model training share: the model, its tokenizer, texts and how to train."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -82,12 +83,32 @@ class MixSpec(Model):
 class LmData(Model):
     """What the data of every kind have."""
 
+    train: Mapping[str, Source]
+    """What to train on, by name; a weight of 0 only evaluates on it."""
+    eval: Mapping[str, Source]
+    """What to evaluate on, by name."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """The share at the end of each training source that is kept for evaluation instead."""
     context: int = Field(ge=2)
     """Tokens in one example: of plain text, exactly; of a conversation, at most."""
     mix: MixSpec = MixSpec()
     """How the sources are mixed."""
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the sources that are trained on at some time."""
+        return [name for name, source in self.train.items() if source.weight > 0]
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """All sources by their place in the spec."""
+        return {f"data.{part}.{name}": s for part in ("train", "eval") for name, s in getattr(self, part).items()}
+
+    def problems(self) -> list[Conflict]:
+        """Nothing to train on, a name for two things."""
+        found = [] if self.trained else [Conflict(("train",), "expected at least one weight above 0")]
+        twice = [Conflict(("eval", name), "expected a name that data.train does not have") for name in self.eval]
+        return found + [conflict for conflict in twice if conflict.path[1] in self.train]
 
 
 class ProfileSpec(Model):
@@ -168,8 +189,13 @@ class LmSpec(ExperimentSpec):
     """How often to checkpoint, evaluate and log."""
 
     def conflicts(self) -> list[Conflict]:
-        """A model that is neither new nor trained, a profile beyond the end."""
+        """A model that is neither new nor trained, examples longer than its context, a profile beyond the end."""
         found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+        found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
+        shape = self.model.shape
+        if shape is not None and self.data.context > shape.context:
+            reason = f"expected at most model.shape.context = {shape.context} tokens"
+            found.append(Conflict(("data", "context"), reason))
         profile = self.train.profile
         if profile is not None and not 1 <= profile.steps[0] <= profile.steps[1] <= self.train.steps:
             reason = f"expected the first and the last step, within 1 to {self.train.steps}"

@@ -1,13 +1,17 @@
 """Low-rank adapters: which matrices get one, and how large."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from palestra.spec.model import Model
-from palestra.spec.words import Words
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal["all"] | Matrix
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
 class LoraSpec(Model):
@@ -18,7 +22,8 @@ class LoraSpec(Model):
     alpha: float = Field(default=32.0, gt=0)
     """An adapter's output is multiplied with alpha / rank."""
     targets: Annotated[
-        Literal["all"] | Annotated[list[Target], Field(min_length=1)],
-        Words("'all', or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj"),
-    ] = "all"
-    """The matrices that get an adapter in every layer; routed experts and their routers never do."""
+        list[Target],
+        Field(min_length=1),
+        BeforeValidator(_listed, json_schema_input_type=Target | list[Target]),
+    ] = Field(default=["all"])
+    """The matrices that get an adapter in every layer, or `all` of them; routed experts and routers never do."""

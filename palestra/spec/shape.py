@@ -20,7 +20,7 @@ class RopeScaling(Model):
     low: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_context / low are stretched whole. yarn: the slow end of the ramp (β slow)."""
     high: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths below original_context / high stay as they are. yarn: the fast end of the ramp (β fast), 32 if not given."""
+    """llama3: wavelengths below original_context / high stay. yarn: the fast end of the ramp (β fast), else 32."""
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn: what cosines and sines are multiplied with; null means 0.1 · ln(factor) + 1."""
 

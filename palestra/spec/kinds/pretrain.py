@@ -28,7 +28,13 @@ class PretrainData(LmData):
     documents: bool = True
     """Keep the documents inside an example apart: no attention from one to another."""
     stages: list[Stage] = Field(default=[])
-    """Weights that change during the run; none keeps those of the sources."""
+    """Weights that change during the run; until the first of them those of the sources hold."""
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the sources that are trained on at some time."""
+        staged = {name for stage in self.stages for name, weight in stage.weights.items() if weight > 0}
+        return [name for name, source in self.train.items() if source.weight > 0 or name in staged]
 
 
 class PretrainSpec(WritingSpec):
@@ -40,13 +46,8 @@ class PretrainSpec(WritingSpec):
     """The texts."""
 
     def conflicts(self) -> list[Conflict]:
-        """Windows longer than the model's context, stages that name no source."""
+        """Stages that name no source."""
         found = super().conflicts()
-        shape = self.model.shape
-        if shape is not None and self.data.context > shape.context:
-            found.append(
-                Conflict(("data", "context"), f"expected at most model.shape.context = {shape.context} tokens")
-            )
         for index, stage in enumerate(self.data.stages):
             unknown = sorted(set(stage.weights) - set(self.data.train))
             if unknown:
@@ -54,8 +55,6 @@ class PretrainSpec(WritingSpec):
                 found.append(
                     Conflict(("data", "stages", index, "weights"), f"expected names of data.train ({known}): {unknown}")
                 )
-        if not any(source.weight > 0 for source in self.data.train.values()):
-            found.append(Conflict(("data", "train"), "expected at least one weight above 0"))
         return found
 
     def derived(self) -> dict[str, int | float | str]:

@@ -8,7 +8,10 @@ from palestra.spec.lm import LmData, Source, WritingSpec
 
 
 class ChatSource(Source):
-    """Conversations: rows with `messages`, `prompt` and `completion`, `instruction` and `output`, or `text`."""
+    """Conversations: rows with `messages`, `conversations` (ShareGPT), or a question and its answer.
+
+    The latter are `prompt` and `completion`, `instruction` (with `input`) and `output`, or `question` and `answer`.
+    """
 
 
 class ChatData(LmData):

@@ -1,0 +1,48 @@
+"""Writes the small datasets of these examples: questions about words, pairs of answers, and plain text.
+
+python examples/lm/make_data.py [FOLDER]   # data by default
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+LETTERS = "abcdefgh"
+TASKS: dict[str, Callable[[str], str]] = {
+    "reverse": lambda word: word[::-1],
+    "sort": lambda word: "".join(sorted(word)),
+    "double": lambda word: "".join(letter * 2 for letter in word),
+}
+
+
+def main(folder: Path, count: int = 4000, seed: int = 0) -> None:
+    """Write questions.jsonl, pairs.jsonl and text.jsonl."""
+    rows = random.Random(seed)
+    asked = [(task, "".join(rows.choices(LETTERS, k=rows.randint(3, 5)))) for task in rows.choices([*TASKS], k=count)]
+    questions = [{"prompt": f"{task} {word}", "completion": TASKS[task](word)} for task, word in asked]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": spoilt(row["completion"], rows)}
+        for row in questions
+    ]
+    texts = [{"text": f"to {row['prompt']} gives {row['completion']}."} for row in questions]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, found in (("questions", questions), ("pairs", pairs), ("text", texts)):
+        write(folder / f"{name}.jsonl", found)
+
+
+def spoilt(answer: str, rows: random.Random) -> str:
+    """The answer with one letter replaced by another."""
+    place = rows.randrange(len(answer))
+    other = rows.choice([letter for letter in LETTERS if letter != answer[place]])
+    return answer[:place] + other + answer[place + 1 :]
+
+
+def write(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    """One row a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "data"))

@@ -1,0 +1,81 @@
+"""Models put to use: served over HTTP, and talked with in the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.errors import UsageError
+from palestra.generate.chat import chat_loop
+from palestra.generate.engine import Engine
+from palestra.generate.local import LocalGenerator
+from palestra.generate.types import Sampling
+from palestra.kinds.models import open_model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The precision that people call by a short name."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **settings: Any) -> Engine:
+    """An engine for a model by what people call it."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {device}: expected auto, cpu or cuda")
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    precision = torch.bfloat16 if dtype == "auto" else named_dtype(dtype)
+    loaded, tokenizer = open_model(ref, root, dtype=precision, param_dtype=precision, device=where)
+    return Engine(
+        loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, dtype=precision, device=where, **settings
+    )
+
+
+def chat(
+    ref: str | Path,
+    *,
+    system: str | None,
+    temperature: float,
+    max_new_tokens: int,
+    dtype: str,
+    device: str,
+    root: Path,
+) -> None:
+    """Talk with a model in the terminal."""
+    engine = open_engine(ref, dtype=dtype, device=device, root=root, max_running=1)
+    assert engine.tokenizer is not None  # open_model refuses a folder without one
+    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
+    with LocalGenerator(engine, drive="thread") as generator:
+        chat_loop(generator, engine.tokenizer, system=system, sampling=sampling)
+
+
+def serve(
+    ref: str | Path,
+    *,
+    dtype: str,
+    device: str,
+    root: Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    name: str | None = None,
+    context: int | None = None,
+    max_body: int = 4 * 2**20,
+    max_concurrent: int = 1024,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM."""
+    from palestra.generate.server import serve_engine  # needs the extra `serve`
+
+    engine = open_engine(ref, dtype=dtype, device=device, root=root, context=context)
+    serve_engine(
+        engine,
+        name=name or Path(str(ref)).name,
+        host=host,
+        port=port,
+        api_key=api_key,
+        max_body_bytes=max_body,
+        max_concurrent=max_concurrent,
+    )

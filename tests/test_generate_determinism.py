@@ -1,0 +1,80 @@
+import random
+
+import pytest
+import torch
+from small_lm import small_model
+from test_generate_engine import Listener, engine_of, prompt_of
+
+from palestra.generate.types import Request, Sampling
+
+# The widths of a real model: for small matrices every number of rows takes the same kernel.
+REAL = {"width": 576, "heads": 9, "kv_heads": 3, "mlp": 1536, "vocab": 1024, "context": 640}
+MOE = {"experts": 4, "active": 2, "mlp": 96}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def among_others(model, request, others, *, arrive=0, **settings):
+    """The request's generations when other requests run, of which some arrive while it is at work."""
+    engine, mine = engine_of(model, **settings), Listener()
+    for other in others[arrive:]:
+        engine.submit(other, Listener())
+    engine.submit(request, mine)
+    late = list(others[:arrive])
+    while mine.result is None:
+        engine.burst()
+        if late:
+            engine.submit(late.pop(), Listener())
+    return mine.result.generations
+
+
+def other_requests(count, longest, seed=0):
+    choose = random.Random(seed)
+    return [
+        Request(
+            prompt_of(choose.randint(1, longest), 100 + i),
+            Sampling(seed=i, max_new_tokens=choose.randint(1, 8), top_p=choose.choice([1.0, 0.9]), logprobs=i % 2),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_and_logprobs_in_batches_of_1_7_and_64_are_the_same_bits(dtype, threads):
+    model = small_model(deviation=0.05, dtype=dtype, **REAL)
+    request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6), n=2)
+    alone = among_others(model, request, [])
+    assert len({generation.tokens for generation in alone}) == 2
+    for others in (5, 62):
+        assert among_others(model, request, other_requests(others, 40), max_running=64) == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompt_in_chunks_while_others_come_and_go_gives_the_same_bits(dtype):
+    model = small_model(deviation=0.05, dtype=dtype, **REAL)
+    request = Request(prompt_of(600, 1), Sampling(seed=9, max_new_tokens=6))
+    alone = among_others(model, request, [], prefill_tokens=4096)
+    others = other_requests(10, 200)
+    assert among_others(model, request, others, arrive=6, prefill_tokens=100, max_running=6, burst=3) == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixture_of_experts_gives_the_same_bits_whatever_others_choose(dtype):
+    model = small_model(deviation=0.1, dtype=dtype, moe=MOE, width=192, mlp=96, context=256, vocab=512)
+    request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=8))
+    alone = among_others(model, request, [])
+    for others in (6, 63):
+        assert among_others(model, request, other_requests(others, 60), max_running=64) == alone
+
+
+def test_shared_prompt_copied_late_gives_the_same_bits():
+    model = small_model(deviation=0.05, **REAL)
+    request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6), n=5)
+    alone = among_others(model, request, [])
+    assert among_others(model, request, [], max_running=2) == alone  # later samples copy it, or compute it again

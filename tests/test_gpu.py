@@ -1,0 +1,186 @@
+"""What only a GPU can show: kernels against float64, graphs, trainer and generator against each other."""
+
+import math
+
+import pytest
+import torch
+
+from palestra.generate.engine import Engine
+from palestra.generate.types import Request, Sampling, StopReason
+from palestra.lm.batch import Batch, score
+from palestra.lm.head import token_logprobs
+from palestra.lm.model import Transformer
+from palestra.lm.ops import rotate, swiglu
+from palestra.rl.kl import k3
+from palestra.spec.shape import Shape
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+SHAPE = Shape(layers=3, width=192, heads=6, kv_heads=2, mlp=256, context=256, vocab=1000)
+
+
+def make(dtype: torch.dtype, shape: Shape = SHAPE) -> Transformer:
+    model = Transformer(shape, dtype)
+    model.initialise(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # scores that differ
+    return model
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 90, (count,), generator=draws).tolist()
+    return [tuple(torch.randint(0, 1000, (n,), generator=draws).tolist()) for n in lengths]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_fused_operations_equal_the_plain_ones():
+    draws = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(37, 15, 64, device="cuda", dtype=torch.bfloat16, generator=draws)
+    angles = torch.randn(37, 32, device="cuda", generator=draws)
+    gate_up = torch.randn(37, 600, device="cuda", dtype=torch.bfloat16, generator=draws)
+    plain = rotate(qkv[:, :9], angles.cos(), angles.sin()), swiglu(gate_up)
+    with torch.inference_mode():
+        fused = rotate(qkv[:, :9], angles.cos(), angles.sin()), swiglu(gate_up)
+    for ours, theirs in zip(fused, plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv", "dim", "context", "window"),
+    [
+        (5, 9, 3, 64, 300, None),
+        (512, 9, 3, 64, 384, None),
+        (1, 14, 2, 64, 4000, None),
+        (7, 16, 8, 128, 700, 100),
+        (3, 8, 8, 32, 130, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, dtype):
+    from palestra.generate.decode_kernel import attend
+
+    draws = torch.Generator("cuda").manual_seed(0)
+    keys, values = (torch.randn(rows + 2, kv, context, dim, device="cuda", generator=draws).to(dtype) for _ in range(2))
+    lengths = torch.randint(1, context + 1, (rows,), device="cuda", generator=draws)
+    slots = torch.randperm(rows + 2, device="cuda", generator=draws)[:rows].int()
+    q = torch.randn(rows, heads, dim, device="cuda", generator=draws).to(dtype)
+    found = attend(q, keys, values, slots, lengths, window)
+    t = torch.arange(context, device="cuda")
+    seen = t[None] < lengths[:, None]
+    if window is not None:
+        seen &= t[None] >= lengths[:, None] - window
+    wide = [x[slots.long()].double().repeat_interleave(heads // kv, 1) for x in (keys, values)]
+    scores = torch.einsum("bhd,bhtd->bht", q.double(), wide[0]) * dim**-0.5
+    expected = torch.einsum("bht,bhtd->bhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), wide[1])
+    assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible():
+    from palestra.generate.decode_kernel import draw
+
+    draws = torch.Generator("cuda").manual_seed(0)
+    scores = (torch.randn(1, 5000, device="cuda", generator=draws) * 3).repeat(4096, 1)
+    scores[:, 100:4300] = -math.inf
+    u = torch.rand(4096, device="cuda", generator=draws)
+    u[:2] = torch.tensor([0.0, 1.0])
+    tokens, logprobs = draw(scores, torch.full((4096,), 0.7, device="cuda"), u)
+    p = (scores[0].double() / 0.7).softmax(-1)
+    expected = torch.searchsorted(p.cumsum(0), u.double(), right=True).clamp(max=4999)
+    assert (tokens != expected).sum() <= 4  # FP32 sums round at the borders
+    assert bool((p[tokens] > 0).all())
+    assert torch.allclose(logprobs.double(), p.log()[tokens], atol=1e-5)
+    greedy, _ = draw(scores, torch.zeros(4096, device="cuda"), u)
+    assert bool((greedy == scores[0].argmax()).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_head_and_its_gradients_equal_float64(dtype):
+    draws = torch.Generator().manual_seed(0)
+    hidden, unembed = torch.randn(300, 64, generator=draws), torch.randn(7000, 64, generator=draws) * 0.3
+    targets, weights = torch.randint(0, 7000, (300,), generator=draws), torch.randn(2, 300, generator=draws)
+    hidden, unembed = hidden.to(dtype), unembed.to(dtype)
+    results = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float64)):
+        h, w = (t.to(device, kind).requires_grad_() for t in (hidden, unembed))
+        logprobs, entropies = token_logprobs(h, w, targets.to(device), 0.8)
+        (logprobs * weights[0].to(device) + entropies * weights[1].to(device)).sum().backward()
+        results.append((logprobs, entropies, h.grad, w.grad))
+    bounds = (1e-5, 1e-5, 1e-4, 1e-4) if dtype == torch.float32 else (1e-5, 1e-4, 1e-2, 1e-2)
+    for ours, exact, bound in zip(*results, bounds, strict=True):
+        assert relative(ours.detach(), exact.detach()) < bound
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("lengths", [[33, 5, 64, 1, 20], [32, 32, 32]])
+def test_packed_model_in_bf16_is_near_fp32_on_the_cpu(lengths, window):
+    shape = SHAPE.model_copy(update={"window": window})
+    model = make(torch.float32, shape)
+    draws = torch.Generator().manual_seed(1)
+    batch = Batch.pack([torch.randint(0, 1000, (n,), generator=draws).numpy() for n in lengths])
+    grads = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        model.to(device)
+        model.dtype = dtype
+        model.zero_grad()
+        scored = score(model, batch.to(device))
+        scored.logprobs.sum().backward()
+        grads.append((scored.logprobs.detach().cpu(), model.layers[0].attn.qkv.weight.grad.cpu().clone()))
+    assert relative(grads[0][0], grads[1][0]) < 2e-2
+    assert relative(grads[0][1], grads[1][1]) < 6e-2
+
+
+def test_engine_in_fp32_writes_the_same_tokens_as_on_the_cpu():
+    model = make(torch.float32)
+    asked = [Request(p, Sampling(max_new_tokens=40, temperature=t, seed=7)) for p in prompts(13) for t in (0.0, 1.0)]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    results = [Engine(model, eos=frozenset({3}), device=device, max_running=9).run(asked) for device in ("cpu", "cuda")]
+    same = [a.generations[0].tokens == b.generations[0].tokens for a, b in zip(*results, strict=True)]
+    assert sum(same) >= len(same) - 1  # a draw may fall on a border
+
+
+@pytest.mark.parametrize("prefill", [16, 4096])
+def test_engine_in_bf16_agrees_with_the_trainer(prefill):
+    model = make(torch.bfloat16).cuda()
+    engine = Engine(model, eos=frozenset(), device="cuda", max_running=64, prefill_tokens=prefill)
+    asked = [Request(p, Sampling(max_new_tokens=80, seed=i)) for i, p in enumerate(prompts(130, seed=5))]
+    results = engine.run(asked)
+    masks = [[0.0] * len(r.prompt) + [1.0] * len(r.generations[0].tokens) for r in results]
+    batch = Batch.pack([(*r.prompt, *r.generations[0].tokens) for r in results], masks).to("cuda")
+    behaviour = torch.tensor([value for r in results for value in r.generations[0].logprobs], device="cuda")
+    with torch.no_grad():
+        trainer = score(model, batch).logprobs[batch.loss_mask > 0]
+    kl = k3(behaviour, trainer).mean().item()
+    print(f"k3 {kl:.2e} over {len(behaviour)} tokens, largest gap {(behaviour - trainer).abs().max().item():.3f}")
+    assert len(behaviour) == 130 * 80
+    assert kl <= 1e-4
+
+
+def test_engine_stops_filters_and_publishes_inside_its_graphs():
+    model = make(torch.bfloat16).cuda()
+    engine = Engine(model, eos=frozenset(range(12)), device="cuda", max_running=16, burst=8)
+    first = engine.run([Request(p, Sampling(max_new_tokens=60, seed=1, top_p=0.9)) for p in prompts(20)])
+    captures = engine.captures
+    for result in first:
+        (done,) = result.generations
+        ends = [token < 12 for token in done.tokens]
+        assert not any(ends[:-1])
+        assert (done.stop_reason == StopReason.EOS) == ends[-1]
+        assert len(done.tokens) == len(done.logprobs) == len(done.versions)
+    again = engine.run([Request(p, Sampling(max_new_tokens=60, seed=1, top_p=0.9)) for p in prompts(20)])
+    assert engine.captures == captures  # nothing is captured twice
+    assert [r.generations[0].tokens for r in again] == [r.generations[0].tokens for r in first]
+    other = make(torch.bfloat16).cuda()
+    with torch.no_grad():
+        other.embed.normal_(0, 0.1)
+    engine.publish(other.state_dict(), version=5)
+    (changed,) = engine.run([Request(prompts(1)[0], Sampling(max_new_tokens=20, seed=1, min_new_tokens=20), n=4)])
+    assert {len(g.tokens) for g in changed.generations} == {20}
+    assert all(set(g.versions) == {5} for g in changed.generations)
+    assert engine.captures <= captures + 2
