@@ -68,7 +68,7 @@ def _attend(
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv = tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row).to(tl.int32)
     length = tl.where(slot < 0, 0, length)
     slot = tl.maximum(slot, 0)
     begin = 0

@@ -121,8 +121,10 @@ class TrainEngine:
             return
         split_again(self.model)
         with self.ema.swapped_in(self.model):
-            yield
-            split_again(self.model)
+            try:
+                yield
+            finally:
+                split_again(self.model)
 
     def state(self) -> dict[str, Any]:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""

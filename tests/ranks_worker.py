@@ -1,0 +1,210 @@
+"""What each rank of test_lm_ranks.py does: train models beside whole ones and write down how far apart they are.
+
+torchrun --nproc-per-node 2 tests/ranks_worker.py FOLDER
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from palestra.lm.batch import Batch, score
+from palestra.lm.engine import Loss, TrainEngine
+from palestra.lm.lora import add_lora
+from palestra.lm.model import Transformer
+from palestra.lm.moe import router_terms
+from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.preferences import reward_loss
+from palestra.lm.ranks import Ranks
+from palestra.lm.sharding import whole
+from palestra.lm.value_head import ScalarModel
+from palestra.spec.kinds.reward_model import RewardLossSpec
+from palestra.spec.lora import LoraSpec
+from palestra.spec.optim import AdamWSpec, MuonSpec
+from palestra.spec.schedule import Schedule
+from palestra.spec.shape import MoESpec, Shape
+
+SHAPE = Shape(layers=2, width=16, heads=4, kv_heads=2, mlp=24, context=32, vocab=21)
+UNTIED = SHAPE.model_copy(update={"tied": False, "qk_norm": "head", "attention_bias": True})
+EXPERTS = SHAPE.model_copy(
+    update={"moe": MoESpec(experts=3, active=2, mlp=8, shared=1, balance=0.1, z_loss=0.1, bias_rate=0.1)}
+)
+ADAMW = AdamWSpec(name="adamw", lr=Schedule(shape="linear", start=0.003, end=0.001), max_grad_norm=0.5)
+MUON = MuonSpec(name="muon", lr=Schedule(shape="linear", start=0.003, end=0.001), max_grad_norm=0.5)
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    shape: Shape = SHAPE
+    optim: AdamWSpec | MuonSpec = ADAMW
+    lora: bool = False
+    scalar: bool = False
+    checkpointing: bool = False
+    ema: float | None = None
+    micro_tokens: int = 1000
+    lengths: tuple[int, ...] = (9, 2, 17, 5, 8)
+
+
+PAIRS = (9, 2, 17, 5, 8, 3)
+CASES = {
+    "tied": Case(),
+    "untied": Case(UNTIED),
+    "experts": Case(EXPERTS),
+    "adapters": Case(UNTIED, lora=True, ema=0.8),
+    "scalar": Case(UNTIED, scalar=True, lengths=PAIRS),
+    "micro-batches": Case(EXPERTS, micro_tokens=18, lengths=(17, 2, 3, 2, 3, 2, 3, 2, 3, 2)),
+    "recomputed": Case(EXPERTS, checkpointing=True, micro_tokens=10),
+    "one sequence": Case(EXPERTS, lengths=(7,)),
+    "one pair": Case(scalar=True, lengths=(7, 3)),
+    "muon": Case(EXPERTS, MUON, ema=0.8),
+}
+
+
+def next_token(model: Transformer, batch: Batch) -> Loss:
+    scored = score(model, batch, entropy=False)
+    routed = router_terms(model, scored.output.router, batch)
+    return Loss(-(scored.logprobs * batch.loss_mask).sum() + routed.total, routed.terms, routed.load)
+
+
+class Run:
+    """A case on the given ranks."""
+
+    def __init__(self, case: Case, ranks: Ranks):
+        draws = torch.Generator().manual_seed(0)
+        model = Transformer(case.shape)
+        model.initialise(draws)
+        if case.lora:
+            add_lora(model, LoraSpec(rank=3, alpha=6.0), draws)
+        model.checkpointing = lambda layer: case.checkpointing
+        trained = ScalarModel(model) if case.scalar else model
+        with torch.no_grad():
+            for name, parameter in trained.named_parameters():
+                if "lora_b" in name or name == "value.weight":
+                    parameter.copy_(torch.randn(parameter.shape, generator=draws) * 0.1)
+        ranks.shard(trained)
+        self.engine = TrainEngine(
+            trained,
+            Optimiser(trained, case.optim, STEPS),
+            ranks,
+            micro_tokens=case.micro_tokens,
+            flops_per_token=1.0,
+            ema=None if case.ema is None else Ema(trained, case.ema),
+        )
+        self.case = case
+        self.loss = reward_loss(RewardLossSpec()) if case.scalar else next_token
+        self.group = 2 if case.scalar else 1
+
+    def batch(self, step: int) -> Batch:
+        draws = torch.Generator().manual_seed(100 + step)
+        tokens = [torch.randint(self.case.shape.vocab or 0, (n,), generator=draws).tolist() for n in self.case.lengths]
+        masks = [[float(i % 5 > 0) for i in range(n)] for n in self.case.lengths]
+        return Batch.pack(tokens, masks)
+
+    def backward(self, step: int) -> dict[str, Tensor]:
+        return self.engine.forward_backward(self.batch(step), self.loss, 3.0, group=self.group)
+
+    def evaluate(self, step: int) -> dict[str, Tensor]:
+        return self.engine.losses(self.batch(step), self.loss, group=self.group)
+
+    def step(self, step: int) -> dict[str, float]:
+        return self.engine.optim_step(step / STEPS)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            name: whole(p.grad) for name, p in self.engine.optimiser.parameters.items() if p.grad is not None
+        }
+
+
+def apart(one: Mapping[str, Tensor | float], other: Mapping[str, Tensor | float]) -> float:
+    """The largest difference between numbers of the same names."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return max(float((torch.as_tensor(one[name]) - torch.as_tensor(other[name])).abs().max()) for name in one)
+
+
+def copied(state):
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def flat(state, name: str = "") -> dict[str, Tensor | float]:
+    if isinstance(state, dict):
+        return {key: value for part in state for key, value in flat(state[part], f"{name}/{part}").items()}
+    return {} if state is None else {name: state}
+
+
+def measure(case: Case, ranks: Ranks) -> dict[str, float]:
+    """How far what the ranks do is from what one process does."""
+    alone, together = Run(case, Ranks()), Run(case, ranks)
+    runs = (alone, together)
+    found = {"weights at first": apart(*(run.engine.weights() for run in runs))}
+    found["losses"] = apart(*(run.backward(0) for run in runs))
+    found["gradients"] = apart(*(run.gradients() for run in runs))
+    found["evaluation before the step"] = apart(*(run.evaluate(9) for run in runs))
+    found["steps"] = apart(*(run.step(0) for run in runs))
+    found["weights"] = apart(*(run.engine.weights() for run in runs))
+    # The moving average is evaluated and put away; what is trained then must not be it.
+    for step in (1, 2):
+        with alone.engine.averaged(), together.engine.averaged():
+            found[f"evaluation {step}"] = apart(*(run.evaluate(9) for run in runs))
+            found[f"averaged weights {step}"] = apart(*(run.engine.weights() for run in runs))
+        found[f"losses {step}"] = apart(*(run.backward(step) for run in runs))
+        found[f"steps {step}"] = apart(*(run.step(step) for run in runs))
+    found["state"] = apart(*(flat(run.engine.state()) for run in runs))
+    found |= {f"{name} in turn": value for name, value in exchanged(alone, together).items()}
+    return found
+
+
+def exchanged(alone: Run, together: Run) -> dict[str, float]:
+    """One process goes on with what the ranks have kept, and the ranks with what it has."""
+    kept = [(copied(run.engine.state()), copied(weights(run))) for run in (together, alone)]
+    others = [Run(run.case, run.engine.ranks) for run in (alone, together)]
+    for run, (state, model) in zip(others, kept, strict=True):
+        run.backward(5)  # loaded by an engine that has been at work
+        run.step(5)
+        run.engine.ranks.scatter(model, run.engine.model)
+        run.engine.load_state(state)
+    for run in (alone, *others):
+        run.backward(3)
+        run.step(3)
+    runs = (alone, *others)
+    expected, *found = [weights(run) for run in runs]
+    first = {"one process": apart(expected, found[0]), "ranks": apart(expected, found[1])}
+    losses, *later = [run.evaluate(4) for run in runs]
+    return first | {"loss of one": apart(losses, later[0]), "loss of ranks": apart(losses, later[1])}
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """Parameters and buffers as a checkpoint has them."""
+    return run.engine.ranks.gather(run.engine.model.state_dict())
+
+
+def shares(ranks: Ranks) -> dict[str, float]:
+    """How much of a model a rank has."""
+    run = Run(CASES["untied"], ranks)
+    parameters = list(run.engine.model.parameters())
+    mine = sum(p.to_local().numel() for p in parameters)
+    return {"mine": mine, "all": sum(p.numel() for p in parameters)}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join(torch.device("cpu"))
+    jobs: dict[str, Callable[[], dict[str, float]]] = {
+        name: lambda case=case: measure(case, ranks) for name, case in CASES.items()
+    }
+    jobs["shares"] = lambda: shares(ranks)
+    found = {name: job() for name, job in jobs.items()}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
