@@ -9,6 +9,7 @@ cost as much as real ones. Also measured: how far the trainer's log-probabilitie
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ PROMPT, NEW = 128, 256
 
 def model_of(folder: str | None) -> Transformer:
     if folder is not None:
-        return load_pretrained(folder, torch.bfloat16, device="cuda").model
+        return load_pretrained(Path(folder), torch.bfloat16, device="cuda").model
     model = Transformer(SHAPE, torch.bfloat16)
     model.initialise(torch.Generator().manual_seed(0))
     return model.cuda()

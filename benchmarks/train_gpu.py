@@ -63,11 +63,11 @@ def theirs(batch: int) -> Callable[[], None]:
         num_hidden_layers=SHAPE.layers,
         num_attention_heads=SHAPE.heads,
         num_key_value_heads=SHAPE.kv,
-        vocab_size=SHAPE.vocab,
+        vocab_size=SHAPE.vocab or 0,
         tie_word_embeddings=True,
-        attn_implementation="sdpa",
     )
-    model = torch.compile(LlamaForCausalLM(config).cuda())
+    model = LlamaForCausalLM(config).cuda()
+    model.compile()
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     tokens = torch.randint(0, SHAPE.vocab or 0, (batch, CONTEXT), device="cuda")
 

@@ -6,7 +6,10 @@ from palestra.spec.source import read_file
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for path in ROOT.glob("examples/**/*") if path.suffix in (".yaml", ".yml", ".json"))
-VARIABLES = {"classic.yaml:any": {"env": "MountainCarContinuous-v0", "frames": "1e5"}}
+VARIABLES = {
+    "classic.yaml:any": {"env": "MountainCarContinuous-v0", "frames": "1e5"},
+    "shakespeare.yaml": {"text": "text.txt"},
+}
 
 
 def specs_of(path: Path) -> dict[str, dict[str, str]]:

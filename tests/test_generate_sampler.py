@@ -24,7 +24,7 @@ def rows(batch, **values):
 
 def distribution(scores, needs=None, **values):
     """Log-probabilities (V) that the sampler draws from, by asking for all alternatives."""
-    needs = needs or Needs(filtered=True, top=scores.shape[-1])
+    needs = needs or Needs(top=scores.shape[-1])
     found = sample(scores[None], rows(1, **values), needs)
     return torch.full_like(scores, -INF).scatter(0, found.top_tokens[0], found.top_logprobs[0])
 
@@ -61,10 +61,9 @@ def test_filters_any_combination_give_the_distribution_of_transformers(seed, tem
 
 def test_filters_of_other_rows_leave_a_row_bit_for_bit():
     scores = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    alone = sample(scores[:1], rows(1, seed=[5]), Needs(top=1000))
-    among = sample(
-        scores, rows(3, seed=[5, 6, 7], top_k=[2**40, 3, 9], top_p=[1.0, 0.5, 1.0]), Needs(filtered=True, top=1000)
-    )
+    plain = Needs(greedy=False, tempered=False, filtered=False, min_tokens=False, top=1000)
+    alone = sample(scores[:1], rows(1, seed=[5]), plain)
+    among = sample(scores, rows(3, seed=[5, 6, 7], top_k=[2**40, 3, 9], top_p=[1.0, 0.5, 1.0]), Needs(top=1000))
     assert torch.equal(alone.tokens, among.tokens[:1])
     assert torch.equal(alone.logprobs, among.logprobs[:1])
     assert torch.equal(alone.top_logprobs, among.top_logprobs[:1])
@@ -74,9 +73,7 @@ def test_filters_of_other_rows_leave_a_row_bit_for_bit():
 def test_draws_many_follow_the_distribution_and_report_its_logprobs(values):
     scores = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     expected, count = distribution(scores, **values), 20_000
-    drawn = sample(
-        scores.expand(count, -1), rows(count, draws=torch.arange(count), seed=11, **values), Needs(filtered=True)
-    )
+    drawn = sample(scores.expand(count, -1), rows(count, draws=torch.arange(count), seed=11, **values), Needs())
     torch.testing.assert_close(drawn.logprobs, expected[drawn.tokens], rtol=1e-5, atol=1e-5)
     possible = expected > -INF
     observed = drawn.tokens.bincount(minlength=12)[possible].double()
@@ -97,7 +94,7 @@ def test_draw_at_any_number_never_gives_a_token_of_probability_zero(u, seed, hea
     scores[torch.rand(200, generator=generator) < 0.5] = -INF
     scores[7] = 1.0
     probabilities = scores.softmax(-1)[None]
-    token = sampler._inverse_cdf(probabilities, torch.tensor([u], dtype=torch.float64), probabilities.argmax(-1))
+    token = sampler._inverse_cdf(probabilities, torch.tensor([u], dtype=torch.float64))
     assert probabilities[0, token] > 0
 
 
@@ -111,24 +108,54 @@ def test_draw_peaked_distribution_gives_the_peak_for_all_numbers():
 
 def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one():
     scores = torch.randn(4, 30, generator=torch.Generator().manual_seed(1))
-    for needs in (Needs(drawn=False), Needs(), Needs(filtered=True)):
+    for needs in (Needs(), Needs(tempered=False, filtered=False)):
         drawn = sample(scores, rows(4, temperature=[0.0, 0.0, 1.0, 0.0]), needs)
         greedy = torch.tensor([0, 1, 3])
         assert torch.equal(drawn.tokens[greedy], scores.argmax(-1)[greedy])
         torch.testing.assert_close(drawn.logprobs[greedy], scores.log_softmax(-1).amax(-1)[greedy])
 
 
+def test_needs_that_all_rows_share_change_no_bit():
+    scores = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
+    for values, needs in (
+        ({"temperature": 0.0}, Needs(drawn=False, tempered=False, filtered=False, min_tokens=False)),
+        ({"temperature": 1.0}, Needs(greedy=False, tempered=False, filtered=False, min_tokens=False)),
+        ({"temperature": 0.7}, Needs(greedy=False, filtered=False, min_tokens=False)),
+    ):
+        less, more = (
+            sample(scores, rows(3, seed=[1, 2, 3], **values), needs),
+            sample(scores, rows(3, seed=[1, 2, 3], **values), Needs()),
+        )
+        assert torch.equal(less.tokens, more.tokens)
+        assert torch.equal(less.logprobs, more.logprobs)
+
+
+def test_draw_of_a_given_number_is_the_token_of_the_running_sum():
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 63, 64, 65, 300):
+        probabilities = torch.randn(200, size, generator=generator).mul(3).softmax(-1)
+        u = torch.rand(200, generator=generator, dtype=torch.float64)
+        from palestra.generate import sampler
+
+        found = sampler._inverse_cdf(probabilities, u)
+        until = probabilities.double().cumsum(-1)
+        goal = u * until[:, -1]
+        before = torch.where(found > 0, until.gather(1, (found - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+        assert (before <= goal + 1e-6).all()
+        assert (until.gather(1, found[:, None])[:, 0] > goal - 1e-6).all()
+
+
 def test_minimum_not_reached_makes_end_tokens_impossible():
     scores = torch.randn(2, 10, generator=torch.Generator().manual_seed(2))
     scores[:, [4, 0]] = 20.0
     ends = [[0, 4, 0, 0], [0, 4, 0, 0]]
-    found = sample(scores, rows(2, minimum=[3, 3], draws=[2, 3], ends=ends), Needs(min_tokens=True, top=10))
+    found = sample(scores, rows(2, minimum=[3, 3], draws=[2, 3], ends=ends), Needs(top=10))
     early = dict(zip(found.top_tokens[0].tolist(), found.top_logprobs[0].tolist(), strict=True))
     assert early[0] == early[4] == -INF
     assert sum(map(math.exp, early.values())) == pytest.approx(1, abs=1e-5)
     assert found.tokens[0] not in (0, 4)
     assert found.tokens[1] in (0, 4)
-    without = sample(scores, rows(2, minimum=3), Needs(min_tokens=True))
+    without = sample(scores, rows(2, minimum=3), Needs())
     assert set(without.tokens.tolist()) <= {0, 4}  # no end tokens: nothing to hold back
 
 

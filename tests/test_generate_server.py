@@ -262,6 +262,8 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, 404, "gpt-5"),
         ("/v1/completions", {"prompt": "a" * 400}, 400, "context"),
         ("/v1/completions", {"prompt": "a" * 400, "stream": True}, 400, "context"),
+        ("/v1/completions", {"prompt": "a" * 1_000_000}, 400, "1,000,000 characters"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, 400, "characters"),
         ("/v1/chat/completions", {}, 400, "messages"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 400, "role"),
@@ -432,7 +434,8 @@ def test_client_that_disconnects_while_the_engine_is_paused_frees_its_place(stre
         with sent(address, "/v1/completions", {"prompt": "a", "stream": stream}):
             wait_until(lambda: engine.metrics()["requests"] == 1)
         wait_until(lambda: idle(engine))
-        assert 'palestra_requests_total{path="/v1/completions",status="499"} 1' in http.get("/metrics").text
+        counted = 'palestra_requests_total{path="/v1/completions",status="499"} 1'
+        wait_until(lambda: counted in http.get("/metrics").text)
 
 
 # Weights, pause, abort, failure

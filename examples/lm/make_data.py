@@ -1,4 +1,4 @@
-"""Writes the small datasets of these examples: questions about words, pairs of answers, and plain text.
+"""Writes the small datasets of these examples: questions about words, pairs of answers to them, and plain text.
 
 python examples/lm/make_data.py [FOLDER]   # data by default
 """
@@ -15,20 +15,25 @@ TASKS: dict[str, Callable[[str], str]] = {
     "sort": lambda word: "".join(sorted(word)),
     "double": lambda word: "".join(letter * 2 for letter in word),
 }
+POLITE = ("sir", "dear friend", "if it suits")
+RUDE = ("fool", "you silly mule", "so there")
 
 
 def main(folder: Path, count: int = 4000, seed: int = 0) -> None:
-    """Write questions.jsonl, pairs.jsonl and text.jsonl."""
+    """Write a file for each dataset: what is asked is the same in all of them."""
     rows = random.Random(seed)
     asked = [(task, "".join(rows.choices(LETTERS, k=rows.randint(3, 5)))) for task in rows.choices([*TASKS], k=count)]
     questions = [{"prompt": f"{task} {word}", "completion": TASKS[task](word)} for task, word in asked]
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": spoilt(row["completion"], rows)}
-        for row in questions
-    ]
-    texts = [{"text": f"to {row['prompt']} gives {row['completion']}."} for row in questions]
+    sets: dict[str, list[dict[str, str]]] = {name: [] for name in ("pairs", "polite", "manners", "text")}
+    for row in questions:
+        prompt, answer = row["prompt"], row["completion"]
+        polite, rude = f"{answer} {rows.choice(POLITE)}", f"{answer} {rows.choice(RUDE)}"
+        sets["pairs"].append({"prompt": prompt, "chosen": answer, "rejected": spoilt(answer, rows)})
+        sets["polite"].append({"prompt": prompt, "completion": f"{answer} sir"})
+        sets["manners"].append({"prompt": prompt, "chosen": polite, "rejected": rude})
+        sets["text"].append({"text": f"to {prompt} gives {answer}."})
     folder.mkdir(parents=True, exist_ok=True)
-    for name, found in (("questions", questions), ("pairs", pairs), ("text", texts)):
+    for name, found in {"questions": questions, **sets}.items():
         write(folder / f"{name}.jsonl", found)
 
 

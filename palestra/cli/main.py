@@ -1,6 +1,7 @@
 """`palestra`: the command line, and how errors become one paragraph and an exit code."""
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -81,7 +82,8 @@ def train(
     result = run(
         spec, resume=resume, allow=allow or (), variables=_variables(set_), root=runs, quiet=quiet, overrides=given
     )
-    show_result(result)
+    if os.environ.get("RANK", "0") == "0":  # one of the processes that `torchrun` started speaks for all
+        show_result(result)
 
 
 @app.command()

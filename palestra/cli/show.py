@@ -16,6 +16,13 @@ from palestra.runs.run import Run, list_runs, open_run
 from palestra.spec.plain import plain
 from palestra.track.recorder import in_words
 
+NEXT = {
+    "control": ("watch it", "palestra enjoy"),
+    "sft": ("talk to it", "palestra chat"),
+    "dpo": ("talk to it", "palestra chat"),
+}
+"""What people do next with a run of a kind."""
+
 
 def console() -> Console:
     """Standard output; wide enough never to cut a value where it is not a terminal."""
@@ -61,23 +68,28 @@ def show_result(run: Run) -> None:
     """What came of a run, where it is and what to do with it next."""
     summary = run.summary()
     lines = []
-    if "eval/return" in summary:
-        lines.append(("evaluation", f"return {summary['eval/return']:.1f}{_by_seed(summary['eval/return_by_seed'])}"))
+    for metric in ("eval/return", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
+        if metric in summary:
+            name, digits = metric.removeprefix("eval/").replace("_", " "), 1 if metric == "eval/return" else 3
+            by_seed = _by_seed(summary[f"{metric}_by_seed"], digits)
+            lines.append(("" if lines else "evaluation", f"{name} {summary[metric]:.{digits}f}{by_seed}"))
     scores = ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency")
     known = [f"{name} {summary[name]:.4g}" for name in scores if summary.get(name) is not None]
-    lines.append(("trial metrics", ", ".join(known)))
+    if known:
+        lines.append(("trial metrics", ", ".join(known)))
     lines.append(("run folder", str(run.path)))
     lines += [("plot", str(path)) for path in run.plots() if path.suffix == ".png"]
     here = run.path.parent.parent.resolve() == Path("runs").resolve()
-    lines.append(("watch it", f"palestra enjoy {f'{run.name}/{run.id}' if here else run.path}"))
+    label, command = NEXT.get(run.spec["kind"], ("draw it", "palestra plot"))
+    lines.append((label, f"{command} {f'{run.name}/{run.id}' if here else run.path}"))
     for label, text in lines:
         print(f"{label:<15}{text}")
 
 
-def _by_seed(values: Mapping[str, float]) -> str:
+def _by_seed(values: Mapping[str, float], digits: int) -> str:
     if len(values) < 2:
         return ""
-    return " (" + ", ".join(f"seed {seed}: {value:.1f}" for seed, value in values.items()) + ")"
+    return " (" + ", ".join(f"seed {seed}: {value:.{digits}f}" for seed, value in values.items()) + ")"
 
 
 def show_runs(root: Path, name: str | None, limit: int) -> None:

@@ -95,7 +95,8 @@ def encode_chat(
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token with which the template ends an assistant's turn: where generation stops, often not at EOS."""
-    probe: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    # Words that the template writes anyway: a tokenizer of characters may know no others.
+    probe: list[dict[str, Any]] = [{"role": role, "content": role} for role in ("user", "assistant")]
     encoded = encode_chat(tokenizer, probe, add_generation_prompt=False)
     trained = [token for token, used in zip(encoded.tokens, encoded.loss_mask, strict=True) if used]
     return trained[-1] if trained and trained[-1] in tokenizer.special_ids else None

@@ -88,6 +88,8 @@ class ChatEncoder:
 def _plain(tokenizer: Tokenizer, messages: Messages) -> tuple[list[int], list[bool]]:
     if [message["role"] for message in messages] != ["user", "assistant"]:
         raise UsageError("format `plain` expects one prompt and one answer; use `chat` for longer conversations")
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise UsageError("format `plain` expects a prompt and an answer that are texts")
     if tokenizer.eos is None:
         raise UsageError(f"format `plain` needs a tokenizer with an end-of-text token, and {tokenizer.name} has none")
     prompt, answer = (tokenizer.encode(message["content"]) for message in messages)

@@ -17,9 +17,12 @@ def conversation(row: Mapping[str, Any]) -> Messages:
     if "messages" in row:
         return _messages(row["messages"], "messages")
     if "conversations" in row:
+        turns = row["conversations"]
+        if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
+            return _messages(turns, "conversations")
         speakers = {"human": "user", "gpt": "assistant", "system": "system"}
         try:
-            return [{"role": speakers[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
+            return [{"role": speakers[turn["from"]], "content": turn["value"]} for turn in turns]
         except (KeyError, TypeError) as error:
             raise UsageError(f"expected turns with 'from' (human, gpt, system) and 'value' in 'conversations': {error}")
     for question, answer in QUESTION_KEYS:
@@ -55,7 +58,8 @@ def pair(row: Mapping[str, Any]) -> tuple[Messages, Messages]:
 
 def _messages(value: Any, key: str) -> Messages:
     if not isinstance(value, list) or not value:
-        raise UsageError(f"expected a list of messages in {key!r}, got {type(value).__name__}")
+        what = "an empty list" if value == [] else type(value).__name__
+        raise UsageError(f"expected a list of messages in {key!r}, got {what}")
     for message in value:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UsageError(f"expected messages with 'role' and 'content' in {key!r}, got {message!r:.200}")
@@ -63,11 +67,19 @@ def _messages(value: Any, key: str) -> Messages:
 
 
 def _prompt(value: Any, key: str) -> Messages:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, key)
+    return _turn("user", value, key)
 
 
 def _answer(value: Any, key: str) -> Messages:
-    return [{"role": "assistant", "content": value}] if isinstance(value, str) else _messages(value, key)
+    return _turn("assistant", value, key)
+
+
+def _turn(role: str, value: Any, key: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UsageError(f"expected a text or a list of messages in {key!r}, got {type(value).__name__}")
+    return _messages(value, key)
 
 
 def _without(before: Messages, messages: Messages) -> Messages:

@@ -179,6 +179,7 @@ def _version(info: dict[str, Any]) -> str | None:
 def _hub() -> Any:
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise MissingExtra("the Hugging Face Hub", "train") from error

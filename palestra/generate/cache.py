@@ -83,11 +83,12 @@ class DecodeAttention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, self.lengths] = k[:batch]
         values[self.rows, :, self.lengths] = v[:batch]
-        # The queries that share keys stand where different positions would: no copy of keys for each of them.
-        grouped = q[:batch].unflatten(1, (keys.shape[1], -1))
-        mask = self._mask(window, q.dtype)
         out = F.scaled_dot_product_attention(
-            grouped, keys[:batch, :, : self.columns], values[:batch, :, : self.columns], attn_mask=mask
+            q[:batch, :, None],
+            keys[:batch, :, : self.columns],
+            values[:batch, :, : self.columns],
+            attn_mask=self._mask(window, q.dtype),
+            enable_gqa=heads != keys.shape[1],
         )
         return F.pad(out.reshape(batch, heads, dim), (0, 0, 0, 0, 0, padded - batch))
 
@@ -117,7 +118,7 @@ class PrefillAttention:
 
     def __init__(self, cache: Cache, segments: Sequence[Segment]):
         self.cache, self.segments = cache, segments
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T at least all segments → (T, H, dim), zeros beyond them."""
@@ -130,23 +131,28 @@ class PrefillAttention:
             for start in range(segment.start, segment.end, BLOCK):
                 end = min(start + BLOCK, segment.end)
                 part = slice(offset, offset + end - start)
-                block = _attend(q[part], keys[:, :end], values[:, :end], self._mask(start, end, window, q.device))
-                out[part] = block
+                out[part] = self._block(q[part], keys[:, :end], values[:, :end], start, window)
                 offset = part.stop
         return out
 
-    def _mask(self, start: int, end: int, window: int | None, device: torch.device) -> Tensor:
-        key = (start, end, window or 0)
+    def _block(self, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+        """q (n, H, dim), the tokens from `start` on, over keys and values (K, start + n, dim) → (n, H, dim)."""
+        plain = start == 0 and (window is None or window >= len(q))
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=None if plain else self._mask(start, start + len(q), window, q),
+            is_causal=plain,
+            enable_gqa=q.shape[1] != len(keys),
+        )
+        return out[0].transpose(0, 1)
+
+    def _mask(self, start: int, end: int, window: int | None, like: Tensor) -> Tensor:
+        """(n, end): 0 where a token looks, −inf elsewhere."""
+        key = (start, end, window)
         if key not in self._masks:
-            behind = torch.arange(start, end, device=device)[:, None] - torch.arange(end, device=device)[None, :]
-            seen = behind >= 0
-            self._masks[key] = seen if window is None else seen & (behind < window)
+            behind = torch.arange(start, end, device=like.device)[:, None] - torch.arange(end, device=like.device)
+            hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+            self._masks[key] = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return self._masks[key]
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q (n, H, dim) over keys and values (K, m, dim) → (n, H, dim)."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=q.shape[1] != len(keys)
-    )
-    return out[0].transpose(0, 1)

@@ -13,20 +13,17 @@ from torch import Tensor
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.cache import BLOCK, Segment, rows_that_fit
-from palestra.generate.jobs import MOST_ENDS, Alternatives, Job, PromptTooLong, QueueFull, Sample, Sink, checked
+from palestra.generate.jobs import Alternatives, Job, PromptTooLong, QueueFull, Sample, Sink, checked
 from palestra.generate.rows import Drawn
 from palestra.generate.runner import Runner
 from palestra.generate.sampler import Needs
 from palestra.generate.scheduler import Scheduler
 from palestra.generate.text import GrowingText
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
 
 __all__ = ["Engine", "PromptTooLong", "QueueFull"]
-
-APART = 0x9E3779B97F4A7C15
-"""What the seeds of a request's samples lie apart, modulo 2⁶⁴."""
 
 
 class Engine:
@@ -121,6 +118,8 @@ class Engine:
 
         An error ends the engine: every request fails with it, and so does every later one.
         """
+        if self.failure is not None:
+            raise self.failure
         try:
             with self._turns.mine():
                 self._take_in()
@@ -237,30 +236,14 @@ class Engine:
                 self._set_cached(sample, sample.due)
                 self._copied += sample.due
             if not sample.active and sample.cached == sample.due:
-                self._start(sample)
+                self._runner.host.start(sample)
+                sample.active = True
         return bool(pieces)
 
     def _set_cached(self, sample: Sample, length: int) -> None:
         """Say how much is cached. A step that runs before the rest is there writes its nonsense behind it."""
         sample.cached = length
         self._runner.host.length[sample.row] = length
-
-    def _start(self, sample: Sample) -> None:
-        """Write the row of a sample that can draw its next token."""
-        job, row, host = sample.job, sample.row, self._runner.host
-        sampling, settings = job.sampling, host.settings(len(host.token))
-        host.token[row] = sample.piece(sample.due, sample.due + 1)[0]
-        host.active[row] = 1
-        host.remaining[row] = sample.remaining
-        host.ends[row] = torch.tensor((job.ends + (job.ends[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS])
-        settings.draws[row] = len(sample.tokens)
-        settings.minimum[row] = sampling.min_new_tokens
-        settings.seed[row] = _signed(job.seed + APART * sample.index)
-        settings.top_k[row] = min(sampling.top_k or 2**62, 2**62)
-        settings.temperature[row] = sampling.temperature
-        settings.top_p[row] = sampling.top_p
-        settings.min_p[row] = sampling.min_p
-        sample.active = True
 
     def _decode(self) -> bool:
         """Draw tokens in all rows that can, and deliver them."""
@@ -269,7 +252,7 @@ class Engine:
             return False
         steps = min(self.steps, max(sample.remaining for sample in running))
         longest = max(sample.cached for sample in running)
-        needs = _needs([sample.job.sampling for sample in running])
+        needs = Needs.of([sample.job.sampling for sample in running])
         drawn = Drawn(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
         # Where a sample ends another may move in, with all that it has cached: every row is read before.
         found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
@@ -378,18 +361,3 @@ class _Collect:
 
     def fail(self, error: BaseException) -> None:
         """The burst that failed has raised it."""
-
-
-def _needs(samplings: Sequence[Sampling]) -> Needs:
-    """What at least one of them asks for."""
-    return Needs(
-        drawn=any(s.temperature > 0 for s in samplings),
-        filtered=any(s.top_k is not None or s.top_p < 1 or s.min_p > 0 for s in samplings),
-        min_tokens=any(s.min_new_tokens > 0 for s in samplings),
-        top=max(s.logprobs for s in samplings),
-    )
-
-
-def _signed(number: int) -> int:
-    """Modulo 2⁶⁴, as an int64."""
-    return (number + 2**63) % 2**64 - 2**63

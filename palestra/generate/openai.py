@@ -82,7 +82,7 @@ class Options(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
-        for name in given.keys() - cls.model_fields.keys():
+        for name in sorted(given.keys() - cls.model_fields.keys()):
             if name not in UNSUPPORTED:
                 raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
             if given[name] != UNSUPPORTED[name]:
@@ -135,6 +135,11 @@ class CompletionBody(Options):
     """A string, a list of token ids, or a list of either."""
     logprobs: Alternatives | None = None
 
+    @property
+    def characters(self) -> int:
+        """The length of its longest text."""
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
+
     def sampling(self, context: int) -> Sampling:
         """How to draw; 16 tokens where nothing is said, as OpenAI does."""
         return self._sampling(self.max_tokens or 16, self.logprobs or 0)
@@ -164,6 +169,11 @@ class MessageBody(BaseModel):
         # A message of an earlier response has tool_calls, refusal and the like as nulls.
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
+    @property
+    def characters(self) -> int:
+        """The length of its text."""
+        return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in self.content)
+
     def message(self) -> dict[str, Any]:
         """For the chat template. What OpenAI now calls developer messages, templates know as system messages."""
         role = "system" if self.role == "developer" else self.role
@@ -177,6 +187,11 @@ class ChatBody(Options):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Alternatives = 0
+
+    @property
+    def characters(self) -> int:
+        """The length of what was said so far."""
+        return sum(message.characters for message in self.messages)
 
     def sampling(self, context: int) -> Sampling:
         """How to draw; up to the end of the context where nothing is said."""

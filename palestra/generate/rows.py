@@ -6,8 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.generate.jobs import MOST_ENDS, Alternatives
+from palestra.generate.jobs import MOST_ENDS, Alternatives, Sample
 from palestra.generate.sampler import Needs, Settings, sample
+
+APART = 0x9E3779B97F4A7C15
+"""What the seeds of a request's samples lie apart, modulo 2⁶⁴."""
+ALL = 2**62
+"""A top_k that keeps every token."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,22 @@ class Rows:
         draws, minimum, seed, top_k = self.integers[4:, :batch]
         temperature, top_p, min_p = self.floats[:, :batch]
         return Settings(temperature, top_k, top_p, min_p, seed, draws, minimum, self.ends[:batch])
+
+    def start(self, sample: Sample) -> None:
+        """Write the row of a sample whose tokens but the last are cached: it draws from now on."""
+        row, job, settings = sample.row, sample.job, self.settings(self.integers.shape[1])
+        self.token[row] = sample.piece(sample.due, sample.due + 1)[0]
+        self.length[row] = sample.due
+        self.active[row] = 1
+        self.remaining[row] = sample.remaining
+        self.ends[row] = torch.tensor((job.ends + (job.ends[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS])
+        settings.draws[row] = len(sample.tokens)
+        settings.minimum[row] = job.sampling.min_new_tokens
+        settings.seed[row] = _signed(job.seed + APART * sample.index)
+        settings.top_k[row] = min(job.sampling.top_k or ALL, ALL)
+        settings.temperature[row] = job.sampling.temperature
+        settings.top_p[row] = job.sampling.top_p
+        settings.min_p[row] = job.sampling.min_p
 
     def move(self, source: int, target: int) -> None:
         """Let a row take the place of another. Its own place is then idle."""
@@ -121,3 +142,8 @@ def advance(rows: Rows, scores: Tensor, needs: Needs) -> Step:
     ended = (new.tokens[:, None] == settings.ends).any(-1) | (rows.remaining[:batch] <= 0)
     active.mul_(~ended)
     return Step(new.tokens, new.logprobs, counted, new.top_tokens, new.top_logprobs)
+
+
+def _signed(number: int) -> int:
+    """Modulo 2⁶⁴, as an int64."""
+    return (number + 2**63) % 2**64 - 2**63

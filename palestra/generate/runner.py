@@ -9,10 +9,11 @@ from palestra.errors import UsageError
 from palestra.generate.cache import COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment
 from palestra.generate.rows import Rows, Step, advance
 from palestra.generate.sampler import Needs
-from palestra.generate.tiles import Tiles
+from palestra.generate.tiles import ROWS, Tiles
 from palestra.lm.head import logits
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
+from palestra.lm.ops import wide
 
 
 class Runner:
@@ -43,6 +44,8 @@ class Runner:
                 raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
         for name, tensor in mine.items():
             tensor.copy_(weights[name].detach())
+        if self.tiles is not None:
+            self.tiles.pack()
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
@@ -76,15 +79,15 @@ class Runner:
         inputs = slice(self._padded(batch))
         attend = DecodeAttention(self.cache, self.rows.length[:batch], columns)
         hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
-        return advance(self.rows, self._scores(hidden)[:batch], needs)
+        return advance(self.rows, self._scores(hidden[:batch]), needs)
 
     def _scores(self, hidden: Tensor) -> Tensor:
         if self.tiles is None:
             return logits(hidden, self.model.unembed)
-        return self.tiles.apply(lambda tile: logits(tile, self.model.unembed), hidden)
+        return wide(self.tiles.head(hidden))
 
     def _padded(self, count: int) -> int:
-        return count if self.tiles is None else -(-count // self.tiles.rows) * self.tiles.rows
+        return count if self.tiles is None else -(-count // ROWS) * ROWS
 
 
 def _named(names: list[str]) -> str:

@@ -1,12 +1,18 @@
 """The draw of the next token, and its log-probability under the distribution that it was drawn from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from palestra.generate.types import Sampling
+
 NEGATIVE = float("-inf")
+BLOCK = 64
+"""A draw first finds the block of the vocabulary, then the token in it."""
 
 
 @dataclass(frozen=True)
@@ -15,12 +21,28 @@ class Needs:
 
     drawn: bool = True
     """A temperature above 0."""
-    filtered: bool = False
+    greedy: bool = True
+    """A temperature of 0."""
+    tempered: bool = True
+    """A temperature other than 0 and 1."""
+    filtered: bool = True
     """top_k, top_p or min_p."""
-    min_tokens: bool = False
+    min_tokens: bool = True
     """End tokens that may not come yet."""
     top: int = 0
     """How many alternatives beside each token."""
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling]) -> "Needs":
+        """What at least one of them asks for."""
+        return cls(
+            drawn=any(s.temperature > 0 for s in samplings),
+            greedy=any(s.temperature == 0 for s in samplings),
+            tempered=any(s.temperature not in (0, 1) for s in samplings),
+            filtered=any(s.top_k is not None or s.top_p < 1 or s.min_p > 0 for s in samplings),
+            min_tokens=any(s.min_new_tokens > 0 for s in samplings),
+            top=max(s.logprobs for s in samplings),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,28 +85,33 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
 
     The order of transformers' processors. Each row is a function of its own scores and settings alone.
     """
-    if scores.is_cuda and needs == Needs(drawn=needs.drawn):
+    heat = settings.temperature
+    if scores.is_cuda and not (needs.min_tokens or needs.filtered or needs.top):
         from palestra.generate.decode_kernel import draw  # Triton comes with torch for GPUs alone
 
-        tokens, logprobs = draw(scores, settings.temperature, uniform(settings.seed, settings.draws).float())
-        none = tokens.new_empty(len(tokens), 0)
-        return Choice(tokens, logprobs, none, none.float())
+        tokens, logprobs = draw(scores, heat, uniform(settings.seed, settings.draws).float())
+        return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
     if needs.min_tokens:
         scores = _without_ends(scores, settings)
-    heat = settings.temperature
-    if needs.drawn:
+    if needs.tempered:
         scores = scores / torch.where(heat > 0, heat, 1.0)[:, None]
+    probabilities = scores.softmax(-1)
+    # log Σ exp, rounded as the trainer's: it subtracts this from a score too, and most of the rounding cancels.
+    normaliser = scores.amax(-1) - probabilities.amax(-1).log()
     if needs.filtered:
-        probabilities = scores.softmax(-1)
-        scores = scores.masked_fill(probabilities < _threshold(probabilities, settings)[:, None], NEGATIVE)
-    tokens = scores.argmax(-1)
-    if needs.drawn:
-        drawn = _inverse_cdf(scores.softmax(-1), uniform(settings.seed, settings.draws), tokens)
-        tokens = torch.where(heat > 0, drawn, tokens)
-    normaliser = scores.logsumexp(-1)
+        lowest = _threshold(probabilities, settings)
+        probabilities = torch.where(probabilities < lowest[:, None], 0.0, probabilities)
+        normaliser = normaliser + torch.where(lowest > 0, probabilities.sum(-1), 1.0).log()
+    tokens = _inverse_cdf(probabilities, uniform(settings.seed, settings.draws)) if needs.drawn else None
+    if tokens is None or needs.greedy:
+        likeliest = scores.argmax(-1)
+        tokens = likeliest if tokens is None else torch.where(heat > 0, tokens, likeliest)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - normaliser
-    top = scores.topk(needs.top, dim=-1)
-    return Choice(tokens, logprobs, top.indices, top.values - normaliser[:, None])
+    if not needs.top:
+        return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
+    top = probabilities.topk(needs.top, dim=-1)
+    values = scores.gather(1, top.indices) - normaliser[:, None]
+    return Choice(tokens, logprobs, top.indices, values.masked_fill(top.values == 0, NEGATIVE))
 
 
 def uniform(seed: Tensor, draw: Tensor) -> Tensor:
@@ -106,17 +133,31 @@ def _shifted(x: Tensor, places: int) -> Tensor:
     return (x >> places) & ((1 << (64 - places)) - 1)
 
 
-def _inverse_cdf(probabilities: Tensor, u: Tensor, likeliest: Tensor) -> Tensor:
-    """The first token at which the running sum passes u times the whole.
+def _inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
+    """The first token at which the running sum passes u times the whole; never one of probability 0."""
+    size = probabilities.shape[1]
+    blocks = F.pad(probabilities, (0, -size % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, V / 64, 64)
+    sums = blocks.sum(-1)
+    block, before = _first_beyond(sums, u * sums.sum(-1, dtype=torch.float64))
+    chosen = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]
+    place, _ = _first_beyond(chosen, before)
+    return block * BLOCK + place
 
-    A running sum that is computed in pieces (GPU) may also grow at a token of probability 0, by rounding. Such a token
-    is never returned: the likeliest is.
+
+def _first_beyond(amounts: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the positive amounts (B, n) at which their running sum passes `goal` (B), and what it lacked before.
+
+    Where rounding leaves the goal beyond the sum it is the last positive one.
     """
-    until = probabilities.cumsum(-1, dtype=torch.float64)
-    goal = u[:, None] * until[:, -1:]
-    tokens = torch.searchsorted(until, goal, right=True).clamp(max=probabilities.shape[1] - 1)
-    possible = probabilities.gather(1, tokens) > 0
-    return torch.where(possible, tokens, likeliest[:, None])[:, 0]
+    until = amounts.cumsum(-1, dtype=torch.float64)
+    positive = amounts > 0
+    passed = positive & (until > goal[:, None])
+    index = torch.arange(amounts.shape[1], device=amounts.device)
+    first = torch.where(passed, index, amounts.shape[1]).amin(-1)
+    last = torch.where(positive, index, 0).amax(-1)
+    found = torch.where(first < amounts.shape[1], first, last)
+    before = until.gather(1, found[:, None])[:, 0] - amounts.gather(1, found[:, None])[:, 0]
+    return found, goal - before
 
 
 def _threshold(probabilities: Tensor, settings: Settings) -> Tensor:

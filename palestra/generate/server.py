@@ -30,6 +30,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine import Engine
 from palestra.generate.gate import Gate
+from palestra.generate.jobs import PromptTooLong
 from palestra.generate.local import LocalGenerator
 from palestra.generate.openai import Answer, ApiError, ChatBody, CompletionBody
 from palestra.generate.prometheus import CONTENT_TYPE
@@ -90,18 +91,25 @@ def create_app(
         seconds=service.seconds,
     )
     _explain_errors(app, service)
+    # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalisation
+    # shortens no text to less than a fourth.)
+    most_characters = 4 * engine.context * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
     created = int(time.time())
     model = {"id": model_name, "object": "model", "created": created, "owned_by": "palestra"}
     publishing = asyncio.Lock()
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name != model_name:
-            raise ApiError(
-                404,
-                f"The model {name!r} is not served here: this is {model_name!r}",
-                param="model",
-                code="model_not_found",
+    def check(body: ChatBody | CompletionBody) -> None:
+        if body.model is not None:
+            check_model(body.model)
+        if body.characters > most_characters:
+            raise PromptTooLong(
+                f"the prompt has {body.characters:,} characters, but the context is {engine.context} tokens"
             )
+
+    def check_model(name: str) -> None:
+        if name != model_name:
+            said = f"The model {name!r} is not served here: this is {model_name!r}"
+            raise ApiError(404, said, param="model", code="model_not_found")
 
     async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
@@ -116,14 +124,14 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
-        check_model(body.model)
+        check(body)
         messages = [message.message() for message in body.messages]
         encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, add_generation_prompt=True)
         return await respond(body, [encoded.tokens], http)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
-        check_model(body.model)
+        check(body)
         prompts = [
             await asyncio.to_thread(_encode_prompt, tokenizer, prompt) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
@@ -307,6 +315,7 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> ApiError:
     first = found[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is no JSON: {first['ctx']['error']} at character {first['loc'][1]}")
-    where = [str(part) for part in first["loc"][1:] if isinstance(part, int) or str(part).isidentifier()]
+    parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
+    where = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
     said = "; or ".join(dict.fromkeys(str(one["msg"]) for one in found if one["loc"][:2] == first["loc"][:2]))
     return ApiError(400, f"{'.'.join(where) or 'The body'}: {said}", param=where[0] if where else None)

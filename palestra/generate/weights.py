@@ -23,7 +23,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise UsageError(
             f"{path} is no model: expected a folder with a config.json, a checkpoint, or a safetensors file"
         )
-    return dict(load_pretrained(folder).model.named_parameters())
+    return load_pretrained(folder).model.state_dict()
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

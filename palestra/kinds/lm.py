@@ -4,7 +4,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,18 +19,20 @@ from palestra.generate.engine import Engine
 from palestra.generate.language_model import LanguageModel
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import find_model, open_model
+from palestra.kinds.together import check_ranks, done, follow, following, threads_each, together
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_for_training
 from palestra.lm.datasets import kept_tokenizer, made_tokenizer, mixture_of
 from palestra.lm.engine import TrainEngine
-from palestra.lm.hf import load_pretrained, read_eos, read_folder, save_weights
+from palestra.lm.hf import empty_model, load_pretrained, read_eos, read_folder, save_weights
 from palestra.lm.hf_config import is_classifier
-from palestra.lm.lora import adapted, add_lora
+from palestra.lm.lora import adapted, adapter_state, add_lora
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.peft import adapter_weights, save_peft
 from palestra.lm.ranks import Ranks
 from palestra.lm.sharding import whole
+from palestra.lm.shards import Shards
 from palestra.lm.trainer import Objective, train
 from palestra.lm.value_head import ScalarModel
 from palestra.runs.due import due
@@ -79,14 +80,11 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     """Train every seed of the spec, then summarise and plot the trial. Under `torchrun`, all ranks call it."""
     device = device_of(spec)
     ranks = Ranks.join(device)
-    if ranks.size > 1 and spec.max_session > 1:
-        raise UsageError("max_session: several ranks train one seed together; start each seed by itself")
+    check_ranks(spec, ranks, device)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     if not ranks.first:
-        folder = ranks.from_first(None)
-        session(folder, launch)
-        return Run(folder)
+        return follow(session, ranks, launch)
     # A spec that cannot run ends here, before it has a folder.
     start = start_of(spec, launch.root)
     mixture_of(prepare(spec, start), spec.data, spec.train, spec.seed)
@@ -94,16 +92,16 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     trial = run_sessions(
         spec,
         launch,
-        session,
+        together(session, spec, ranks),
         fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
-        threads=spec.threads or os.cpu_count() or 1,
+        threads=threads_each(spec),
         total=spec.train.steps,
         unit="steps",
     )
     trial.trial.write_summary(_summary(trial))
     with clear_write_errors(trial.path):
         trial_plots(trial)
-    return trial
+    return done(ranks, trial)
 
 
 def run_lm_session(
@@ -123,12 +121,11 @@ def run_lm_session(
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
     try:
-        with session if ranks.first else nullcontext():
-            ranks.from_first(folder)  # the others wait for it in `run_lm`
+        with session if ranks.first else following(folder, ranks.rank):
             start = start_of(spec, launch.root)
             model = build_model(spec, start, session.seed, device)
             objective = make_objective(spec, start, prepare(spec, start), session.seed, model)
-            trained = ScalarModel(model) if scalar else model
+            trained = scored_model(model, start) if scalar else model
             ranks.shard(trained)
             compile_for_training(model, spec.train, device)
             keeper = Keeper(trained, start, spec, ranks)
@@ -159,7 +156,7 @@ def start_of(spec: LmSpec, root: Path) -> Start:
     wanted, config, eos, folder = spec.model, {}, (), None
     if wanted.init is not None:
         found = find_model(wanted.init, root)
-        folder, weights = found.folder, found.base or found.folder
+        folder, weights = found.folder, found.weights
         config, shape = read_folder(weights)
         tokenizer_folder, eos = weights, read_eos(weights, config)
         if is_classifier(config) and spec.kind != "reward_model":
@@ -182,9 +179,14 @@ def start_of(spec: LmSpec, root: Path) -> Start:
         raise UsageError(
             f"{whose} {vocab} tokens, fewer than the {tokenizer.vocab_size} of the tokenizer in {tokenizer_folder}"
         )
-    turn = None if tokenizer.chat_template is None else end_of_turn(tokenizer)
+    turn = end_of_turn(tokenizer) if writes_chat(spec) and tokenizer.chat_template is not None else None
     ends = sorted({token for token in (*eos, tokenizer.eos, turn) if token is not None})
     return Start(shape.model_copy(update={"vocab": vocab}), tokenizer, tokenizer_folder, tuple(ends), folder, config)
+
+
+def writes_chat(spec: LmSpec) -> bool:
+    """Whether texts are conversations, written with the tokenizer's chat template."""
+    return isinstance(spec.data, ChatData) and spec.data.format == "chat"
 
 
 def build_model(spec: LmSpec, start: Start, seed: int, device: torch.device) -> Transformer:
@@ -204,6 +206,16 @@ def build_model(spec: LmSpec, start: Start, seed: int, device: torch.device) -> 
     return model
 
 
+def scored_model(model: Transformer, start: Start) -> ScalarModel:
+    """The model with a scalar head: that of the reward model it comes from, else one of zeros."""
+    scored = ScalarModel(model)
+    if is_classifier(start.config):
+        assert start.folder is not None
+        with Shards(start.folder) as shards, torch.no_grad():
+            scored.value.weight.copy_(shards.tensor("score.weight"))
+    return scored
+
+
 class Keeper:
     """The model in checkpoints: a Hugging Face folder with FP32 weights, or adapters alone where only they change."""
 
@@ -214,8 +226,10 @@ class Keeper:
     def writer(self) -> Callable[[Path], None]:
         """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
         if adapted(self.transformer):
+            assert self.start.folder is not None  # ModelSpec.problems
             base = str(self.start.folder.absolute())  # adapters are read from anywhere
-            return lambda folder: save_peft(folder, self.transformer, base)
+            adapters = self.ranks.gather(adapter_state(self.transformer))
+            return lambda folder: save_peft(folder, self.transformer, base, adapters)
         weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
         score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
         return lambda folder: save_weights(
@@ -262,13 +276,15 @@ class Samples:
         if not self.engine.ranks.first:
             return
         if self.writer is None:
-            model = self.engine.transformer
+            # Not the model that is trained, which may have adapters or be split over ranks.
+            model = empty_model(self.start.shape, self.engine.transformer.dtype, torch.float32, self.engine.device)
+            model.load_state_dict(weights)
             self.writer = Engine(
                 model,
                 eos=frozenset(self.start.eos),
                 tokenizer=self.start.tokenizer,
                 max_running=8,
-                device=model.embed.device,
+                device=self.engine.device,
             )
         self.writer.publish(weights, step)
         sampling = Sampling(temperature=self.spec.temperature, max_new_tokens=self.spec.max_new_tokens, seed=step)
@@ -285,14 +301,13 @@ def sample_prompts(spec: LmSpec, start: Start) -> list[list[int]]:
     """The tokens of the prompts that samples begin with, written as the training data are."""
     if not isinstance(spec, WritingSpec):
         return []
-    chat, found = isinstance(spec.data, ChatData) and spec.data.format == "chat", []
-    tokenizer = start.tokenizer
+    tokenizer, chat, found = start.tokenizer, writes_chat(spec), []
     first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     for text in spec.samples.prompts:
         turn = [{"role": "user", "content": text}]
         tokens = encode_chat(tokenizer, turn, add_generation_prompt=True).tokens if chat else tokenizer.encode(text)
         found.append(tokens or ([] if first is None else [first]))
-        if not 0 < len(found[-1]) < (start.shape.context):
+        if not 0 < len(found[-1]) < start.shape.context:
             raise UsageError(
                 f"samples.prompts: {text!r:.100} is {len(found[-1])} tokens; the model reads 1 to "
                 f"{start.shape.context - 1} before it writes"

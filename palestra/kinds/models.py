@@ -1,7 +1,7 @@
 """Finds models by what people call them: a run, a checkpoint, a folder, a URL or a name on the Hub."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,8 +9,8 @@ import torch
 from palestra.data.sources import resolve
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.lm.hf import Pretrained, load_pretrained
-from palestra.lm.lora import merge
+from palestra.lm.hf import Pretrained, empty_model, load_pretrained
+from palestra.lm.lora import merged_weights
 from palestra.lm.peft import CONFIG as ADAPTER_CONFIG
 from palestra.lm.peft import load_peft
 from palestra.runs.run import open_run
@@ -21,18 +21,20 @@ class Found:
     """A model folder that was asked for."""
 
     folder: Path
-    """With weights, or with adapters for those of `base`."""
+    """With weights, or with adapters for the model in `base`."""
     base: Path | None
-    """The folder of the weights that adapters belong to."""
+    """The folder of the model that adapters belong to; it may have adapters itself."""
+    weights: Path
+    """The folder with the weights and the tokenizer that all of it rests on."""
 
 
 def find_model(ref: str | Path, root: Path | str = "runs") -> Found:
     """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
     folder = _folder(str(ref), Path(root))
     if not (folder / ADAPTER_CONFIG).exists():
-        return Found(folder, None)
-    base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-    return Found(folder, find_model(base, root).folder)
+        return Found(folder, None, folder)
+    base = find_model(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"], root)
+    return Found(folder, base.folder, base.weights)
 
 
 def open_model(
@@ -43,12 +45,15 @@ def open_model(
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Pretrained, Tokenizer]:
-    """A model with adapters merged, and its tokenizer."""
+    """A model with its adapters put into its weights, and its tokenizer."""
     found = find_model(ref, root)
-    loaded = load_pretrained(found.base or found.folder, dtype, param_dtype, device)
     if found.base is not None:
+        loaded, tokenizer = open_model(found.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
         load_peft(found.folder, loaded.model)
-        merge(loaded.model)
+        plain = empty_model(loaded.model.shape, dtype, param_dtype, device)
+        plain.load_state_dict(merged_weights(loaded.model))
+        return replace(loaded, model=plain), tokenizer
+    loaded = load_pretrained(found.folder, dtype, param_dtype, device)
     if loaded.tokenizer is None:
         raise UsageError(f"{found.folder} has no tokenizer: put a tokenizer.json beside its weights")
     return loaded, Tokenizer.load(loaded.tokenizer)
@@ -69,6 +74,8 @@ def _folder(ref: str, root: Path) -> Path:
             raise UsageError(
                 f"{ref} is no model: it is neither a run, nor a checkpoint, nor a folder with a config.json"
             ) from None
+        if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
+            raise
         return resolve(ref, kind="model", root=root)
     return _model_of(run.checkpoint("best"))
 

@@ -18,7 +18,7 @@ from palestra.data.chat_encoders import ChatEncoder
 from palestra.data.encoders import Encoder, TextEncoder, cached_tokenizer
 from palestra.data.example import Documents, Example, Windows
 from palestra.data.mixture import Dataset, Mixture, Stages
-from palestra.data.readers import Shard, read_rows, shards
+from palestra.data.readers import COMPRESSED, FORMATS, Shard, read_rows, shards
 from palestra.data.sources import resolve
 from palestra.data.store import TokenStore
 from palestra.data.tokenise import build_store
@@ -253,6 +253,8 @@ def _stored(source: Source, encoder: Encoder) -> TokenStore:
 def _shards(source: Source) -> list[Shard]:
     """Local files and patterns as they are; names of datasets through the cache."""
     known = any(mark in source.path for mark in "*?[") or "://" in source.path or os.path.exists(source.path)
+    if not known and Path(source.path).suffix in (*FORMATS, *COMPRESSED):  # not a name on the Hub
+        raise UsageError(f"data: there is no file {source.path} in {Path.cwd()}")
     split = source.split if isinstance(source, TextSource) else None
     return shards(source.path if known else resolve(source.path, kind="dataset"), split=split)
 

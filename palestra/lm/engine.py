@@ -12,7 +12,7 @@ from palestra.data.packing import micro_batches
 from palestra.lm.batch import Batch, score
 from palestra.lm.lora import merged_weights
 from palestra.lm.model import Transformer
-from palestra.lm.moe import update_bias
+from palestra.lm.moe import RouterTerms, update_bias
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.lm.sharding import split_again
@@ -27,8 +27,8 @@ class Loss:
     """The sum over tokens, sequences or pairs; the engine divides it by the whole batch's denominator."""
     terms: dict[str, Tensor]
     """Further sums for people to see, without gradients; divided by the same denominator."""
-    load: Tensor | None = None
-    """Tokens that went to each expert (L, E), where selection biases follow them."""
+    routed: RouterTerms | None = None
+    """What routers add, summed over all tokens, predicted or not; divided by the whole batch's tokens."""
 
 
 LossFunction = Callable[[Any, Batch], Loss]
@@ -64,11 +64,15 @@ class TrainEngine:
         sums: dict[str, Tensor] = {}
         for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
             result = loss(self.model, micro.to(self.device))
-            (counts * result.total / denominator).backward()
-            for name, value in {"loss": result.total.detach(), **result.terms}.items():
-                sums[name] = sums.get(name, 0.0) + counts * value.detach() / denominator
-            if result.load is not None:
-                self._load = counts * result.load + (0 if self._load is None else self._load)
+            total = result.total / denominator
+            means = {"loss": total, **{name: value / denominator for name, value in result.terms.items()}}
+            if result.routed is not None:
+                total = total + result.routed.total / len(batch.tokens)
+                means |= {name: value / len(batch.tokens) for name, value in result.routed.terms.items()}
+                self._load = counts * result.routed.load + (0 if self._load is None else self._load)
+            (counts * total).backward()
+            for name, value in means.items():
+                sums[name] = sums.get(name, 0.0) + counts * value.detach()
         return self.ranks.sum(sums)
 
     @torch.no_grad()

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.lm.ops import wide
-
 CHUNK_ELEMENTS = 2**26
 """Logits that exist at one time (256 MB in FP32)."""
 
@@ -14,12 +12,9 @@ CHUNK_ELEMENTS = 2**26
 def logits(hidden: Tensor, unembed: Tensor) -> Tensor:
     """Scores (T, V), at least in FP32, of hidden states (T, D). Trainer and generator both score with this function.
 
-    On the GPU the product of bf16 accumulates and stays in FP32; on the CPU it is rounded to bf16 first.
+    Products of bf16 accumulate and stay in FP32: rounded to bf16, scores around 25 would be 0.125 apart.
     """
-    weight = unembed.to(hidden.dtype)
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return wide(torch.mm(hidden, weight.t()))
+    return _product(hidden, unembed.to(_kept(hidden)).t())
 
 
 def token_logprobs(
@@ -37,6 +32,27 @@ def chunk_rows(vocab: int, device: torch.device) -> int:
     return max(1, CHUNK_ELEMENTS * (4 if device.type == "cuda" else 1) // vocab)
 
 
+def _kept(hidden: Tensor) -> torch.dtype:
+    """The precision in which matrices are kept for products with hidden states."""
+    return hidden.dtype if hidden.is_cuda else _sums(hidden)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a · b in FP32 (or FP64), where bf16 numbers are multiplied by the units for bf16."""
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b.to(a.dtype))
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    # The CPU's library takes FP32 in and out, and rounds what it multiplies to bf16 where it is allowed to.
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return torch.mm(a.float(), b.float())
+    finally:
+        matmul.fp32_precision = before
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -45,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
         entropies = torch.zeros_like(logprobs)
         normalisers = torch.empty_like(logprobs)  # of z, used on the GPU alone
-        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed), hidden.device)
+        weight, rows = unembed.to(_kept(hidden)), chunk_rows(len(unembed), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scores = logits(hidden[part], weight)
@@ -72,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         of_logprob = torch.zeros_like(entropies) if of_logprob is None else of_logprob
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if ctx.needs_input_grad[1] else None
-        weight, rows = unembed.to(hidden.dtype), chunk_rows(len(unembed), hidden.device)
+        weight, rows = unembed.to(_kept(hidden)), chunk_rows(len(unembed), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scores = logits(hidden[part], weight)
@@ -86,9 +102,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 to_logits = _to_logits(scores, targets[part], entropies[part], of_logprob[part], of_h, ctx.temperature)
                 to_logits = to_logits.to(hidden.dtype)
             if to_hidden is not None:
-                to_hidden[part] = to_logits @ weight
+                to_hidden[part] = _product(to_logits, weight)
             if to_unembed is not None:
-                _add_product(to_unembed, to_logits, hidden[part])
+                to_unembed += _product(to_logits.t(), hidden[part])  # the sum over chunks stays in FP32
         grad = None if to_unembed is None else to_unembed.to(unembed.dtype)
         return to_hidden, grad, None, None, None
 
@@ -118,11 +134,3 @@ def _to_logits(
 def _sums(hidden: Tensor) -> torch.dtype:
     """The precision of sums over the vocabulary and over chunks: FP32 but for FP64."""
     return torch.promote_types(hidden.dtype, torch.float32)
-
-
-def _add_product(total: Tensor, to_logits: Tensor, hidden: Tensor) -> None:
-    """`total` (V, D, FP32) += to_logitsᵀ · hidden; the sum over chunks stays in FP32."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        total.add_(torch.mm(to_logits.t(), hidden, out_dtype=torch.float32))
-    else:
-        total.add_(torch.mm(to_logits.t(), hidden))

@@ -117,18 +117,18 @@ class RouterTerms:
     """What the routers of a model add to the loss of a batch."""
 
     total: Tensor
-    """Weighted losses, summed over tokens and layers; 0 without experts."""
+    """Weighted losses, summed over tokens and layers."""
     terms: dict[str, Tensor]
     """Sums over tokens of the layers' mean losses, for people: `router/balance` is 1 a token where loads are even."""
-    load: Tensor | None
+    load: Tensor
     """(L, E) how many tokens each expert got."""
 
 
-def router_terms(model: "Transformer", router: Tensor | None, batch: "Batch") -> RouterTerms:
-    """The losses and loads of router logits (L, T, E), weighted as the model's spec says; of none there are none."""
+def router_terms(model: "Transformer", router: Tensor | None, batch: "Batch") -> RouterTerms | None:
+    """The losses and loads of router logits (L, T, E), weighted as the model's spec says; None without experts."""
     spec = model.shape.moe
     if spec is None or router is None:
-        return RouterTerms(torch.zeros((), device=batch.tokens.device), {}, None)
+        return None
     bias = selection_bias(model)
     balance, z = balance_loss(router, batch.lengths, spec.active, bias), z_loss(router)
     terms = {"router/balance": balance.detach() / len(router), "router/z": z.detach() / len(router)}
@@ -179,7 +179,7 @@ def update_bias(model: "Transformer", load: Tensor) -> None:
     Loads are those of a whole step, over all micro-batches and ranks. Without biases there is nothing to do.
     """
     for layer, counts in zip(_layers(model), load, strict=True):
-        if layer.bias is not None:
+        if layer.bias is not None and layer.router.requires_grad:  # adapters beside a frozen router leave it as it is
             layer.bias += layer.spec.bias_rate * (counts.mean() - counts).sign()
 
 

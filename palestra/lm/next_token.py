@@ -43,11 +43,10 @@ class NextToken:
         return float(batch.loss_mask.sum())
 
     def loss(self, model: Transformer, batch: Batch) -> Loss:
-        """Summed negative log-likelihood, and the losses of the router where there are experts."""
+        """Summed negative log-likelihood, and what routers add where there are experts."""
         scored = score(model, batch, entropy=False)
         total = -(scored.logprobs * batch.loss_mask).sum()
-        routed = router_terms(model, scored.output.router, batch)
-        return Loss(total + routed.total, routed.terms, routed.load)
+        return Loss(total, {}, router_terms(model, scored.output.router, batch))
 
     @torch.no_grad()
     def evaluate(self, engine: TrainEngine) -> dict[str, float]:

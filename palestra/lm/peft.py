@@ -1,6 +1,7 @@
 """LoRA adapters as PEFT keeps them: `adapter_model.safetensors` and `adapter_config.json`, out and in."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +31,11 @@ _HARMLESS = {
 """Keys of PEFT's config that do not change what trained adapters compute; all others must be unset."""
 
 
-def save_peft(folder: Path, model: Transformer, base: str) -> None:
-    """Write a model's adapters for PEFT; `base` says which model they belong to, as a Hub id or a folder."""
+def save_peft(folder: Path, model: Transformer, base: str, adapters: Mapping[str, Tensor] | None = None) -> None:
+    """Write a model's adapters for PEFT; `base` says which model they belong to, as a Hub id or a folder.
+
+    `adapters` are the model's own, whole, where those that it has are split over ranks.
+    """
     from safetensors.torch import save
 
     modules = adapted(model)
@@ -39,7 +43,9 @@ def save_peft(folder: Path, model: Transformer, base: str) -> None:
         raise UsageError("the model has no LoRA adapters to save")
     one = next(iter(modules.values()))
     rank = next(iter(one.lora_a.values())).shape[0]
-    weights = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in adapter_state(model).items()}
+    weights = {
+        _peft_name(name): tensor.cpu().contiguous() for name, tensor in (adapters or adapter_state(model)).items()
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -49,17 +49,27 @@ class Preferences:
 
     @torch.no_grad()
     def evaluate(self, engine: TrainEngine) -> dict[str, float]:
-        """The mean loss and its terms over the pairs of all evaluation sets."""
-        sums: dict[str, Tensor] = {}
+        """The mean loss and its terms over the pairs of each evaluation set and of all together."""
+        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         pairs = 0
-        for dataset in self.evals.values():
+        for name, dataset in self.evals.items():
             count = min(len(dataset), self.eval_examples)
+            sums = self._sums(engine, dataset, count)
+            totals = {term: totals.get(term, 0.0) + value for term, value in sums.items()}
             pairs += count
-            for start in range(0, count, EVAL_PAIRS):
-                batch = pack_pairs([dataset[i] for i in range(start, min(start + EVAL_PAIRS, count))])
-                for name, value in engine.losses(batch, self.loss, group=self.group).items():
-                    sums[name] = sums.get(name, 0.0) + value
-        return {f"eval/{name}": float(value) / pairs for name, value in sums.items()}
+            if len(self.evals) > 1:
+                found |= {f"eval/{name}/{term}": value / count for term, value in sums.items()}
+        return {f"eval/{term}": value / pairs for term, value in totals.items()} | found
+
+    def _sums(self, engine: TrainEngine, dataset: Dataset[Pair], count: int) -> dict[str, float]:
+        """The loss and its terms, summed over the first pairs of a set."""
+        sums: dict[str, float] = {}
+        for start in range(0, count, EVAL_PAIRS):
+            batch = pack_pairs([dataset[i] for i in range(start, min(start + EVAL_PAIRS, count))])
+            for term, value in engine.losses(batch, self.loss, group=self.group).items():
+                sums[term] = sums.get(term, 0.0) + float(value)
+        return sums
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
@@ -85,9 +95,7 @@ def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
             loss=spec.type,
             label_smoothing=spec.label_smoothing,
         )
-        routed = router_terms(model, scored.output.router, batch)
-        total, told = _summed(terms, batch)
-        return Loss(total + routed.total, told | routed.terms, routed.load)
+        return Loss(*_summed(terms, batch), router_terms(model, scored.output.router, batch))
 
     return loss
 

@@ -1,5 +1,6 @@
 """The processes that train one model together: who computes what, and how their results become one."""
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Ranks:
                 torch.cuda.set_device(device)
             # Words and sums of a few numbers on the host never wait for the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
+            atexit.register(_leave)  # not before: torch cannot join the same processes a second time
         return cls(dist.get_rank(), size)
 
     @property
@@ -99,6 +101,10 @@ class Ranks:
         for name, value in weights.items():
             mine[name].copy_(like(value.to(mine[name].device), mine[name]))
 
+    def abandon(self) -> None:
+        """Take no leave from the others at the end, after an error: they could be waited for without end."""
+        atexit.unregister(_leave)
+
     def from_first(self, value: Any) -> Any:
         """What the first rank says, on every rank."""
         if self.size == 1:
@@ -106,3 +112,8 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()  # torch aborts a process that ends with a group

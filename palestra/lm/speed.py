@@ -59,15 +59,26 @@ def profiled(
         yield lambda step: nullcontext()
         return
     first, last = spec.steps
-    recorder = torch.profiler.profile(record_shapes=True)
+    recorder, recording = torch.profiler.profile(record_shapes=True), False
+
+    def end() -> None:
+        nonlocal recording
+        recording = False
+        recorder.stop()
+        recorder.export_chrome_trace(str(path))
 
     @contextmanager
     def around(step: int) -> Iterator[None]:
+        nonlocal recording
         if step == first:
             recorder.start()
+            recording = True
         yield
-        if step == last:
-            recorder.stop()
-            recorder.export_chrome_trace(str(path))
+        if step == last and recording:
+            end()
 
-    yield around
+    try:
+        yield around
+    finally:
+        if recording:  # the run ended before
+            end()

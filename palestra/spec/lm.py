@@ -10,6 +10,7 @@ from palestra.spec.cadence import Cadence, CountCadence
 from palestra.spec.lora import LoraSpec
 from palestra.spec.model import Model
 from palestra.spec.optim import AdamWSpec, OptimSpec
+from palestra.spec.schedule import warmup_problems
 from palestra.spec.shape import Shape
 
 
@@ -66,11 +67,11 @@ class TextSource(Source):
     key: str = Field(default="text", min_length=1)
     """The column that holds the text."""
     split: str | None = Field(default=None, min_length=1)
-    """What separates the documents of a text file, such as "\n"; null makes the whole file one."""
+    """What separates the documents of a text file, such as a line break; null makes the whole file one."""
 
 
 class MixSpec(Model):
-    """How the sources are mixed."""
+    """The blocks of a mixture, their order and its end."""
 
     block: int = Field(default=2048, ge=1, lt=2**16)
     """Examples in a block; every block holds the exact shares of the sources."""
@@ -119,7 +120,7 @@ class ProfileSpec(Model):
 
 
 class LmTrainSpec(Model):
-    """How long and how to train."""
+    """The steps of a run and how each is computed."""
 
     steps: int = Field(ge=1)
     """Optimizer steps."""
@@ -187,15 +188,20 @@ class LmSpec(ExperimentSpec):
     """How to evaluate."""
     every: LmEvery = LmEvery()
     """How often to checkpoint, evaluate and log."""
+    devices: int | None = Field(default=None, ge=1)
+    """Processes that train one model together, a GPU each; null takes those that `torchrun` started, else one."""
 
     def conflicts(self) -> list[Conflict]:
         """A model that is neither new nor trained, examples longer than its context, a profile beyond the end."""
         found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+        if (self.devices or 1) > 1 and self.max_session > 1:
+            found.append(Conflict(("devices",), "expected 1, because `max_session` runs several seeds side by side"))
         found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:
             reason = f"expected at most model.shape.context = {shape.context} tokens"
             found.append(Conflict(("data", "context"), reason))
+        found += [Conflict(("optim", *path), reason) for path, reason in warmup_problems(self.optim, self.train.steps)]
         profile = self.train.profile
         if profile is not None and not 1 <= profile.steps[0] <= profile.steps[1] <= self.train.steps:
             reason = f"expected the first and the last step, within 1 to {self.train.steps}"

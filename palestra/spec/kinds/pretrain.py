@@ -19,7 +19,7 @@ class Stage(Model):
 
 
 class PretrainData(LmData):
-    """The texts."""
+    """Texts to train and evaluate on."""
 
     train: dict[str, TextSource] = Field(min_length=1)
     """What to train on, by name; a weight of 0 only evaluates on it."""

@@ -15,7 +15,7 @@ class ChatSource(Source):
 
 
 class ChatData(LmData):
-    """The conversations."""
+    """Conversations or pairs to train and evaluate on."""
 
     train: dict[str, ChatSource] = Field(min_length=1)
     """What to train on, by name; a weight of 0 only evaluates on it."""

@@ -1,0 +1,136 @@
+"""One seed trained by several processes: started here as `devices` asks, or found as `torchrun` has started them."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.kinds.trial import LOOK_SECONDS, SILENT_SECONDS, STOP_SECONDS, Launch
+from palestra.lm.ranks import Ranks
+from palestra.runs.logfile import logging_to
+from palestra.runs.run import Run
+from palestra.runs.stop import stop_signals
+from palestra.spec.lm import LmSpec
+from palestra.work.pool import Pool
+
+FOLLOW_SECONDS = 5.0  # for the other ranks to notice that one has failed
+
+log = logging.getLogger("palestra.lm")
+
+TrainSession = Callable[[Path, Launch], None]
+
+
+def check_ranks(spec: LmSpec, ranks: Ranks, device: torch.device) -> None:
+    """Refuse a number of processes that the spec or the machine does not allow."""
+    if ranks.size > 1 and spec.max_session > 1:
+        raise UsageError("max_session: several ranks train one seed together; start each seed by itself")
+    if ranks.size > 1 and spec.devices not in (None, ranks.size):
+        raise UsageError(f"devices: {spec.devices}, but torchrun has started {ranks.size} processes; leave it out")
+    if ranks.size == 1 and device.type == "cuda" and (spec.devices or 1) > torch.cuda.device_count():
+        raise UsageError(f"devices: {spec.devices}, but torch sees {torch.cuda.device_count()} GPUs here")
+
+
+def threads_each(spec: LmSpec) -> int:
+    """Torch threads of one process: this machine's cores are shared by the ranks on it."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1)
+    return spec.threads or max(1, (os.cpu_count() or 1) // here)
+
+
+def together(session: TrainSession, spec: LmSpec, ranks: Ranks) -> TrainSession:
+    """What trains a session on all ranks, called by the first of them or by the one process there is so far."""
+    if ranks.size > 1:
+        return partial(_lead, session, ranks)
+    return session if (spec.devices or 1) == 1 else partial(_start, session, spec)
+
+
+def done(ranks: Ranks, trial: Run) -> Run:
+    """The first rank tells the others that there is nothing more to train."""
+    ranks.from_first((trial.path, True))
+    return trial
+
+
+def follow(session: TrainSession, ranks: Ranks, launch: Launch) -> Run:
+    """What the ranks after the first do: train what it trains, until it is done."""
+    while True:
+        folder, is_done = ranks.from_first(None)
+        if is_done:
+            return Run(folder)
+        _train(session, ranks, folder, launch)
+
+
+@contextmanager
+def following(folder: Path, rank: int) -> Iterator[None]:
+    """Around a session on a rank after the first, which decides when all stop; a failure goes to the run's log too."""
+    with stop_signals(lambda: None):
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception:
+            with logging_to(folder / "log.txt"):
+                log.exception("rank %d failed", rank)
+            raise
+
+
+def _lead(session: TrainSession, ranks: Ranks, folder: Path, launch: Launch) -> None:
+    ranks.from_first((folder, False))
+    _train(session, ranks, folder, launch)
+
+
+def _train(session: TrainSession, ranks: Ranks, folder: Path, launch: Launch) -> None:
+    try:
+        session(folder, launch)
+    except Interrupted:
+        raise
+    except BaseException:
+        ranks.abandon()
+        raise
+
+
+def _start(session: TrainSession, spec: LmSpec, folder: Path, launch: Launch) -> None:
+    """Train in processes of their own; the error of the one that failed first is raised here."""
+    assert spec.devices is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size = str(spec.devices)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    pool = Pool(spec.devices, threads=threads_each(spec), name=spec.name, env=where, heartbeat_timeout=SILENT_SECONDS)
+    stop: list[bool] = []
+    failed: list[BaseException] = []
+
+    def note(task: Future) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            failed.append(error)
+
+    with pool, stop_signals(lambda: stop.append(True)):
+        tasks = [pool.submit(_run_rank, rank, session, folder, launch) for rank in range(spec.devices)]
+        for task in tasks:
+            task.add_done_callback(note)
+        while not all(task.done() for task in tasks) and not stop and not failed:
+            time.sleep(LOOK_SECONDS)
+        if stop:
+            pool.stop(STOP_SECONDS)
+        elif failed:
+            wait(tasks, FOLLOW_SECONDS)
+            for task in tasks:
+                task.cancel()
+    if failed:
+        cause = failed[0].__cause__
+        # What a person needs to know, else the error with the traceback of its process.
+        raise cause if isinstance(cause, PalestraError) else failed[0]
+    if stop and any(task.cancelled() for task in tasks):
+        raise Interrupted(f"did not save within {STOP_SECONDS:g} s: it goes on from its last checkpoint")
+
+
+def _run_rank(rank: int, session: TrainSession, folder: Path, launch: Launch) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    session(folder, launch)

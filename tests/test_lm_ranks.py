@@ -1,0 +1,238 @@
+"""Training on two ranks: the numbers of one process, one run folder, stops, failures, and resumes on fewer or more."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENVIRONMENT, Scratch, last_step, numbers
+from ranks_worker import CASES
+from safetensors.torch import load_file
+
+import palestra
+from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.runs.status import state_of
+from palestra.work.pool import TaskFailed
+
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SHAPE = {"layers": 2, "width": 16, "heads": 2, "mlp": 32, "context": 48}
+EXPERTS = {"experts": 4, "active": 2, "mlp": 8, "bias_rate": 0.01}
+
+
+def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*TORCHRUN, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+# ---- the engine
+
+
+def test_two_ranks_compute_what_one_process_computes_with_half_of_the_model_each(tmp_path):
+    result = torchrun(str(HERE / "ranks_worker.py"), str(tmp_path), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    shares = [found.pop("shares") for found in both]
+    for found in both:
+        assert found.keys() == CASES.keys()
+        far = {(case, what): by for case in found for what, by in found[case].items() if not by <= 1e-6}
+        assert not far
+    assert sum(share["mine"] for share in shares) == shares[0]["all"]
+    assert all(0.45 < share["mine"] / share["all"] < 0.55 for share in shares)
+
+
+# ---- runs
+
+
+def small(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A short run on random words."""
+    draws = random.Random(0)
+    words = ["".join(draws.choices("abcdefgh", k=draws.randint(2, 5))) for _ in range(40)]
+    path = folder / "text.txt"
+    if not path.exists():
+        path.write_text(" ".join(draws.choices(words, k=2000)))
+        pairs = [
+            {"prompt": " ".join(draws.choices(words, k=2)), "chosen": a, "rejected": f"{a[::-1]} h"} for a in words
+        ]
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        asked = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+        (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    spec = {
+        "kind": "pretrain",
+        "name": "small",
+        "model": {"shape": {**SHAPE, "moe": EXPERTS}, "tokenizer": "characters"},
+        "data": {"train": {"words": {"path": str(path)}}, "holdout": 0.1, "context": 32},
+        "train": {"steps": 8, "batch": 5, "micro_tokens": 96, "precision": "fp32"},
+        "every": {"log": "1 steps", "eval": "3 steps", "checkpoint": "5 steps"},
+        "eval": {"examples": 9},
+        "device": "cpu",
+        "threads": 1,
+    }
+    return spec | changes
+
+
+def chat(folder: Path, kind: str, init: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """The same on conversations or pairs."""
+    spec = small(folder, kind=kind, name=changes.pop("name", kind))
+    model = {"tokenizer": "characters", "shape": SHAPE} if init is None else {"init": str(init)}
+    file = "chat.jsonl" if kind == "sft" else "pairs.jsonl"
+    data = {"train": {"words": {"path": str(folder / file)}}, "holdout": 0.2, "context": 48}
+    return spec | {"model": model, "data": data} | changes
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """The session's folders of runs by one process and by two ranks."""
+    folder = tmp_path_factory.mktemp("both")
+    os.environ["PALESTRA_CACHE"] = str(folder / "cache")
+    base = palestra.run(chat(folder, "sft", name="base"), root=folder / "base", quiet=True)
+    model = base.checkpoint("last") / "model"
+    samples = {"prompts": ["abc"], "max_new_tokens": 4, "every": "4 steps"}
+    specs = [
+        small(folder, name="experts", samples=samples, train={**small(folder)["train"], "ema": 0.8}),
+        chat(folder, "sft", model, name="adapters", samples=samples, model={"init": str(model), "lora": {"rank": 2}}),
+        chat(folder, "dpo", model),
+        chat(folder, "reward_model", model),
+    ]
+    for spec in specs:
+        palestra.run(spec, root=folder / "one", quiet=True)
+    run_on_ranks(folder, [{"spec": spec, "root": "two"} for spec in specs])
+    del os.environ["PALESTRA_CACHE"]
+    return {
+        spec["name"]: [next(folder.glob(f"{root}/{spec['name']}/*/sessions/0")) for root in ("one", "two")]
+        for spec in specs
+    }
+
+
+def run_on_ranks(folder: Path, calls: list[dict[str, Any]]) -> None:
+    """Call `palestra.run` on two ranks with each of these arguments."""
+    (folder / "calls.json").write_text(json.dumps(calls))
+    result = torchrun(str(HERE / "ranks_runs.py"), "calls.json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+
+
+def assert_same_numbers(one: Path, two: Path) -> None:
+    rows, others = numbers(one), numbers(two)
+    assert [row["step"] for row in rows] == [row["step"] for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert other == pytest.approx(row, rel=1e-5, abs=1e-5)
+
+
+def files(session: Path) -> list[str]:
+    """All files of a session's trial."""
+    trial = session.parent.parent
+    return sorted(str(path.relative_to(trial)) for path in trial.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "adapters", "dpo", "reward_model"])
+def test_run_of_two_ranks_has_the_files_and_numbers_of_one_process(both, name):
+    one, two = both[name]
+    assert_same_numbers(one, two)
+    assert files(one) == files(two)
+    weights = sorted(one.glob("checkpoints/*/model/*.safetensors"))
+    assert weights
+    for path in weights:
+        mine, other = load_file(path), load_file(two / path.relative_to(one))
+        assert mine.keys() == other.keys()
+        for key, tensor in mine.items():
+            assert (tensor - other[key]).abs().max() < 1e-5, key
+    if (one / "samples.jsonl").exists():
+        assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
+
+
+@pytest.fixture
+def cached(scratch: Scratch, monkeypatch: pytest.MonkeyPatch) -> Scratch:
+    """A scratch folder with a cache of its own, in which this process is too."""
+    monkeypatch.chdir(scratch.path)
+    monkeypatch.setenv("PALESTRA_CACHE", str(scratch.path / "cache"))
+    monkeypatch.setitem(ENVIRONMENT, "PALESTRA_CACHE", str(scratch.path / "cache"))
+    return scratch
+
+
+def assert_stopped(session: Path) -> None:
+    assert state_of(session) == "interrupted"
+    assert 6 <= last_step(session) < 12
+    assert (session / "checkpoints" / f"step_{last_step(session):09}").exists()
+
+
+@pytest.mark.slow
+def test_stopped_run_goes_on_with_fewer_and_with_more_ranks(cached):
+    train = {**small(cached.path)["train"], "steps": 12, "ema": 0.9}
+    spec = small(cached.path, train=train, hooks=["stopping_run:hook"])
+    reference = palestra.run(spec | {"name": "reference"}, quiet=True).path / "sessions" / "0"
+
+    Path("stop").touch()
+    result = torchrun("-m", "palestra", "train", cached.spec("fewer", base=spec), "--quiet", cwd=cached.path)
+    assert result.returncode != 0
+    assert "stopped at step" in result.stderr
+    assert_stopped(cached.session("fewer"))
+    palestra.run(resume="fewer", quiet=True)
+    assert_same_numbers(reference, cached.session("fewer"))
+
+    Path("stop").touch()
+    with pytest.raises(Interrupted):
+        palestra.run(spec | {"name": "more"}, quiet=True)
+    assert_stopped(cached.session("more"))
+    # The second time there is nothing left to train, and nobody waits for it.
+    run_on_ranks(cached.path, [{"resume": "more"}, {"resume": "more"}])
+    assert_same_numbers(reference, cached.session("more"))
+
+
+@pytest.mark.slow
+def test_failing_rank_ends_all_of_them_with_its_traceback(cached):
+    spec = cached.spec("failing", base=small(cached.path, hooks=["failing_rank:hook"]))
+    result = torchrun("-m", "palestra", "train", spec, "--quiet", cwd=cached.path)
+    assert result.returncode != 0
+    assert "in _fail" in result.stderr
+    assert "the second rank has had enough" in result.stderr
+    session = cached.session("failing")
+    assert state_of(session) == "failed"
+    assert "the second rank has had enough" in (session / "log.txt").read_text()
+
+
+# ---- devices: 2
+
+
+@pytest.mark.slow
+def test_devices_start_ranks_by_themselves_stop_them_and_give_the_numbers_of_one(cached):
+    spec = small(cached.path, hooks=["stopping_run:hook"])
+    one = palestra.run(spec, devices=1, quiet=True).path / "sessions" / "0"
+    Path("stop").touch()
+    with pytest.raises(Interrupted, match="stopped at step"):
+        palestra.run(spec | {"name": "two"}, devices=2, quiet=True)
+    two = cached.session("two")
+    assert_stopped(two)
+    palestra.run(resume="two", quiet=True)
+    assert_same_numbers(one, two)
+    assert files(one) == files(two)
+
+
+@pytest.mark.slow
+def test_devices_with_a_failing_rank_raise_its_error(cached):
+    with pytest.raises(TaskFailed, match=r"in _fail(.|\n)*the second rank has had enough"):
+        palestra.run(small(cached.path, hooks=["failing_rank:hook"]), devices=2, quiet=True)
+    session = cached.session("small")
+    assert state_of(session) in ("failed", "killed")  # by what ended the first rank: the second's end, or its patience
+    assert "the second rank has had enough" in (session / "log.txt").read_text()
+
+
+def test_devices_for_several_seeds_are_refused(tmp_path):
+    with pytest.raises(PalestraError, match="devices"):
+        palestra.check(small(tmp_path, devices=2, max_session=2))
+
+
+def test_devices_other_than_the_started_ranks_are_refused(tmp_path):
+    import torch
+
+    from palestra.kinds.together import check_ranks
+    from palestra.lm.ranks import Ranks
+
+    spec = palestra.check(small(tmp_path, devices=3)).spec
+    with pytest.raises(UsageError, match="torchrun has started 2"):
+        check_ranks(spec, Ranks(0, 2), torch.device("cpu"))
