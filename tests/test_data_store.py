@@ -332,7 +332,7 @@ def test_build_with_a_bad_row_names_file_and_line(tmp_path, workers):
 
 
 def test_text_encoder_without_the_key_says_what_is_there():
-    encoder = TextEncoder("nowhere", "none", "f", 10, "text", None)
+    encoder = TextEncoder("nowhere", "none", "f", 10, "text", (), None)
     with pytest.raises(PalestraError, match="expected a string under 'text', found only story, id"):
         encoder([{"story": "a", "id": 3}])
     with pytest.raises(PalestraError, match="expected a string under 'text', found NoneType there"):

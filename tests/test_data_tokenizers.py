@@ -623,3 +623,31 @@ def test_gguf_unknown_kind_is_refused_by_name(bpe: Tokenizer, change: dict[str, 
     fields = gguf_fields(bpe, "gpt-2") | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
     with pytest.raises(UsageError, match=message):
         from_gguf(fields)
+
+
+def _with_bos(folder: Path, processor: object) -> Tokenizer:
+    made = train_bpe(["abc"], 300, special_tokens=("<|endoftext|>", "<|begin|>"))
+    made.save(folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["post_processor"] = processor
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return Tokenizer.load(folder)
+
+
+def test_beginning_of_a_plain_text_is_what_transformers_puts_there(tmp_path):
+    from transformers import AutoTokenizer
+
+    bos = train_bpe(["abc"], 300, special_tokens=("<|endoftext|>", "<|begin|>")).encode("<|begin|>", specials=True)[0]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [bos], "tokens": ["<|begin|>"]}},
+    }
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    for index, processor in enumerate((template, {"type": "Sequence", "processors": [plain, template]}, plain, None)):
+        tokenizer = _with_bos(tmp_path / str(index), processor)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / str(index)).encode("cab")
+        assert tokenizer.encode_prompt("cab") == theirs
+        assert tokenizer.beginning == ((bos,) if index < 2 else ())
+    assert tokenizer.encode_prompt("") == [tokenizer.eos]

@@ -21,7 +21,7 @@ from palestra.generate.server import create_app
 from palestra.generate.types import Chunk, Generator, Request, Sampling, StopReason
 
 PROMPT = tuple(TOKENIZER.encode("Once upon a time"))
-ENDLESS = Sampling(max_new_tokens=64, ignore_eos=True)
+ENDLESS = Sampling(max_new_tokens=170, ignore_eos=True)
 Open = Callable[..., AbstractAsyncContextManager[tuple[Generator, Engine]]]
 
 

@@ -24,7 +24,9 @@ def conversation(row: Mapping[str, Any]) -> Messages:
         try:
             return [{"role": speakers[turn["from"]], "content": turn["value"]} for turn in turns]
         except (KeyError, TypeError) as error:
-            raise UsageError(f"expected turns with 'from' (human, gpt, system) and 'value' in 'conversations': {error}")
+            raise UsageError(
+                f"expected turns with 'from' (human, gpt, system) and 'value' in 'conversations': {error}"
+            ) from error
     for question, answer in QUESTION_KEYS:
         if question in row and answer in row:
             asked = row[question]

@@ -74,6 +74,8 @@ class TextEncoder:
     fingerprint: str
     vocab_size: int
     text_key: str
+    opening: tuple[int, ...]
+    """What every text begins with, such as Llama's BOS."""
     closing: int | None
     """The token put after each document; None puts none."""
 
@@ -82,7 +84,8 @@ class TextEncoder:
         """With the tokenizer of a folder; documents are closed by its end-of-text token, where it has one."""
         tokenizer = cached_tokenizer(str(folder))
         closing = tokenizer.eos if close else None
-        return cls(str(folder), tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, text_key, closing)
+        names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
+        return cls(str(folder), *names, text_key, tokenizer.beginning, closing)
 
     @property
     def masked(self) -> bool:
@@ -91,15 +94,18 @@ class TextEncoder:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The key of the text and the closing token."""
-        return {"encoder": "text", "text_key": self.text_key, "closing": self.closing}
+        """The key of the text, and the tokens around it."""
+        return {"encoder": "text", "text_key": self.text_key, "opening": self.opening, "closing": self.closing}
 
     def __call__(self, rows: list[Row]) -> list[Encoded]:
         """The tokens of the texts."""
         texts = [_text(row, self.text_key) for row in rows]
         closing = [] if self.closing is None else [self.closing]
         encoded = cached_tokenizer(self.folder).encode_all(texts)
-        return [Encoded(tokens + closing, len(text.encode())) for text, tokens in zip(texts, encoded, strict=True)]
+        return [
+            Encoded([*self.opening, *tokens, *closing], len(text.encode()))
+            for text, tokens in zip(texts, encoded, strict=True)
+        ]
 
 
 def _text(row: Row, key: str) -> str:

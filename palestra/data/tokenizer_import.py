@@ -67,6 +67,7 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "unk_token": "<unk>",
+        "add_bos_token": True,
         "clean_up_tokenization_spaces": False,
     }
     return Tokenizer(document, config, name=Path(path).stem)

@@ -9,7 +9,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,24 @@ class Tokenizer:
     def bos(self) -> int | None:
         """The id that begins a text, where the tokenizer has one."""
         return self._named("bos_token")
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """The ids that stand before every plain text the model has seen, such as Llama's BOS; often none.
+
+        Chat templates write their own.
+        """
+        names = _opening(json.loads(self._serialised).get("post_processor"))
+        if not names and self.config.get("add_bos_token") and self.bos is not None:
+            return (self.bos,)
+        ids = (self._backend.token_to_id(self._secret.get(name, name)) for name in names)
+        return tuple(id for id in ids if id is not None)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A plain text to be continued: `beginning`, then its tokens; of an empty one BOS or EOS, to begin anywhere."""
+        tokens = [*self.beginning, *self.encode(text)]
+        first = self.bos if self.bos is not None else self.eos
+        return tokens or ([] if first is None else [first])
 
     @property
     def eos(self) -> int | None:
@@ -286,6 +304,18 @@ def _made(backend: tokenizers.Tokenizer, special_tokens: Sequence[str], name: st
         config["chat_template"] = CHATML
     document = with_declared_tokens(json.loads(backend.to_str()), config, name)
     return Tokenizer(document, config, name=name, chat_template=template_in(config))
+
+
+def _opening(processor: dict[str, Any] | None) -> list[str]:
+    """The special tokens that a post-processor of the `tokenizers` library puts before a text."""
+    if processor is None:
+        return []
+    if processor["type"] == "Sequence":
+        return [name for one in processor["processors"] for name in _opening(one)]
+    if processor["type"] != "TemplateProcessing":
+        return []
+    pieces = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
+    return [processor["special_tokens"][piece["SpecialToken"]["id"]]["tokens"][0] for piece in pieces]
 
 
 def _longest_first(added: Sequence[dict[str, Any]]) -> str:

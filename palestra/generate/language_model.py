@@ -23,7 +23,7 @@ class LanguageModel:
 
     def write(self, prompt: str, **sampling: Any) -> str:
         """The continuation of a text; keywords are those of `Sampling`, such as `max_new_tokens=50`."""
-        return self.generate(self.tokenizer.encode(prompt), **sampling).text or ""
+        return self.generate(self.tokenizer.encode_prompt(prompt), **sampling).text or ""
 
     def answer(self, messages: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
         """The assistant's next turn after a question or a list of messages."""

@@ -133,7 +133,7 @@ def create_app(
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         check(body)
         prompts = [
-            await asyncio.to_thread(_encode_prompt, tokenizer, prompt) if isinstance(prompt, str) else prompt
+            await asyncio.to_thread(tokenizer.encode_prompt, prompt) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ]
         return await respond(body, prompts, http)
@@ -279,12 +279,6 @@ def _bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise PalestraError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port") from error
-
-
-def _encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A prompt's tokens. BOS comes first where the tokenizer's config asks for it, or where there is nothing else."""
-    tokens, bos = tokenizer.encode(text), tokenizer.bos
-    return [bos, *tokens] if bos is not None and (tokenizer.config.get("add_bos_token") or not tokens) else tokens
 
 
 def _explain_errors(app: FastAPI, service: Service) -> None:

@@ -302,11 +302,11 @@ def sample_prompts(spec: LmSpec, start: Start) -> list[list[int]]:
     if not isinstance(spec, WritingSpec):
         return []
     tokenizer, chat, found = start.tokenizer, writes_chat(spec), []
-    first = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
     for text in spec.samples.prompts:
         turn = [{"role": "user", "content": text}]
-        tokens = encode_chat(tokenizer, turn, add_generation_prompt=True).tokens if chat else tokenizer.encode(text)
-        found.append(tokens or ([] if first is None else [first]))
+        found.append(
+            encode_chat(tokenizer, turn, add_generation_prompt=True).tokens if chat else tokenizer.encode_prompt(text)
+        )
         if not 0 < len(found[-1]) < start.shape.context:
             raise UsageError(
                 f"samples.prompts: {text!r:.100} is {len(found[-1])} tokens; the model reads 1 to "

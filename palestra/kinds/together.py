@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,10 +106,12 @@ def _start(session: TrainSession, spec: LmSpec, folder: Path, launch: Launch) ->
     pool = Pool(spec.devices, threads=threads_each(spec), name=spec.name, env=where, heartbeat_timeout=SILENT_SECONDS)
     stop: list[bool] = []
     failed: list[BaseException] = []
+    killed: list[BaseException] = []
 
     def note(task: Future) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            failed.append(error)
+        error = CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            (killed if isinstance(error, CancelledError) else failed).append(error)
 
     with pool, stop_signals(lambda: stop.append(True)):
         tasks = [pool.submit(_run_rank, rank, session, folder, launch) for rank in range(spec.devices)]
@@ -127,7 +129,7 @@ def _start(session: TrainSession, spec: LmSpec, folder: Path, launch: Launch) ->
         cause = failed[0].__cause__
         # What a person needs to know, else the error with the traceback of its process.
         raise cause if isinstance(cause, PalestraError) else failed[0]
-    if stop and any(task.cancelled() for task in tasks):
+    if killed:
         raise Interrupted(f"did not save within {STOP_SECONDS:g} s: it goes on from its last checkpoint")
 
 
