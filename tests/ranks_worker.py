@@ -148,6 +148,8 @@ def measure(case: Case, ranks: Ranks) -> dict[str, float]:
     found["losses"] = apart(*(run.backward(0) for run in runs))
     found["gradients"] = apart(*(run.gradients() for run in runs))
     found["evaluation before the step"] = apart(*(run.evaluate(9) for run in runs))
+    if not case.scalar:
+        found["log-probabilities"] = apart(*({"": run.engine.logprobs(run.batch(9))} for run in runs))
     found["steps"] = apart(*(run.step(0) for run in runs))
     found["weights"] = apart(*(run.engine.weights() for run in runs))
     # The moving average is evaluated and put away; what is trained then must not be it.

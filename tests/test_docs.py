@@ -23,8 +23,13 @@ from palestra.errors import UsageError
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
 TITLE = re.compile(r'title="([^"]+)"')
-# What makes a spec small enough to be run by a test.
-SMALL = ["max_session=1", "train.frames=4096", "algorithm.minibatch=256", "eval.episodes=4", "every.eval=null"]
+# What makes a spec small enough to be run by a test, by its kind.
+SMALL = {
+    "control": ["max_session=1", "train.frames=4096", "algorithm.minibatch=256", "eval.episodes=4", "every.eval=null"],
+    "sft": ["train.steps=2", "train.batch=4", "eval.examples=4", "threads=1"],
+}
+# They need a network, a person or somebody to ask them.
+NOT_RUN = ("model", "chat", "serve")
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with the examples, to run commands in."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -118,10 +124,14 @@ def parsed(arguments: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     if first == len(arguments):
         return "", context.params
-    name = arguments[first]
-    command = root.get_command(context, name)
+    name, rest = arguments[first], arguments[first + 1 :]
+    command: Any = root.get_command(context, name)
     assert command is not None, f"there is no command {name!r}"
-    return name, command.make_context(name, arguments[first + 1 :], parent=context).params
+    if hasattr(command, "list_commands"):  # `model fetch`
+        group = command.make_context(name, rest, parent=context)
+        command, rest = command.get_command(group, rest[0]), rest[1:]
+        assert command is not None, f"there is no command {' '.join(arguments)!r}"
+    return name, command.make_context(name, rest, parent=context).params
 
 
 def pairs(params: dict[str, Any]) -> dict[str, str]:
@@ -195,18 +205,21 @@ def test_relative_links_on_page_resolve(page: Page) -> None:
 
 def test_readme_commands_in_order_really_run(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     README.write_specs(scratch)
+    assert "\npython examples/lm/make_data.py data\n" in README.text
+    subprocess.run([sys.executable, "examples/lm/make_data.py", "data"], check=True)
     ran: dict[str, int] = {}
     for arguments in README.commands():
         name, params = parsed(arguments)
         about = [str(value) for value in params.values() if isinstance(value, str)] + list(params.get("run") or [])
-        if any(word.isupper() or word == "bad.yaml" for word in about):
+        about += pairs(params).values()
+        if name in NOT_RUN or any(word.isupper() or word == "bad.yaml" for word in about):
             continue  # a placeholder, and a file that is shown as wrong
         if name == "train" and params["resume"] is None:
-            arguments = [*arguments, "--quiet", *SMALL]
+            arguments = [*arguments, "--quiet", *SMALL[check(params["spec"]).spec.kind]]
         app(arguments, standalone_mode=False)
         ran[name] = ran.get(name, 0) + 1
     assert ran.keys() >= {"check", "train", "runs", "plot"}
-    assert ran["train"] >= 3  # two new runs, one resumed
+    assert ran["train"] >= 4  # three new runs, one resumed
     assert "done" in capsys.readouterr().out
 
 

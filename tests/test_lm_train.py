@@ -434,3 +434,11 @@ def test_compiled_run_has_the_losses_of_one_that_is_not_and_its_code_is_kept(lab
     for row, expected in zip(rows_of(compiled), rows_of(plain), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], abs=1e-4)
     assert any(path.is_file() for path in cache.rglob("*"))
+    torch._dynamo.reset()  # as a new process begins
+    counters = torch._dynamo.utils.counters["inductor"]
+    hits, misses = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
+    assert misses > 0
+    again = lab.run("pretrain", name="again", train__compile="on", train__compile_cache=str(cache))
+    assert rows_of(again) == rows_of(compiled)
+    assert counters["fxgraph_cache_miss"] == misses
+    assert counters["fxgraph_cache_hit"] > hits

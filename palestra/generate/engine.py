@@ -58,7 +58,7 @@ class Engine:
         self.eos, self.tokenizer = eos, tokenizer
         # A GPU waits for the host after every burst, and takes many prompts as fast as few.
         self.steps = burst or (32 if device.type == "cuda" else 4)
-        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 1024)
+        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 512)
         self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None

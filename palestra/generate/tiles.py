@@ -12,7 +12,7 @@ from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
 from palestra.lm.ops import Linear
 
-PREFILL_ROWS = 64
+PREFILL_ROWS = 128
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
 """Rows of a product. A matrix library picks its kernel, and with it the order of additions, by the number of rows: the
 same number always gives the same bits. bf16 needs 64 to reach the matrix units."""
@@ -29,7 +29,7 @@ class Tiles:
     def __init__(self, model: Transformer):
         self.dtype, self.rows = model.dtype, PREFILL_ROWS
         self.head = TiledHead(model.unembed, self)
-        self._matrices = [self.head]
+        self._matrices: list[TiledLinear] = [self.head]
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if isinstance(child, MoE):

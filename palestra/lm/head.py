@@ -44,7 +44,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     # The CPU's library takes FP32 in and out, and rounds what it multiplies to bf16 where it is allowed to.
-    matmul = torch.backends.mkldnn.matmul
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 (the type stubs do not know it)
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
