@@ -157,7 +157,7 @@ def test_activation_checkpointing_computes_again_and_gives_equal_gradients(lab):
     batch = Batch.pack([list(range(1, 20)), list(range(3, 30))])
     found, calls = {}, {}
     for mode in ("none", "selective", "full"):
-        spec = palestra.check(lab.spec("pretrain", train__checkpointing=mode, model__shape__layers=4)).spec
+        spec = lab.checked("pretrain", train__checkpointing=mode, model__shape__layers=4)
         model = build_model(spec, start_of(spec, lab.root), 0, torch.device("cpu"))
         seen: list[int] = []
         for block in model.layers:
@@ -271,7 +271,7 @@ def test_model_to_start_from_is_found_by_each_of_its_names_and_is_where_the_run_
         "folder": str(folder_of(trained, "sft")),
         "adapters": str(trained.root / "lora"),
     }[ref]
-    spec = palestra.check(lab.spec("dpo", model__init=named)).spec
+    spec = lab.checked("dpo", model__init=named)
     model = build_model(spec, start_of(spec, trained.root), 0, torch.device("cpu"))
     expected = open_model(folder_of(trained, "lora" if ref == "adapters" else "sft"))[0].model.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
@@ -326,7 +326,7 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
     for name, weight in saved.state_dict().items():
         assert torch.equal(weight, state["ema"]["average"][name])
         assert not torch.equal(weight, state["weights"][name])
-    spec = palestra.check(lab.spec("pretrain")).spec
+    spec = lab.checked("pretrain")
     start = start_of(spec, lab.root)
     objective = pretrain_objective(spec, start, pretrain_data(spec, start), 0, saved)
     assert objective.evaluate(engine_of(saved, 10**6))["eval/loss"] == pytest.approx(rows_of(run)[-1]["eval/loss"])
@@ -334,10 +334,10 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
 
 def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(lab):
     text = lab.path / "bytes.txt"
-    text.write_text("Ünïcode and plain letters; " * 40, encoding="utf-8")
-    spec = palestra.check(
-        lab.spec("pretrain", model__tokenizer={"bpe": 300}, data__train={"text": {"path": str(text)}}, data__context=16)
-    ).spec
+    text.write_text("Some plain letters, all of one byte each; " * 40)
+    spec = lab.checked(
+        "pretrain", model__tokenizer={"bpe": 300}, data__train={"text": {"path": str(text)}}, data__context=16
+    )
     start = start_of(spec, lab.root)
     found = pretrain_data(spec, start)
     model = build_model(spec, start, 0, torch.device("cpu"))
@@ -349,9 +349,9 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(l
     for index in range(len(found.evals["text"])):
         tokens = found.evals["text"][index].tokens[1:]
         nats += len(tokens) * math.log(model.shape.vocab or 0)
-        size += len(tokenizer.decode(tokens.tolist()).encode("utf-8", "surrogateescape"))
+        size += len(tokenizer.decode(tokens.tolist()))  # without the end of the text
     assert result["eval/loss"] == pytest.approx(math.log(model.shape.vocab or 0), rel=1e-6)
-    assert result["eval/bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=0.02)  # � at cut characters
+    assert result["eval/bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-6)
 
 
 def test_evaluation_sets_are_reported_each_and_together(lab):
@@ -429,7 +429,8 @@ def test_seeds_differ_and_each_is_the_run_of_its_seed_and_curves_are_drawn(lab):
 def test_compiled_run_has_the_losses_of_one_that_is_not_and_its_code_is_kept(lab):
     cache = lab.path / "compiled"
     plain, compiled = (
-        lab.run("pretrain", name=mode, train__compile=mode, train__compile_cache=str(cache)) for mode in ("off", "on")
+        lab.run("pretrain", name=mode, train__steps=4, train__compile=mode, train__compile_cache=str(cache))
+        for mode in ("off", "on")
     )
     for row, expected in zip(rows_of(compiled), rows_of(plain), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], abs=1e-4)
@@ -438,7 +439,7 @@ def test_compiled_run_has_the_losses_of_one_that_is_not_and_its_code_is_kept(lab
     counters = torch._dynamo.utils.counters["inductor"]
     hits, misses = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
     assert misses > 0
-    again = lab.run("pretrain", name="again", train__compile="on", train__compile_cache=str(cache))
+    again = lab.run("pretrain", name="again", train__steps=4, train__compile="on", train__compile_cache=str(cache))
     assert rows_of(again) == rows_of(compiled)
     assert counters["fxgraph_cache_miss"] == misses
     assert counters["fxgraph_cache_hit"] > hits

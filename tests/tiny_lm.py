@@ -86,6 +86,10 @@ class Lab:
         """A spec on this folder's data."""
         return spec_of(kind, self.path, **changes)
 
+    def checked(self, kind: str, **changes: Any) -> Any:
+        """The same as the typed spec of its kind."""
+        return palestra.check(self.spec(kind, **changes)).spec
+
     def run(self, kind: str, **changes: Any) -> Run:
         """Train a spec to its end, without the pictures: they take several times as long and are tested elsewhere."""
         with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
 """What the commands print: specs, results, lists and differences of runs."""
 
+import json
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -61,6 +62,8 @@ def _inline(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "[" + ", ".join(map(_inline, value)) + "]"
+    if isinstance(value, str) and (value != value.strip() or not value.isprintable()):
+        return json.dumps(value, ensure_ascii=False)
     return "{}" if value == {} else str(value)
 
 

@@ -28,6 +28,7 @@ class PackedAttention:
             return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
         return self._blocks(q, k, v, window)
 
+    @torch.compiler.disable  # lengths differ from batch to batch: it would be compiled again for each
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         pieces = []
         for index in self._buckets:
