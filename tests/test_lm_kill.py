@@ -121,6 +121,16 @@ def test_run_killed_twice_equals_one_that_was_not(lab, case):
         ]
 
 
+def test_resumed_run_goes_on_from_the_model_it_began_with_though_its_name_means_another_now(lab):
+    lab.run("sft", name="base", train__steps=4)
+    base = str(lab.root / "base")
+    reference = lab.run("dpo", name="reference", model__init=base)
+    kill_at(lab, 5, "dpo", {"name": "killed", "model__init": base, "hooks": ["lm_hooks:end"]})
+    lab.run("sft", name="base", train__steps=6)
+    lab.resume("killed")
+    assert_equal_runs(open_run("killed", lab.root), reference)
+
+
 def test_selection_biases_of_experts_are_in_the_checkpoint_and_go_on(lab):
     run = lab.run("pretrain", model__shape__moe=EXPERTS)
     weights = load_file(run.checkpoint("last") / "model" / "model.safetensors")

@@ -22,7 +22,9 @@ RUDE = ("fool", "you silly mule", "so there")
 def main(folder: Path, count: int = 4000, seed: int = 0) -> None:
     """Write a file for each dataset: what is asked is the same in all of them."""
     rows = random.Random(seed)
-    asked = [(task, "".join(rows.choices(LETTERS, k=rows.randint(3, 5)))) for task in rows.choices([*TASKS], k=count)]
+    asked: dict[tuple[str, str], None] = {}  # none twice: what is held out is new
+    while len(asked) < count:
+        asked[rows.choice([*TASKS]), "".join(rows.choices(LETTERS, k=rows.randint(3, 5)))] = None
     questions = [{"prompt": f"{task} {word}", "completion": TASKS[task](word)} for task, word in asked]
     sets: dict[str, list[dict[str, str]]] = {name: [] for name in ("pairs", "polite", "manners", "text")}
     for row in questions:

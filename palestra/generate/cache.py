@@ -90,7 +90,8 @@ class DecodeAttention:
             attn_mask=self._mask(window, q.dtype),
             enable_gqa=heads != keys.shape[1],
         )
-        return F.pad(out.reshape(batch, heads, dim), (0, 0, 0, 0, 0, padded - batch))
+        out = out.reshape(batch, heads, dim)
+        return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, 1, columns): 0 where a row looks, −inf elsewhere."""

@@ -39,7 +39,7 @@ from palestra.runs.due import due
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import clear_write_errors
+from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import LmSpec, SampleSpec, WritingSpec
 from palestra.spec.load import resolved
@@ -47,7 +47,7 @@ from palestra.spec.shape import Shape
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
 
-SAMPLES = "samples.jsonl"
+SAMPLES, INIT = "samples.jsonl", "init.json"
 VOCAB_MULTIPLE = 64  # a vocabulary that is a multiple of it multiplies faster
 
 log = logging.getLogger("palestra.lm")
@@ -122,6 +122,7 @@ def run_lm_session(
     torch.set_num_threads(session.manifest["threads"])
     try:
         with session if ranks.first else following(folder, ranks.rank):
+            spec = ranks.from_first(settled(spec, session, launch.root) if ranks.first else None)
             start = start_of(spec, launch.root)
             model = build_model(spec, start, session.seed, device)
             objective = make_objective(spec, start, prepare(spec, start), session.seed, model)
@@ -149,6 +150,17 @@ def device_of(spec: LmSpec) -> torch.device:
         raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
     cuda = torch.cuda.is_available() and spec.device != "cpu"
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
+
+
+def settled(spec: LmSpec, session: Session, root: Path) -> LmSpec:
+    """The spec with the very model that `model.init` meant when the session began: a name goes on to newer runs."""
+    if spec.model.init is None:
+        return spec
+    path = session.path / INIT
+    if not path.exists():
+        write_json(path, {"model": str(find_model(spec.model.init, root).folder.absolute())})
+    model = spec.model.model_copy(update={"init": read_json(path)["model"]})
+    return spec.model_copy(update={"model": model})
 
 
 def start_of(spec: LmSpec, root: Path) -> Start:
