@@ -14,7 +14,7 @@ test: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from small_lm import CONTEXT, VOCAB, small_model, small_tokenizer
 from tiny_models import FAMILIES, tiny_checkpoint
 
 from palestra.errors import PalestraError, UsageError
+from palestra.generate.cache import COLUMNS
 from palestra.generate.engine import Engine, PromptTooLong, QueueFull
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
@@ -107,12 +108,13 @@ def test_group_larger_than_the_slots_finishes_and_equals_one_with_room():
 
 
 def test_kv_budget_of_one_slot_still_finishes_everything():
-    one_slot = 2 * 2 * 2 * CONTEXT * 8 * 4  # keys and values, layers, heads, positions, dim, bytes
+    positions = -(-CONTEXT // COLUMNS) * COLUMNS
+    one_slot = 2 * 2 * 2 * positions * 8 * 4  # keys and values, layers, heads, positions, dim, bytes
     engine = engine_of(kv_bytes=one_slot + 100)
     assert engine.slots == 1
     requests = [Request(prompt_of(3 + i, i), Sampling(seed=i, max_new_tokens=6)) for i in range(5)]
     assert [r.generations for r in engine.run(requests)] == [r.generations for r in engine_of().run(requests)]
-    with pytest.raises(UsageError, match="a sequence of 96 tokens needs"):
+    with pytest.raises(UsageError, match="a sequence of 128 tokens needs"):
         engine_of(kv_bytes=one_slot - 1)
 
 
@@ -179,7 +181,10 @@ def test_alternatives_asked_for_begin_with_the_likeliest_and_fit_the_logprob():
         assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
         assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
     mixed = engine.run(
-        [Request(prompt_of(6), Sampling(seed=1, max_new_tokens=4, logprobs=2)), Request(prompt_of(3), Sampling(max_new_tokens=3))]
+        [
+            Request(prompt_of(6), Sampling(seed=1, max_new_tokens=4, logprobs=2)),
+            Request(prompt_of(3), Sampling(max_new_tokens=3)),
+        ]
     )
     assert [len(top) for top in mixed[0].generations[0].top] == [2] * 4
     assert mixed[1].generations[0].top == ()

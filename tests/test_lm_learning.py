@@ -1,6 +1,7 @@
 """The specs of examples/lm learn what they are for, with every seed."""
 
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,16 @@ def expert_shares(run: Run) -> torch.Tensor:
     assert loaded.model.shape.moe is not None
     load = expert_load(router, loaded.model.shape.moe.active, selection_bias(loaded.model))
     return load / load.mean(-1, keepdim=True)
+
+
+def test_shakespeare_spec_is_below_1_80_a_character_after_two_thirds_of_its_steps(folder):
+    text = Path(os.environ.get("PALESTRA_DATA", ROOT / "../shared/data")) / "tinyshakespeare" / "input.txt"
+    if not text.exists():
+        pytest.skip(f"needs {text}: set PALESTRA_DATA")
+    run = palestra.run(
+        EXAMPLES / "shakespeare.yaml",
+        variables={"text": str(text.resolve())},
+        overrides=["train.steps=100", "name=short_shakespeare"],
+        quiet=True,
+    )
+    assert run.summary()["eval/loss"] <= 1.80

@@ -303,7 +303,9 @@ def test_bf16_arithmetic_keeps_master_weights_and_gradients_in_fp32(variant):
     assert found.output.hidden.dtype == torch.bfloat16
     assert found.logprobs.dtype == torch.float32
     assert {g.dtype for g in gradients(half, [batch]).values()} == {torch.float32}
-    assert (found.logprobs - expected.logprobs).abs().max() < 0.03
+    gap = (found.logprobs - expected.logprobs).abs()
+    assert gap.mean() < 0.01
+    assert gap.max() < 0.1  # a token may go to another expert
 
 
 def test_initialise_with_the_same_seed_gives_the_same_weights_of_the_stated_size():

@@ -28,9 +28,16 @@ class CudaRunner(Runner):
     """A copy of a model on a GPU, whose decode steps are captured once for each size of the batch."""
 
     def __init__(
-        self, model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int, steps: int
+        self,
+        model: Transformer,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        budget: int | None,
+        most_rows: int,
+        steps: int,
     ):
-        super().__init__(model, dtype, device, context, rows)
+        super().__init__(model, dtype, device, context, budget, most_rows)
         self.steps = steps
         self.host = Rows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
         self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Step]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.cache import BLOCK, Segment, rows_that_fit
+from palestra.generate.cache import BLOCK, Segment
 from palestra.generate.jobs import Alternatives, Job, PromptTooLong, QueueFull, Sample, Sink, checked
 from palestra.generate.rows import Drawn
 from palestra.generate.runner import Runner
@@ -54,7 +54,6 @@ class Engine:
         """
         shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
         self.context = min(context or shape.context, shape.context)
-        self.slots = rows_that_fit(shape, self.context, dtype, device, kv_bytes, max_running)
         self.eos, self.tokenizer = eos, tokenizer
         # A GPU waits for the host after every burst, and takes many prompts as fast as few.
         self.steps = burst or (32 if device.type == "cuda" else 4)
@@ -63,7 +62,8 @@ class Engine:
         self.version = 0
         self.failure: BaseException | None = None
         """What ended the engine."""
-        self._runner = _runner(model, dtype, device, self.context, self.slots, self.steps)
+        self._runner = _runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
+        self.slots = self._runner.slots
         self._scheduler = Scheduler(self.slots, BLOCK)
         self._jobs: dict[str, Job] = {}
         self._new: list[Job] = []
@@ -320,13 +320,19 @@ class Engine:
 
 
 def _runner(
-    model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int, steps: int
+    model: Transformer,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    budget: int | None,
+    most_rows: int,
+    steps: int,
 ) -> Runner:
     if device.type != "cuda":
-        return Runner(model, dtype, device, context, rows)
+        return Runner(model, dtype, device, context, budget, most_rows)
     from palestra.generate.cuda import CudaRunner  # Triton comes with torch for GPUs alone
 
-    return CudaRunner(model, dtype, device, context, rows, steps)
+    return CudaRunner(model, dtype, device, context, budget, most_rows, steps)
 
 
 class _Turns:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from palestra.errors import UsageError
-from palestra.generate.cache import COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment
+from palestra.generate.cache import COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
 from palestra.generate.rows import Rows, Step, advance
 from palestra.generate.sampler import Needs
 from palestra.generate.tiles import ROWS, Tiles
@@ -22,11 +22,24 @@ class Runner:
     captures = 0
     """CUDA graphs captured so far."""
 
-    def __init__(self, model: Transformer, dtype: torch.dtype, device: torch.device, context: int, rows: int):
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        budget: int | None,
+        most_rows: int,
+    ):
+        """`budget` is the memory for keys and values in bytes; None takes of what the weights leave free."""
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
         self.load(model.state_dict())
-        self.cache = Cache(model.shape, rows, -(-context // COLUMNS) * COLUMNS, dtype, device)
+        columns = -(-context // COLUMNS) * COLUMNS
+        rows = rows_that_fit(model.shape, columns, dtype, device, budget, most_rows)
+        self.slots = rows
+        """How many sequences run at a time."""
+        self.cache = Cache(model.shape, rows, columns, dtype, device)
         self.host = Rows.empty(self._padded(rows), torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
         self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)

@@ -295,7 +295,8 @@ class Samples:
                 model,
                 eos=frozenset(self.start.eos),
                 tokenizer=self.start.tokenizer,
-                max_running=8,
+                context=max(map(len, self.prompts)) + self.spec.max_new_tokens,
+                max_running=min(8, len(self.prompts)),
                 device=self.engine.device,
             )
         self.writer.publish(weights, step)

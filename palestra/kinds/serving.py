@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def named_dtype(name: str) -> torch.dtype:
     """The precision that people call by a short name."""
     if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {name}: expected {', '.join(DTYPES)}, or to leave it out")
     return DTYPES[name]
 
 
@@ -26,9 +26,14 @@ def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **setti
     """An engine for a model by what people call it."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device {device}: expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda, but torch sees no GPU here: use --device cpu, or a torch built for your GPU")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     precision = torch.bfloat16 if dtype == "auto" else named_dtype(dtype)
-    loaded, tokenizer = open_model(ref, root, dtype=precision, param_dtype=precision, device=where)
+    # On the CPU first: the engine makes its own copy on the device, and takes what that leaves free for its cache.
+    loaded, tokenizer = open_model(ref, root, dtype=precision, param_dtype=precision)
+    if loaded.score is not None:
+        raise UsageError(f"{ref} is a reward model: it scores conversations and cannot write")
     return Engine(
         loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, dtype=precision, device=where, **settings
     )

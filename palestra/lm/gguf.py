@@ -85,7 +85,7 @@ def load_gguf(path: Path) -> GGUF:
         raise MissingExtra("reading GGUF files", "gguf") from error
     try:
         reader = gguf.GGUFReader(path)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise UsageError(f"{path} cannot be read as GGUF ({error}); it is cut off or something else") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     architecture = fields.get("general.architecture")

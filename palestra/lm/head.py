@@ -1,5 +1,6 @@
 """The output head: log-probabilities and entropies of tokens without ever holding `[tokens, vocab]`."""
 
+import threading
 from typing import Any
 
 import torch
@@ -39,18 +40,39 @@ def _kept(hidden: Tensor) -> torch.dtype:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a · b in FP32 (or FP64), where bf16 numbers are multiplied by the units for bf16."""
-    if a.dtype not in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b.to(a.dtype))
-    if a.is_cuda:
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    # The CPU's library takes FP32 in and out, and rounds what it multiplies to bf16 where it is allowed to.
-    matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 (the type stubs do not know it)
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
+    if a.dtype != torch.bfloat16:
+        return torch.mm(a.to(_sums(a)), b.to(_sums(a)))
+    with _ROUNDING:
         return torch.mm(a.float(), b.float())
-    finally:
-        matmul.fp32_precision = before
+
+
+class _Rounding:
+    """While entered, the CPU's library takes FP32 in and out and rounds what it multiplies to bf16.
+
+    The switch is the process's: threads that score together share it, and the last one out turns it back. Whatever
+    else multiplies in FP32 in that moment is rounded too; one thread owns torch, so nothing does.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, ""
+        self._matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 (the type stubs do not know it)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before, self._matmul.fp32_precision = self._matmul.fp32_precision, "bf16"
+            self._inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._matmul.fp32_precision = self._before
+
+
+_ROUNDING = _Rounding()
 
 
 class _TokenLogprobs(torch.autograd.Function):

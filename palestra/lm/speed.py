@@ -45,8 +45,11 @@ class Speed:
             rates["time/mfu"] = training * done / spent / (self._peak * self.engine.ranks.size)
         return rates
 
-    def pause(self) -> None:
-        """Leave out the time since the last row or pause: something else than training was done."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training: its time does not count."""
+        self._spent += time.perf_counter() - self._since
+        yield
         self._since = time.perf_counter()
 
 

@@ -103,13 +103,11 @@ def train(
                 row = {name: float(value) for name, value in (sums | stepped).items()}
                 record.rates(speed.since_last(tokens))
             if evaluated:
-                with record.span("eval"), engine.averaged():
+                with speed.paused(), record.span("eval"), engine.averaged():
                     row |= objective.evaluate(engine)
-                speed.pause()
             if last or sampler.due(before, counters):
-                with record.span("sample"), engine.averaged():
+                with speed.paused(), record.span("sample"), engine.averaged():
                     sampler.write(step)
-                speed.pause()
             if row:
                 moment = Moment(step, tokens, row, engine.model, session.path)
                 if ranks.first:
@@ -118,9 +116,8 @@ def train(
                 last = ranks.from_first(moment.stop) or last
             reasons = reasons | ({"best"} if "eval/loss" in row else set()) | ({"temporary"} if last or stop else set())
             if reasons:
-                with record.span("checkpoint"):
+                with speed.paused(), record.span("checkpoint"):
                     _save(session, engine, keeper, counters, reasons, row.get("eval/loss"))
-                speed.pause()
             if stop and not last:
                 raise Interrupted(
                     f"stopped at step {step} with everything saved; continue with: "
