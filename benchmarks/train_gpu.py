@@ -59,7 +59,7 @@ def theirs(batch: int) -> Callable[[], None]:
 
     config = LlamaConfig(
         hidden_size=SHAPE.width,
-        intermediate_size=SHAPE.mlp,
+        intermediate_size=SHAPE.hidden,
         num_hidden_layers=SHAPE.layers,
         num_attention_heads=SHAPE.heads,
         num_key_value_heads=SHAPE.kv,

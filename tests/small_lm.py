@@ -11,7 +11,9 @@ from palestra.spec.shape import Shape
 CONTEXT, VOCAB = 96, 64
 
 
-def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, deviation: float = 0.25, **changes: object) -> Transformer:
+def small_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, deviation: float = 0.25, **changes: object
+) -> Transformer:
     """Random weights large enough that some tokens are much likelier than others."""
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp": 64, "context": CONTEXT, "vocab": VOCAB}
     model = Transformer(Shape(**{**sizes, **changes}), dtype)
@@ -22,6 +24,12 @@ def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, deviation: fl
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * deviation)
     return model.requires_grad_(False)
+
+
+def overflowing(model: Transformer) -> dict[str, torch.Tensor]:
+    """Weights that are all finite, with which a model computes no numbers."""
+    weights = dict(model.state_dict())
+    return {**weights, "norm.weight": torch.full_like(weights["norm.weight"], 3e38)}
 
 
 def small_tokenizer() -> Tokenizer:

@@ -104,6 +104,15 @@ def test_balanced_of_many_sequences_is_nearly_equal():
     assert max(totals) - min(totals) <= 5
 
 
+@pytest.mark.parametrize("bins", [1, 2, 16])
+def test_balanced_of_many_documents_takes_a_moment(bins):
+    lengths = np.random.default_rng(0).integers(1, 2000, 20_000).tolist()
+    begun = time.perf_counter()
+    totals = sums(lengths, balanced(lengths, bins))
+    assert time.perf_counter() - begun < 2  # quadratic took a minute
+    assert max(totals) - min(totals) <= 1
+
+
 def test_balanced_into_no_bins_is_refused():
     with pytest.raises(ValueError, match="0 bins"):
         balanced([1], 0)

@@ -440,9 +440,11 @@ def test_resolve_killed_between_renames_is_complete_without_the_source(cache: Pa
     entry = resolve("lab/small", kind="model")
     partial_folder(entry).mkdir()
     entry.rename(partial_folder(entry) / "files")
+    (partial_folder(entry) / "old-0123abcd").mkdir()  # what was there before
     hub.requests.clear()
     assert read(resolve("lab/small", kind="model")) == MODEL
     assert hub.requests == []
+    assert not list(partial_folder(entry).glob("old-*"))
 
 
 def test_resolve_interrupted_and_changed_meanwhile_mixes_no_versions(hub: HubServer) -> None:

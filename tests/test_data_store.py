@@ -82,7 +82,7 @@ def test_store_holds_every_row_in_order_with_its_mask_and_bytes(whole):
     texts = [text for group in TEXTS for text in group]
     assert len(whole) == len(texts)
     assert documents(whole) == [[*text.encode(), 256] for text in texts]
-    assert whole.mask(1).tolist() == [False] * 4 + [True] * 6
+    assert whole.loss[whole.ends[0] : whole.ends[1]].tolist() == [False] * 4 + [True] * 6
     assert whole.num_bytes == sum(len(text.encode()) for text in texts)
     assert whole.num_tokens == whole.num_bytes + len(texts)
     assert whole.fingerprint == "b" * 64
@@ -113,7 +113,7 @@ def test_store_tokens_have_the_smallest_type_that_fits(tmp_path, vocab_size, bit
 
 def test_store_without_masks_has_none(tmp_path):
     store = build_store(tmp_path / "store", write_shards(tmp_path / "a", [["ab"]]), BYTES)
-    assert store.mask(0) is None
+    assert store.loss is None
     assert Windows(store, 2)[0].loss is None
 
 
@@ -129,10 +129,10 @@ def test_text_encoder_with_a_real_tokenizer_round_trips_and_closes_documents(tmp
     assert tokenizer.eos not in store[2][:-1]
     opened = TokenStore.open(store.folder, fingerprint=tokenizer.fingerprint)
     assert opened.num_bytes == sum(len(text.encode()) for text in texts)
-    bare = build_store(tmp_path / "bare", found, TextEncoder.load(folder, close=False))
+    bare = build_store(tmp_path / "bare", found, replace(encoder, closing=None))
     assert bare.num_tokens == store.num_tokens - 3
     with pytest.raises(UsageError, match=r"closing = \d+, and None"):
-        build_store(store.folder, found, TextEncoder.load(folder, close=False))
+        build_store(store.folder, found, replace(encoder, closing=None))
 
 
 def test_text_encoder_unknown_character_is_named_with_its_line(tmp_path):
@@ -428,14 +428,6 @@ def test_windows_over_documents_without_tokens_have_no_empty_pieces(build):
     assert [as_text(windows[i]) for i in range(len(windows))] == [["ab", "c"], ["def"]]
 
 
-def test_documents_without_tokens_are_left_out(build):
-    store = build(["", "ab", "", "cdef", ""], close=False)
-    assert len(store) == 5
-    for over_long in ("truncate", "split"):
-        found = Documents(store, 4, over_long)
-        assert [as_text(found[i]) for i in range(len(found))] == [["ab"], ["cdef"]]
-
-
 def test_windows_too_short_to_predict_are_refused(whole):
     with pytest.raises(UsageError, match="at least 2"):
         Windows(whole, 1)
@@ -444,28 +436,17 @@ def test_windows_too_short_to_predict_are_refused(whole):
 LONG = ["abcdefgh", "ij", "klmnop"]
 
 
-@pytest.mark.parametrize(
-    ("over_long", "expected"),
-    [
-        ("truncate", ["abc", "ij|", "klm"]),
-        ("drop", ["ij|"]),
-        ("split", ["abc", "def", "gh|", "ij|", "klm", "nop", "|"]),
-    ],
-)
-def test_documents_longer_than_allowed_are_handled_by_the_rule(build, over_long, expected):
-    found = Documents(build(LONG), 3, over_long)
-    assert [as_text(found[i]) for i in range(len(found))] == [[text] for text in expected]
-    assert found.lengths.tolist() == [len(text) for text in expected]
+def test_documents_longer_than_allowed_are_cut_at_the_end(build):
+    found = Documents(build(LONG), 3)
+    assert [as_text(found[i]) for i in range(len(found))] == [["abc"], ["ij|"], ["klm"]]
     with pytest.raises(IndexError):
-        found[len(expected)]
+        found[3]
 
 
 def test_documents_longer_than_allowed_are_refused_with_the_first(build):
     with pytest.raises(UsageError, match=r"2 of 3 documents .* more than 3 tokens, first document 0 with 9"):
         Documents(build(LONG), 3, "error")
     assert len(Documents(build(LONG), 9, "error")) == 3
-    with pytest.raises(UsageError, match="truncate, drop, split, error"):
-        Documents(build(LONG), 3, "ignore")
 
 
 def test_documents_carry_their_masks(build):

@@ -108,7 +108,7 @@ def test_rows_that_fit_follow_the_budget():
     assert rows_that_fit(SHAPE, 700, torch.bfloat16, CPU, 10 * each + 1, 100) == 20
     assert rows_that_fit(SHAPE, 700, torch.float32, CPU, 10 * each, 3) == 3
     assert rows_that_fit(SHAPE, 700, torch.float32, CPU, None, 7) == 7
-    with pytest.raises(UsageError, match="a sequence of 700 tokens needs 0.2 MiB"):
+    with pytest.raises(UsageError, match=r"a sequence of 700 tokens needs 0\.2 MiB"):
         rows_that_fit(SHAPE, 700, torch.float32, CPU, each - 1, 3)
 
 

@@ -55,6 +55,18 @@ def test_chat_tells_an_error_and_goes_on(generator: LocalGenerator) -> None:
     assert [message["content"] for message in messages] == ["Hello", expected(("user", "Hello"))]
 
 
+def test_chat_that_no_longer_fits_names_reset_and_goes_on(generator: LocalGenerator) -> None:
+    target = io.StringIO()
+    source = io.StringIO(f"Hello\n{'a' * (CONTEXT - 20)}\nAgain\n/reset\nHello\n")
+    messages = chat_loop(generator, TOKENIZER, sampling=SAMPLING, source=source, target=target)
+    shown = target.getvalue().split("> ")
+    first = expected(("user", "Hello"))
+    assert "no longer fits" in shown[2]
+    assert "/reset" in shown[2]
+    assert shown[3] == expected(("user", "Hello"), ("assistant", first), ("user", "Again")) + "\n"
+    assert [message["content"] for message in messages] == ["Hello", first]
+
+
 class Interrupting(io.StringIO):
     """A terminal at which someone presses Ctrl-C as soon as an answer begins."""
 

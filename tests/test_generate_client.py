@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_server import CONTEXT, KEY, TOKENIZER, running, serving, tiny_engine, tiny_model
+from small_lm import overflowing
+from tiny_server import ALPHABET, CONTEXT, KEY, TOKENIZER, running, serving, tiny_engine, tiny_model
 
+from palestra.data.tokenizers import character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import HttpGenerator
 from palestra.generate.engine import Engine, PromptTooLong, QueueFull
@@ -252,8 +254,7 @@ def test_request_that_cannot_be_done_raises_the_engines_error(opened: Open) -> N
 def test_engine_that_fails_fails_every_request_with_its_reason(opened: Open) -> None:
     async def check() -> None:
         async with opened() as (generator, _):
-            nothing = {name: torch.full_like(tensor, torch.nan) for name, tensor in tiny_model().named_parameters()}
-            await generator.publish(nothing, 1)
+            await generator.publish(overflowing(tiny_model()), 1)
             for call in (generator.generate, lambda request: joined(generator, request)):
                 with pytest.raises(PalestraError, match="version 1"):
                     await call(Request(PROMPT))
@@ -310,6 +311,42 @@ def test_key_that_is_wrong_is_told() -> None:
 
     with serving() as (address, _):
         asyncio.run(check(address))
+
+
+def test_key_of_any_characters_opens_the_server() -> None:
+    async def check(address: str) -> None:
+        async with HttpGenerator(address, "schlüssel-鍵") as generator:
+            assert (await generator.generate(Request(PROMPT, Sampling(max_new_tokens=2)))).generations
+        for key in ("schlussel-鍵", "schlüssel-鍵".encode().decode("latin-1")):
+            async with HttpGenerator(address, key) as generator:
+                with pytest.raises(UsageError, match="API key"):
+                    await generator.generate(Request(PROMPT))
+
+    with serving(api_key="schlüssel-鍵") as (address, _):
+        asyncio.run(check(address))
+
+
+def test_stream_of_text_with_every_kind_of_line_break_arrives_whole() -> None:
+    breaks = "\u2028\u2029\x85\x0b\x0c\x1c\r"
+    odd = character_tokenizer(breaks + ALPHABET[len(breaks) :])
+    request = Request(PROMPT, Sampling(max_new_tokens=170, seed=2, temperature=3.0, ignore_eos=True))
+    (expected,) = tiny_engine(tokenizer=odd).run([request])[0].generations
+    assert expected.text is not None
+    assert set(breaks) <= set(expected.text)
+
+    async def check() -> None:
+        async with over_http(tokenizer=odd) as (generator, _):
+            assert [chunk.text for chunk in await joined(generator, request)] == [expected.text]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("said", [b"{", b"[1]", b"{}", b'{"index": 0, "tokens": 1}', b"\xff", b"null"])
+def test_answer_that_is_malformed_is_an_error_that_names_the_server(said: bytes) -> None:
+    event = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: " + said + b"\n\n"
+    assert "http://127.0.0.1" in raises_once(lambda g: joined(g, Request(PROMPT)), event, times=1)
+    whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said
+    assert "http://127.0.0.1" in raises_once(lambda g: g.generate(Request(PROMPT)), whole, times=1)
 
 
 def answering(*, times: int, with_bytes: bytes) -> tuple[str, list[bytes], Callable[[], None]]:

@@ -73,6 +73,24 @@ def test_mixture_of_experts_gives_the_same_bits_whatever_others_choose(dtype):
         assert among_others(model, request, other_requests(others, 60), max_running=64) == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_request_after_caches_were_computed_again_gives_the_same_bits(dtype):
+    model = small_model(deviation=0.05, dtype=dtype, **REAL)
+    request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6))
+    alone = among_others(model, request, [])
+    engine, mine = engine_of(model), Listener()
+    engine.submit(Request(request.prompt, Sampling(seed=3, max_new_tokens=300)), Listener())
+    for _ in range(10):
+        engine.burst()
+    engine.publish(model.state_dict(), 0, keep_cache=False)
+    engine.burst()
+    engine.submit(request, mine)
+    while mine.result is None:
+        engine.burst()
+    assert mine.result.generations == alone
+    assert engine.metrics()["shared_tokens"] == 0
+
+
 def test_shared_prompt_copied_late_gives_the_same_bits():
     model = small_model(deviation=0.05, **REAL)
     request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6), n=5)

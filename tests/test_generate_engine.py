@@ -1,12 +1,14 @@
+import traceback
+
 import pytest
 import torch
 import transformers
-from small_lm import CONTEXT, VOCAB, small_model, small_tokenizer
+from small_lm import CONTEXT, VOCAB, overflowing, small_model, small_tokenizer
 from tiny_models import FAMILIES, tiny_checkpoint
 
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.cache import COLUMNS
-from palestra.generate.engine import Engine, PromptTooLong, QueueFull
+from palestra.generate.engine import Engine, EngineFailed, PromptTooLong, QueueFull
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 
@@ -192,6 +194,27 @@ def test_alternatives_asked_for_begin_with_the_likeliest_and_fit_the_logprob():
     assert [len(top) for top in narrow.generations[0].top] == [2] * 4
 
 
+def test_alternatives_more_than_the_vocabulary_are_all_of_it():
+    engine = engine_of(small_model(vocab=12))
+    (result,) = engine.run([Request((1, 2), Sampling(seed=1, max_new_tokens=3, logprobs=20))])
+    for top in result.generations[0].top:
+        assert sorted(token for token, _ in top) == list(range(12))
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-4}, {"temperature": 1e4}, {"top_p": 1e-6}])
+def test_sampling_at_the_bounds_draws_and_reports_numbers(extreme):
+    (result,) = engine_of().run([Request(prompt_of(6), Sampling(seed=1, max_new_tokens=20, **extreme), n=3)])
+    for generation in result.generations:
+        assert all(-20 < logprob <= 1e-6 for logprob in generation.logprobs)
+
+
+def test_min_new_tokens_beyond_the_limit_is_the_limit():
+    sampling = Sampling(seed=1, max_new_tokens=9, min_new_tokens=2**70)
+    (result,) = engine_of(eos=frozenset(range(10))).run([Request(prompt_of(6), sampling)])
+    assert result.generations[0].stop_reason == StopReason.LENGTH
+    assert len(result.generations[0].tokens) == 9
+
+
 def test_text_of_a_result_is_that_of_its_tokens():
     tokenizer = small_tokenizer()
     engine = engine_of(tokenizer=tokenizer)
@@ -258,6 +281,8 @@ def test_publish_weights_that_do_not_fit_is_refused_and_changes_nothing():
         ({name: w for name, w in weights.items() if name != "embed"}, "lack embed"),
         ({**weights, "layers.9.x": torch.zeros(1)}, r"have layers\.9\.x"),
         ({**weights, "embed": torch.zeros(3, 3)}, r"embed has shape \(3, 3\), expected \(64, 32\)"),
+        ({**weights, "norm.weight": torch.full((32,), float("nan"))}, r"norm\.weight .*not finite"),
+        ({**weights, "norm.weight": torch.tensor([1.0] * 31 + [-float("inf")])}, r"norm\.weight .*not finite"),
     ):
         with pytest.raises(UsageError, match=message):
             engine.publish(wrong, 1)
@@ -265,15 +290,80 @@ def test_publish_weights_that_do_not_fit_is_refused_and_changes_nothing():
     assert engine.run([request])[0].generations == before
 
 
-def test_weights_that_are_not_numbers_end_the_engine_with_a_message():
+def test_weights_that_are_not_finite_in_the_engines_precision_are_refused():
+    weights = {**small_model().state_dict(), "norm.weight": torch.full((32,), 1e6)}
+    engine_of().publish(weights, 1)
+    with pytest.raises(UsageError, match=r"norm\.weight .*not finite in torch\.float16"):
+        engine_of(dtype=torch.float16).publish(weights, 1)
+
+
+def test_weights_that_overflow_end_the_engine_with_a_message():
     engine, waiting = engine_of(), Listener()
-    engine.publish({name: torch.full_like(w, float("nan")) for name, w in small_model().state_dict().items()}, 3)
+    engine.publish(overflowing(small_model()), 3)
     engine.submit(Request(prompt_of(4)), waiting)
     with pytest.raises(PalestraError, match="version 3 give log-probabilities that are no numbers"):
         engine.burst()
-    assert waiting.error is engine.failure
+    assert isinstance(waiting.error, EngineFailed)
+    assert waiting.error.__cause__ is engine.failure
+
+
+def test_failure_told_many_times_is_a_new_error_each_time():
+    engine = engine_of()
+    engine.publish(overflowing(small_model()), 3)
     with pytest.raises(PalestraError, match="version 3"):
-        engine.submit(Request(prompt_of(4)), Listener())
+        engine.run([Request(prompt_of(4))])
+    before, told = traceback.extract_tb(engine.failure.__traceback__), []
+    for call in (lambda: engine.submit(Request(prompt_of(4)), Listener()), engine.burst) * 2:
+        with pytest.raises(EngineFailed, match="version 3") as caught:
+            call()
+        told.append(caught.value)
+    assert len(set(map(id, told))) == 4
+    assert traceback.extract_tb(engine.failure.__traceback__) == before
+
+
+class Interrupts(Listener):
+    """Someone presses Ctrl-C while its chunk is delivered."""
+
+    def chunk(self, chunk):
+        raise KeyboardInterrupt
+
+
+def test_burst_interrupted_ends_what_is_at_work_and_not_the_engine():
+    engine, other = engine_of(max_running=3, burst=2), Listener()
+    engine.submit(Request(prompt_of(5), Sampling(max_new_tokens=50), n=2), other)
+    engine.burst()
+    engine.submit(Request(prompt_of(6), Sampling(max_new_tokens=50), n=2), Interrupts(streams=True))
+    with pytest.raises(KeyboardInterrupt):
+        engine.burst()
+    assert engine.failure is None
+    assert isinstance(other.error, PalestraError)
+    metrics = engine.metrics()
+    assert (metrics["running"], metrics["waiting"], metrics["requests"], metrics["free_slots"]) == (0, 0, 0, 3)
+    request = Request(prompt_of(9), Sampling(seed=1, max_new_tokens=8), n=5)
+    assert engine.run([request])[0].generations == engine_of().run([request])[0].generations
+
+
+def test_run_that_raises_leaves_no_request_behind():
+    def left(engine, requests, error, message):
+        with pytest.raises(error, match=message):
+            engine.run(requests)
+        metrics = engine.metrics()
+        assert engine.failure is None
+        return metrics["running"], metrics["waiting"], metrics["requests"]
+
+    good, bad = Request(prompt_of(5), Sampling(seed=1, max_new_tokens=50), n=2), Request((VOCAB,))
+    engine = engine_of(max_waiting=2, max_running=1)
+    assert left(engine, [good, bad], UsageError, "vocabulary") == (0, 0, 0)
+    engine.pause()
+    assert left(engine, [good], PalestraError, "paused") == (0, 0, 0)
+    engine.resume()
+    engine.submit(Request(prompt_of(4)), Interrupts(streams=True))
+    assert left(engine, [good], KeyboardInterrupt, None) == (0, 0, 0)
+    other = Listener()
+    engine.submit(Request(prompt_of(3), Sampling(seed=1, max_new_tokens=4)), other)
+    assert left(engine, [good, good], QueueFull, "2 requests wait") == (0, 1, 1)
+    assert engine.run([good])[0].generations == engine_of().run([good])[0].generations
+    assert len(other.result.generations[0].tokens) == 4
 
 
 def test_trained_weights_changed_later_do_not_reach_the_engine():
@@ -370,6 +460,10 @@ def test_requests_that_cannot_be_done_are_refused_by_name():
         ({"n": 0}, "n = 0"),
         ({"temperature": -0.1}, "temperature = -0.1"),
         ({"temperature": float("nan")}, "temperature = nan"),
+        ({"temperature": 1e300}, "temperature = 1e[+]300: expected 0, or 0.0001 to 10000"),
+        ({"temperature": 1e-39}, "temperature = 1e-39"),
+        ({"temperature": 1e-46}, "temperature = 1e-46"),
+        ({"top_p": 1e-60}, "top_p = 1e-60: expected 1e-06 to 1"),
         ({"top_k": 0}, "top_k = 0"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"min_p": 1.5}, "min_p = 1.5"),
@@ -377,6 +471,9 @@ def test_requests_that_cannot_be_done_are_refused_by_name():
         ({"min_new_tokens": -1}, "min_new_tokens = -1"),
         ({"logprobs": 21}, "logprobs = 21: expected 0 to 20"),
         ({"stop": ("x",)}, "stop strings need a tokenizer"),
+        ({"stop": ("x", "")}, "stop string is empty"),
+        ({"stop": ("x",) * 17}, "17 stop strings: expected at most 16"),
+        ({"stop": ("x" * 1001,)}, "stop string has 1001 characters: expected at most 1000"),
         ({"stop_ids": tuple(range(20, 30))}, "20 end tokens: expected at most 16"),
     ):
         with pytest.raises(UsageError, match=message):

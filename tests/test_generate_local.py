@@ -3,8 +3,7 @@ import threading
 import time
 
 import pytest
-import torch
-from small_lm import small_model
+from small_lm import overflowing, small_model
 from test_generate_engine import engine_of, prompt_of
 
 from palestra.errors import PalestraError
@@ -83,6 +82,23 @@ def test_stream_left_early_frees_the_slot():
         asyncio.run(leave(generator))
 
 
+def test_stream_read_to_its_end_leaves_another_request_of_its_id_alone():
+    sampling = Sampling(seed=1, max_new_tokens=4)
+
+    async def follow(generator):
+        stream = generator.stream(Request(prompt_of(5), sampling, id="mine"))
+        while (await anext(stream)).stop_reason is None:
+            pass
+        await until(lambda: idle(generator))
+        other = asyncio.create_task(generator.generate(Request(prompt_of(5), LONG, id="mine")))
+        await until(lambda: not idle(generator))
+        assert [chunk async for chunk in stream] == []
+        return await other
+
+    with LocalGenerator(engine_of(burst=1)) as generator:
+        assert len(asyncio.run(follow(generator)).generations[0].tokens) == 90
+
+
 def test_abort_returns_what_there_is():
     async def abort(generator):
         request = Request(prompt_of(5), Sampling(seed=1, max_new_tokens=3000), id="mine")
@@ -146,7 +162,7 @@ def test_refused_request_raises_and_leaves_nothing():
 
 
 def test_failure_in_a_burst_reaches_every_waiting_and_later_call():
-    bad = {name: torch.full_like(w, float("nan")) for name, w in small_model().state_dict().items()}
+    bad = overflowing(small_model())
 
     async def fail(generator):
         await generator.pause()
@@ -196,4 +212,7 @@ def test_driven_by_the_caller_nothing_happens_between_bursts():
 
     bursts, result = asyncio.run(drive())
     assert bursts == 6
-    assert result.generations == engine_of().run([Request(prompt_of(5), Sampling(seed=1, max_new_tokens=6))])[0].generations
+    assert (
+        result.generations
+        == engine_of().run([Request(prompt_of(5), Sampling(seed=1, max_new_tokens=6))])[0].generations
+    )

@@ -42,7 +42,9 @@ def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or
         match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
             case "submit":
                 sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 12))
-                request = Request(prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 5))
+                request = Request(
+                    prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 5)
+                )
                 listener = Listener(streams=choose.random() < 0.5)
                 listeners[engine.submit(request, listener)] = (request, listener)
             case "abort" if listeners:

@@ -16,6 +16,7 @@ import openai
 import pytest
 import safetensors.torch
 import torch
+from small_lm import overflowing
 from tiny_server import ALPHABET, CONTEXT, KEY, NAME, TOKENIZER, serving, tiny_engine, tiny_model
 
 from palestra.data.chat import encode_chat
@@ -26,6 +27,9 @@ from palestra.generate.prometheus import Counter, Histogram
 from palestra.generate.types import Generation, Request, Sampling
 from palestra.generate.wire import SamplingBody
 from palestra.lm.hf import save_pretrained
+from palestra.lm.lora import add_lora
+from palestra.lm.peft import save_peft
+from palestra.spec.lora import LoraSpec
 
 QUESTION = [{"role": "user", "content": "Who goes there?"}]
 LONG = {"max_tokens": 150, "ignore_eos": True}
@@ -247,6 +251,10 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
         ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e300}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e-39}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": 1e-46, "stream": True}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "top_p": 1e-60}, 400, "top_p"),
         ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
         ("/v1/completions", {"prompt": "a", "top_p": 1.5}, 400, "top_p"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
@@ -255,6 +263,9 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", {"prompt": "a", "n": 10**6}, 400, "n"),
         ("/v1/completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
         ("/v1/completions", {"prompt": "a", "stop": 3}, 400, "stop"),
+        ("/v1/completions", {"prompt": "a", "stop": ["b"] * 17}, 400, "stop"),
+        ("/v1/completions", {"prompt": "a", "stop": "b" * 1001}, 400, "stop"),
+        ("/v1/completions", {"prompt": "a", "stop": ["b" * 1001]}, 400, "stop"),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": list(range(40))}, 400, "end tokens"),
         ("/v1/completions", {"prompt": "a", "logprobs": 1000}, 400, "logprobs"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
@@ -276,6 +287,11 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/generate", {"prompt": [1], "sampling": {"heat": 1}}, 400, "heat"),
         ("/generate", {"prompt": [1] * CONTEXT}, 400, "context"),
         ("/generate", {"prompt": [1], "stop": "a"}, 400, "stop"),
+        ("/generate", {"prompt": [1], "sampling": {"temperature": 1e300}}, 400, "temperature"),
+        ("/generate", {"prompt": [1], "sampling": {"top_p": 1e-60}}, 400, "top_p"),
+        ("/generate", {"prompt": [1], "sampling": {"min_new_tokens": 2**70}}, 400, "min_new_tokens"),
+        ("/generate", {"prompt": [1], "sampling": {"stop": ["b"] * 17}}, 400, "stop"),
+        ("/generate", {"prompt": [1], "sampling": {"stop": ["b" * 1001]}}, 400, "stop"),
         ("/abort", {}, 400, "id"),
         ("/update_weights", {"path": "/nowhere", "version": 1}, 400, "/nowhere"),
         ("/update_weights", {"path": "/nowhere"}, 400, "version"),
@@ -436,6 +452,10 @@ def test_client_that_disconnects_while_the_engine_is_paused_frees_its_place(stre
         wait_until(lambda: idle(engine))
         counted = 'palestra_requests_total{path="/v1/completions",status="499"} 1'
         wait_until(lambda: counted in http.get("/metrics").text)
+        assert "palestra_prompt_tokens_total 0" in http.get("/metrics").text
+        http.post("/resume")
+        assert http.post("/v1/completions", json={"prompt": ["a", "bcd"], "stream": stream}).is_success
+        assert "palestra_prompt_tokens_total 4" in http.get("/metrics").text
 
 
 # Weights, pause, abort, failure
@@ -486,12 +506,25 @@ def test_update_weights_from_a_folder_and_by_upload_change_text_and_version(tmp_
         assert texts[3][0] == texts[0][0]
         # What does not fit changes nothing.
         some = dict(list(tiny_model(1).named_parameters())[:-1])
-        for content in (b"no tensors", safetensors.torch.save(some)):
+        nan = {name: torch.full_like(tensor, math.nan) for name, tensor in tiny_model(1).named_parameters()}
+        for content in (b"no tensors", safetensors.torch.save(some), safetensors.torch.save(nan)):
             assert http.put("/update_weights", params={"version": 4}, content=content).status_code == 400
         too_long = http.put("/update_weights", params={"version": 4}, content=bytes(4_000_000))
         assert too_long.status_code == 413
         assert told() == texts[3]
         assert engine.failure is None
+
+
+def test_update_weights_from_adapters_alone_says_what_to_send(http: httpx.Client, tmp_path: Path) -> None:
+    model = tiny_model(1)
+    add_lora(model, LoraSpec(rank=2), torch.Generator().manual_seed(0))
+    save_peft(tmp_path / "model", model, "base")
+    for path in (tmp_path, tmp_path / "model", tmp_path / "model/adapter_model.safetensors"):
+        answer = http.post("/update_weights", json={"path": str(path), "version": 1})
+        assert answer.status_code == 400
+        said = answer.json()["error"]["message"]
+        assert "adapters alone" in said
+        assert "merged" in said
 
 
 def test_abort_answers_with_what_there_is() -> None:
@@ -509,7 +542,7 @@ def test_abort_answers_with_what_there_is() -> None:
 def test_engine_that_fails_makes_the_server_unhealthy() -> None:
     with serving() as (address, _), connected(address) as http:
         assert http.get("/health").json()["status"] == "ok"
-        broken = {name: torch.full_like(tensor, math.nan) for name, tensor in tiny_model().named_parameters()}
+        broken = overflowing(tiny_model())
         assert http.put("/update_weights", params={"version": 1}, content=safetensors.torch.save(broken)).is_success
         for path in ("/v1/completions", "/v1/completions"):
             answer = http.post(path, json={"prompt": "a"})

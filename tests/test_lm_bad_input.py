@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_lm import SHAPE, Lab, write_rows
+from tiny_lm import EXPERTS, MUON, SHAPE, Lab, write_rows
 
 import palestra
 from palestra.errors import PalestraError
@@ -15,6 +15,7 @@ from palestra.runs.folder import new_trial
 from palestra.runs.run import open_run
 
 BASE = {"model__init": "models/base"}
+STAGE = {"step": 1, "weights": {"text": 1.0}}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,17 @@ def refused(lab: Lab, kind: str, **changes: Any) -> str:
         ("sft", {"data__mix": {"stop": "first_exhausted"}}, ["data.mix.stop: first_exhausted ends the data after 54"]),
         ("pretrain", {"data__stages": [{"step": 1, "weights": {"text": 1.0}}]}, ["data.stages", "a block of 2048"]),
         ("pretrain", {"data__stages": [{"step": 1, "weights": {"txt": 1.0}}]}, ["data.stages.0.weights", "txt"]),
+        ("pretrain", {"data__stages": [STAGE, STAGE]}, ["data.stages.1.step", "expected more than 1"]),
+        ("pretrain", {"data__stages": [{**STAGE, "step": 12}]}, ["data.stages.0.step", "less than train.steps = 12"]),
+        ("pretrain", {"data__stages": [{"step": 1, "weights": {"text": 0}}]}, ["data.stages.0.weights", "above 0"]),
+        ("pretrain", {"data__stages": [{"step": 1, "weights": {}}]}, ["data.stages.0.weights", "above 0"]),
+        ("sft", {"data__eval": {"x": {"path": "chat.jsonl", "weight": 2.0}}}, ["data.eval.x.weight: unknown key"]),
+        ("sft", {**BASE, "model__lora": {"rank": 4}, "optim": MUON}, ["optim.name", "trained with AdamW"]),
+        ("reward_model", {**BASE, "data__format": "plain"}, ["data.format", "a reward model scores conversations"]),
+        ("sft", {"train__compile": "off", "train__compile_cache": "x"}, ["train.compile_cache", "compiles nothing"]),
+        ("sft", {"model__shape": {**SHAPE, "mlp": None}}, ["model.shape.mlp", "or `moe` in its place"]),
+        ("sft", {"model__shape__window_from": 1}, ["model.shape.window_from", "there is no `window`"]),
+        ("sft", {"model__shape__rope_theta": 1.0}, ["model.shape.rope_theta"]),
         ("sft", {"train__profile": {"steps": [3, 99]}}, ["train.profile.steps", "within 1 to 12"]),
         ("sft", {"threads": 0}, ["threads"]),
         ("sft", {"train__batchsize": 3}, ["train.batchsize", "batch"]),
@@ -81,6 +93,13 @@ def test_spec_that_cannot_run_is_refused_with_the_place_and_leaves_no_folder(lab
     for text in said:
         assert text in told
     assert "Traceback" not in told
+
+
+def test_width_of_the_mlp_beside_experts_is_refused(lab):
+    spec = lab.spec("sft", model__shape__moe=EXPERTS)
+    spec["model"]["shape"]["mlp"] = 48
+    with pytest.raises(PalestraError, match=r"model\.shape\.mlp: expected null, because `moe` replaces the MLP"):
+        palestra.check(spec)
 
 
 def test_empty_and_damaged_data_are_refused_with_the_place(lab):

@@ -270,3 +270,71 @@ def test_bytes_of_tokens_count_utf8_and_nothing_for_special_ones(tmp_path):
     assert len(sizes) == 64
     assert [sizes[tokenizer.encode(letter)[0]] for letter in "aü€"] == [1, 2, 3]
     assert sizes.sum() == 6
+
+
+# ---- names, moved files, sources by their texts
+
+
+def test_source_with_a_dot_in_its_name_is_trained_on(tmp_path, characters):
+    rows = texts(tmp_path, a=20)["a"]
+    found = text_data(pretrain({"books.v2": rows}, eval={"books.v3": rows}), characters)
+    assert (list(found.train), list(found.evals)) == (["books.v2"], ["books.v3"])
+
+
+def test_path_from_the_home_folder_is_found(tmp_path, characters, monkeypatch):
+    texts(tmp_path, a=20)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/a.jsonl", "~/*.jsonl"):
+        assert len(text_data(pretrain({"a": {"path": path}}), characters).train["a"]) == 20
+
+
+def test_stage_that_names_a_source_without_weight_leaves_it_out(tmp_path, characters):
+    sources = texts(tmp_path, a=50, b=50, c=50)
+    sources["c"]["weight"] = 0.0
+    stages = [{"step": 2, "weights": {"a": 0.0, "b": 1.0, "c": 0.0}}]
+    data = pretrain(sources, mix={"block": 16}, stages=stages)
+    found = text_data(data, characters)
+    assert (list(found.train), list(found.evals)) == (["a", "b"], ["c"])
+    mixture = mixture_of(found, data, steps(), seed=0)
+    drawn = [letters_of(mixture.examples(np.arange(16 * step, 16 * (step + 1))), characters) for step in range(4)]
+    assert drawn == [{"a": 8, "b": 8}, {"a": 8, "b": 8}, {"b": 16}, {"b": 16}]
+
+
+def test_contents_of_a_source_stay_where_it_moves_and_change_with_it(tmp_path, characters):
+    def content(folder: Path, count: int) -> dict[str, str]:
+        folder.mkdir()
+        return text_data(pretrain(texts(folder, a=count)), characters).contents
+
+    first, moved, other = (content(tmp_path / name, n) for name, n in (("one", 20), ("two", 20), ("three", 21)))
+    assert first == moved
+    assert first["data.train.a"] != other["data.train.a"]
+
+
+def test_tokenizer_made_of_conversations_reads_what_they_say_and_nothing_else(tmp_path):
+    row = {"prompt": "1", "completion": "2", "text": "3", "note": "4"}
+    data = chat(write_rows(tmp_path / "rows.jsonl", [row]))
+    tokenizer = Tokenizer.load(made_tokenizer("characters", data, None))
+    assert tokenizer.decode(tokenizer.encode("12")) == "12"
+    for letter in "34":
+        with pytest.raises(UsageError):
+            tokenizer.encode(letter)
+    pairs = chat(write_rows(tmp_path / "pairs.jsonl", [{"prompt": "1", "chosen": "2", "rejected": "5", "text": "3"}]))
+    tokenizer = Tokenizer.load(made_tokenizer("characters", pairs, None, pairs=True))
+    assert tokenizer.decode(tokenizer.encode("125")) == "125"
+    with pytest.raises(UsageError, match=r"pairs\.jsonl:1: expected a row with 'messages'"):
+        made_tokenizer("characters", pairs, None)
+
+
+def test_plain_prompt_begins_as_the_tokenizer_says(tmp_path, characters):
+    folder = tmp_path / "begins"
+    folder.mkdir()
+    config = json.loads((characters / "tokenizer_config.json").read_text())
+    (folder / "tokenizer.json").write_bytes((characters / "tokenizer.json").read_bytes())
+    config |= {"add_bos_token": True, "bos_token": config["eos_token"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    found, tokenizer = chat_data(chat(path, **PLAIN), folder).train["rows"][0], Tokenizer.load(folder)
+    assert found.tokens.tolist() == [*tokenizer.encode_prompt("a"), *tokenizer.encode("b"), tokenizer.eos]
+    assert found.tokens[0] == tokenizer.bos
+    assert found.loss is not None
+    assert found.loss.tolist() == [False, False, True, True]

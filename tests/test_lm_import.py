@@ -24,11 +24,12 @@ from palestra.lm.batch import Batch, forward, score
 from palestra.lm.convert import FETCHABLE, convert, fetch
 from palestra.lm.gguf import load_gguf
 from palestra.lm.head import logits
-from palestra.lm.hf import load_pretrained
+from palestra.lm.hf import load_pretrained, save_pretrained
 from palestra.lm.hf_config import UnsupportedModel
 from palestra.lm.llama2c import load_llama2c
 from palestra.lm.model import Transformer
 from palestra.lm.rope import frequencies
+from palestra.spec.shape import Shape
 
 transformers.utils.logging.disable_progress_bar()
 STORIES = Path(os.environ.get("PALESTRA_DATA", "../shared/data")) / "weights_stories260K"
@@ -527,3 +528,17 @@ def test_smollm2_converted_chats_sensibly(tmp_path: Path) -> None:
     answer = tokenizer.decode(continued(loaded.model, prompt, 20, loaded.eos)[len(prompt) :])
     print(answer)
     assert answer == "The capital of France is Paris."
+
+
+def test_convert_to_another_precision_keeps_that_of_selection_biases(tmp_path: Path) -> None:
+    moe = {"experts": 3, "active": 1, "mlp": 8, "bias_rate": 0.1}
+    sizes = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 12}
+    model = Transformer(Shape.model_validate({**sizes, "moe": moe}))
+    model.initialise(torch.Generator().manual_seed(0))
+    name = "layers.0.mlp.bias"
+    model.state_dict()[name].copy_(torch.tensor([1.001, 0.3, -0.7]))
+    save_pretrained(tmp_path / "one", model, tokenizer=None, eos=())
+    convert(tmp_path / "one", tmp_path / "half", dtype=torch.bfloat16)
+    found = load_file(tmp_path / "half" / "model.safetensors")
+    assert torch.equal(found[name], model.state_dict()[name])
+    assert found["embed"].dtype == torch.bfloat16

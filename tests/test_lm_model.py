@@ -15,6 +15,7 @@ from palestra.lm.attention import PackedAttention
 from palestra.lm.batch import Batch, forward, score
 from palestra.lm.model import Transformer
 from palestra.lm.ops import RMSNorm, rotate
+from palestra.lm.ranks import Ranks
 from palestra.lm.rope import frequencies
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
@@ -59,6 +60,10 @@ def brute_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], win
                 out[t, head] = scores.softmax(0) @ v[first : t + 1, head // share]
         start += length
     return out
+
+
+def micro_batches(batch: Batch, max_tokens: int, group: int = 1) -> list[Batch]:
+    return [part for part, _ in Ranks().micro_batches(batch, max_tokens, group)]
 
 
 def bounds(lengths: Sequence[int]) -> Tensor:
@@ -242,7 +247,7 @@ def test_packed_sequences_in_double_precision_equal_one_by_one_to_rounding(varia
 def test_gradients_do_not_depend_on_the_split_into_micro_batches(lengths, max_tokens, seed):
     model, batch = make(VARIANTS["qwen2"]), Batch.pack(sequences(lengths, seed))
 
-    assert_same(gradients(model, batch.split(max_tokens)), gradients(model, [batch]), 1e-6)
+    assert_same(gradients(model, micro_batches(batch, max_tokens)), gradients(model, [batch]), 1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -360,7 +365,7 @@ def test_split_of_a_batch_holds_every_sequence_once_with_all_that_belongs_to_it(
     masks = [[float(i + 1)] * n for i, n in enumerate(lengths)]
     batch = Batch.pack(texts, masks, {"advantage": masks}, {"reward": list(range(len(texts)))})
 
-    parts = batch.split(max_tokens, group)
+    parts = micro_batches(batch, max_tokens, group)
 
     seen = []
     for part in parts:
@@ -425,4 +430,4 @@ def test_pack_of_what_does_not_fit_says_so(arguments, message):
 
 def test_split_into_groups_that_do_not_come_out_even_says_so():
     with pytest.raises(ValueError, match="no whole groups of 2"):
-        Batch.pack([[1], [2], [3]]).split(10, group=2)
+        micro_batches(Batch.pack([[1], [2], [3]]), 10, group=2)

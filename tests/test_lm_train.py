@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tiny_lm import EXPERTS, MUON, Lab, rows_of, session_of
 from torch import Tensor, nn
 
 import palestra
+from palestra.data.chat import end_of_turn
 from palestra.data.example import Example
 from palestra.data.mixture import Mixture
 from palestra.data.tokenizers import Tokenizer
@@ -32,14 +35,19 @@ from palestra.lm.preferences import Preferences, dpo_loss, pack_pairs, reward_lo
 from palestra.lm.ranks import Ranks
 from palestra.lm.value_head import ScalarModel
 from palestra.runs.checkpoint import load as load_checkpoint
-from palestra.runs.checkpoint import metas
+from palestra.runs.checkpoint import metas, prune, read_meta
 from palestra.runs.run import Run, open_run
+from palestra.runs.store import read_json
 from palestra.spec.kinds.dpo import DpoLossSpec
 from palestra.spec.kinds.reward_model import RewardLossSpec
 from palestra.spec.optim import AdamWSpec
 from palestra.spec.shape import Shape
 
 VOCAB = 40
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
 
 
 # ---- gradients
@@ -243,10 +251,9 @@ def test_checkpoint_of_a_reward_model_loads_in_transformers_with_equal_scores(tr
 
 def test_adapters_of_a_run_are_all_its_checkpoint_holds_and_load_merged(trained):
     checkpoint = opened(trained, "lora").checkpoint("last")
-    assert sorted(path.name for path in (checkpoint / "model").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    weights = [path.name for path in (checkpoint / "model").iterdir() if path.suffix == ".safetensors"]
+    assert weights == ["adapter_model.safetensors"]
+    assert not (checkpoint / "model" / "config.json").exists()
     whole = opened(trained, "sft").checkpoint("last")
     sizes = [sum(path.stat().st_size for path in one.rglob("*.safetensors")) for one in (checkpoint, whole)]
     print(f"bytes of weights and optimizer: {sizes[0]} with adapters of rank 4, {sizes[1]} without")
@@ -313,6 +320,74 @@ def test_samples_are_written_at_their_steps_and_change_nothing(trained):
     assert [(row["step"], row["prompt"]) for row in rows] == [(10, "red cat"), (20, "red cat")]
     silent = trained.run("sft", name="silent", train__steps=20)
     assert rows_of(silent) == rows_of(opened(trained, "sft"))
+
+
+@pytest.mark.parametrize("start", ["plain", "adapters"])
+def test_adapters_of_a_run_keep_its_chat_template_and_what_ends_a_turn(lab, start):
+    """The model they are trained on never wrote chat, and has another template."""
+    run = lab.run("pretrain", model__tokenizer={"bpe": 300}, train__steps=1)
+    small = {"model__lora": {"rank": 2}, "train__steps": 1}
+    run = lab.run("sft", model__init=str(run.path), model__chat_template=TEMPLATE, **small)
+    if start == "adapters":  # which have the template that those above them are trained with
+        run = lab.run("sft", name="second", model__init=str(run.path), **small)
+    loaded, tokenizer = open_model(run.checkpoint("last"))
+    assert tokenizer.chat_template == TEMPLATE
+    assert end_of_turn(tokenizer) in loaded.eos
+    assert None not in loaded.eos
+
+
+def test_adapters_whose_base_leads_to_themselves_are_refused(tmp_path):
+    for name, base in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        config = {"base_model_name_or_path": str(tmp_path / base)}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="leads back to these adapters"):
+        open_model(tmp_path / "a")
+
+
+def test_checkpoint_that_a_run_starts_from_is_kept_and_resume_does_not_ask_for_its_name_again(lab):
+    base = lab.run("pretrain", every__checkpoint="1 hours", every__eval=None)
+    before = base.checkpoint("last")
+    assert "kept" not in read_meta(before).reasons
+    run = lab.run("pretrain", name="next", model__init="pretrain", train__steps=2)
+    assert "kept" in read_meta(before).reasons
+    assert load_checkpoint(before).step == 12  # all of it is still what its checksums say
+    lab.resume(str(base.path), allow=["train"], train__steps=14)
+    prune(session_of(base))
+    assert before.exists()
+    shutil.rmtree(base.path / "sessions" / "0" / "checkpoints" / "step_000000014")
+    newer = lab.run("pretrain", train__steps=1, model__shape__width=16)
+    assert open_run("pretrain", lab.root).path == newer.path
+    again = lab.resume(str(run.path), allow=["train"], train__steps=3)
+    assert again.state == "done"
+    assert read_json(session_of(run) / "init.json")["model"] == str(before.absolute() / "model")
+
+
+def test_resume_on_changed_data_is_refused_by_name_and_on_a_touched_file_is_not(lab):
+    run = lab.run("sft", train__steps=2)
+    data, source = lab.path / "chat.jsonl", (lab.path / "chat.jsonl").read_text()
+    os.utime(data, (1, 1))
+    lab.resume(str(run.path), allow=["train"], train__steps=3)
+    data.write_text(source.replace("red", "der"))
+    with pytest.raises(UsageError, match=r"data\.train\.chat: not what .* was started with"):
+        lab.resume(str(run.path), allow=["train"], train__steps=4)
+    data.write_text(source)
+    assert lab.resume(str(run.path), allow=["train"], train__steps=4).state == "done"
+
+
+def test_reward_loss_of_experts_has_their_router_terms():
+    model = ScalarModel(random_model(moe={**EXPERTS, "balance": 0.1}))
+    pairs = list(zip(random_examples(3, 3), random_examples(3, 4), strict=True))
+    routed = reward_loss(RewardLossSpec())(model, pack_pairs(pairs)).routed
+    assert routed is not None
+    assert float(routed.load.sum()) == 2 * 2 * sum(len(example.tokens) for pair in pairs for example in pair)
+    assert float(routed.total.detach()) > 0
+
+
+def test_conversation_longer_than_the_reward_model_reads_is_refused(trained):
+    chat = [{"role": "user", "content": "red cat " * 20}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(UsageError, match=r"the conversation has \d+ tokens, and the reward model reads at most 48"):
+        palestra.load(trained.root / "reward_model").score(chat)
 
 
 # ---- what a run reports and saves
@@ -403,10 +478,12 @@ def test_profile_of_some_steps_is_a_chrome_trace(lab):
 
 
 def test_hook_that_stops_a_run_ends_it_there_with_a_checkpoint(lab):
-    run = lab.run("sft", hooks=["test_lm_train:enough"])
+    run = lab.run("sft", hooks=["test_lm_train:enough"], samples={"prompts": ["red"], "max_new_tokens": 2})
     assert run.state == "done"
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
     assert metas(session_of(run))[-1].step == 4
+    assert "eval/loss" in rows_of(run)[-1]  # as at the end of every run
+    assert '"step": 4' in (session_of(run) / "samples.jsonl").read_text()
 
 
 def enough(moment: Any) -> None:
@@ -429,12 +506,13 @@ def test_seeds_differ_and_each_is_the_run_of_its_seed_and_curves_are_drawn(lab):
 def test_compiled_run_has_the_losses_of_one_that_is_not_and_its_code_is_kept(lab):
     cache = lab.path / "compiled"
     plain, compiled = (
-        lab.run("pretrain", name=mode, train__steps=4, train__compile=mode, train__compile_cache=str(cache))
-        for mode in ("off", "on")
+        lab.run("pretrain", name=mode, train__steps=4, train__compile=mode, train__compile_cache=where)
+        for mode, where in (("off", None), ("on", str(cache)))
     )
     for row, expected in zip(rows_of(compiled), rows_of(plain), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], abs=1e-4)
     assert any(path.is_file() for path in cache.rglob("*"))
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") != str(cache)
     torch._dynamo.reset()  # as a new process begins
     counters = torch._dynamo.utils.counters["inductor"]
     hits, misses = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]

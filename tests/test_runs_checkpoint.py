@@ -262,6 +262,22 @@ def test_prune_keeps_kept_newest_and_best(tmp_path):
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
 
 
+def test_kept_afterwards_is_never_pruned_and_intact(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"w": np.arange(3.0)}, reasons={"best"}, score=1.0)
+    checkpoint.keep(path)
+    checkpoint.keep(path)  # no harm
+    for step in (2, 3):
+        checkpoint.save(tmp_path, step, {}, reasons={"best"}, score=2.0)
+    checkpoint.prune(tmp_path)
+    assert steps(tmp_path) == [1, 3]
+    assert checkpoint.load(path).meta.reasons == {"best", "kept"}
+    assert checkpoint.is_checkpoint(path)
+    assert not checkpoint.is_checkpoint(tmp_path)
+    damage_truncate(path / "state/tree.json")
+    with pytest.raises(DamagedCheckpoint):
+        checkpoint.keep(path)
+
+
 def test_prune_with_a_damaged_newest_keeps_the_newest_complete_one(tmp_path):
     checkpoint.save(tmp_path, 1, {}, reasons=set())
     damage_truncate(checkpoint.save(tmp_path, 2, {}, reasons=set()) / "state/tree.json")

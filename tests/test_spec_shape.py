@@ -139,12 +139,20 @@ def test_shape_without_vocabulary_counts_nothing():
         ({"head_dim": 7}, ("head_dim",)),
         ({"moe": MoESpec(experts=2, active=3, mlp=8)}, ("moe", "active")),
         ({"rope_scaling": RopeScaling(type="llama3", factor=2.0, low=4.0)}, ("rope_scaling", "low")),
+        ({"rope_scaling": RopeScaling(type="linear", factor=2.0, low=2.0)}, ("rope_scaling", "low")),
+        (
+            {"rope_scaling": RopeScaling(type="llama3", factor=2.0, attention_factor=1.0)},
+            ("rope_scaling", "attention_factor"),
+        ),
+        ({"window_from": 1}, ("window_from",)),
+        ({"mlp": None}, ("mlp",)),
     ],
     ids=str,
 )
 def test_problems_of_fields_that_do_not_fit_are_named(changes, path):
     assert [conflict.path for conflict in SMALL.model_copy(update=changes).problems()] == [path]
     assert SMALL.problems() == []
+    assert SMALL.model_copy(update={"mlp": None, "moe": EXPERTS}).problems() == []
 
 
 def test_rope_scaling_of_yarn_has_its_own_fast_end():

@@ -62,6 +62,8 @@ def spec_of(kind: str, folder: Path, **changes: Any) -> dict[str, Any]:
         for name in parents:
             block = block.setdefault(name, {})
         block[last] = value
+    if spec["model"]["shape"].get("moe") is not None:
+        del spec["model"]["shape"]["mlp"]
     if spec["model"].get("init"):
         for field in ("tokenizer", "shape"):
             if f"model__{field}" not in changes:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -150,6 +151,8 @@ def sole_writer(entry: Path) -> Iterator[None]:
         made = partial_folder(entry) / "files"
         if (made / MARKER).is_file() and not entry.exists():  # killed between the two renames of `fill`
             made.rename(entry)
+        for old in partial_folder(entry).glob("old-*"):  # what it was renamed from
+            shutil.rmtree(old, ignore_errors=True)
         yield
 
 

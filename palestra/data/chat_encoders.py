@@ -30,6 +30,8 @@ class ChatEncoder:
     side: Literal["chosen", "rejected"] | None
     """Of pairs: which of the two; only the answers, what the two do not share, are trained on."""
     template: str | None
+    opening: tuple[int, ...]
+    """What plain prompts begin with, such as Llama's BOS; a template writes its own."""
 
     @classmethod
     def load(
@@ -38,7 +40,9 @@ class ChatEncoder:
         """With the tokenizer of a folder."""
         tokenizer = cached_tokenizer(str(folder))
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
-        return cls(str(folder), *names, format, side, tokenizer.chat_template if format == "chat" else None)
+        chat = format == "chat"
+        around = (tokenizer.chat_template if chat else None, () if chat else tokenizer.beginning)
+        return cls(str(folder), *names, format, side, *around)
 
     @property
     def masked(self) -> bool:
@@ -53,7 +57,8 @@ class ChatEncoder:
     @property
     def recipe(self) -> dict[str, Any]:
         """How conversations are written, and which side of pairs."""
-        return {"encoder": "chat", "format": self.format, "side": self.side, "template": self.template}
+        form = {"format": self.format, "side": self.side, "template": self.template, "opening": self.opening}
+        return {"encoder": "chat", **form}
 
     def __call__(self, rows: list[Row]) -> list[Encoded]:
         """The tokens of the conversations."""
@@ -92,5 +97,5 @@ def _plain(tokenizer: Tokenizer, messages: Messages) -> tuple[list[int], list[bo
         raise UsageError("format `plain` expects a prompt and an answer that are texts")
     if tokenizer.eos is None:
         raise UsageError(f"format `plain` needs a tokenizer with an end-of-text token, and {tokenizer.name} has none")
-    prompt, answer = (tokenizer.encode(message["content"]) for message in messages)
+    prompt, answer = tokenizer.encode_prompt(messages[0]["content"]), tokenizer.encode(messages[1]["content"])
     return [*prompt, *answer, tokenizer.eos], [False] * len(prompt) + [True] * (len(answer) + 1)

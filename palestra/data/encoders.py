@@ -77,15 +77,14 @@ class TextEncoder:
     opening: tuple[int, ...]
     """What every text begins with, such as Llama's BOS."""
     closing: int | None
-    """The token put after each document; None puts none."""
+    """The token put after each document, where the tokenizer has one."""
 
     @classmethod
-    def load(cls, folder: Path | str, *, text_key: str = "text", close: bool = True) -> "TextEncoder":
+    def load(cls, folder: Path | str, *, text_key: str = "text") -> "TextEncoder":
         """With the tokenizer of a folder; documents are closed by its end-of-text token, where it has one."""
         tokenizer = cached_tokenizer(str(folder))
-        closing = tokenizer.eos if close else None
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
-        return cls(str(folder), *names, text_key, tokenizer.beginning, closing)
+        return cls(str(folder), *names, text_key, tokenizer.beginning, tokenizer.eos)
 
     @property
     def masked(self) -> bool:

@@ -48,7 +48,7 @@ class Mixture(Generic[Item]):
 
     `weights` are relative, one mapping or `[(first sequence, mapping), …]` with each start a multiple of the block
     size. A dataset without weight in any stage is for validation only. Within a dataset examples are drawn pass after
-    pass, reshuffled each time; `shuffle` turns that off for all or by name. It ends when the first dataset
+    pass, reshuffled each time unless `shuffle` is off. It ends when the first dataset
     (`first_exhausted`) or the last one (`all_exhausted`) has been drawn whole, or never (`restart`).
     """
 
@@ -60,7 +60,7 @@ class Mixture(Generic[Item]):
         seed: int,
         block_size: int = 2048,
         stop: Stop = "restart",
-        shuffle: bool | Mapping[str, bool] = True,
+        shuffle: bool = True,
         shuffle_blocks: bool = True,
     ) -> None:
         if stop not in get_args(Stop):
@@ -68,25 +68,15 @@ class Mixture(Generic[Item]):
         stages = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
         _check_starts(stages, block_size)
         shares = [_shares(given, datasets, f"the weights from sequence {start}") for start, given in stages]
-        if not isinstance(shuffle, bool) and (unknown := sorted(set(shuffle) - set(datasets))):
-            raise UsageError(f"mixture: shuffle names {', '.join(unknown)}; the datasets are {', '.join(datasets)}")
         self.datasets = dict(datasets)
         self.names = tuple(name for name in datasets if any(share.get(name, 0) > 0 for share in shares))
-        self.validation = tuple(name for name in datasets if name not in self.names)
         for name in self.names:
             if len(datasets[name]) == 0:
                 raise UsageError(f"mixture: dataset {name!r} has a weight but no examples; give it weight 0 or data")
         self.block_size, self.stop, self.shuffle_blocks = block_size, stop, shuffle_blocks
         self._block_key = stream_key(seed, "blocks")
         self._stages = _plan([start for start, _ in stages], shares, self.names, block_size)
-        self._epochs = [
-            Epochs(
-                len(datasets[name]),
-                stream_key(seed, "dataset", name),
-                shuffle if isinstance(shuffle, bool) else shuffle.get(name, True),
-            )
-            for name in self.names
-        ]
+        self._epochs = [Epochs(len(datasets[name]), stream_key(seed, "dataset", name), shuffle) for name in self.names]
         self._block = functools.lru_cache(maxsize=4)(self._draw_block)  # one batch after the other is of one block
         self._length = self._end()
 
@@ -104,11 +94,6 @@ class Mixture(Generic[Item]):
         """The dataset at a position and the index of its example."""
         components, indices = self.lookup(np.array([position]))
         return self.names[components[0]], int(indices[0])
-
-    def example(self, position: int) -> Item:
-        """The example at a position."""
-        name, index = self[position]
-        return self.datasets[name][index]
 
     def examples(self, positions: Indices) -> list[Item]:
         """The examples at many positions."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from palestra.errors import UsageError
 
-Bin = tuple[int, int, tuple[int, ...]]  # −sum, −count (breaks ties of sums), indices
+Bin = tuple[int, int, int, list[int]]  # −sum, −count and an index of its own (both break ties of sums), indices
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -48,20 +48,34 @@ def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
     _check(lengths)
     if bins < 1:
         raise ValueError(f"cannot split into {bins} bins")
-    # A solution is its bins from the fullest to the emptiest; the heap orders by the difference of those two.
-    empty: list[Bin] = [(0, 0, ())] * (bins - 1)
+    if bins == 1:
+        return [list(range(len(lengths)))]
+    # A solution is its bins that are not empty, from the fullest on; the heap orders by how much the fullest has more
+    # than the emptiest.
     solutions: list[tuple[int, int, list[Bin]]] = [
-        (-lengths[index] if bins > 1 else 0, order, [(-lengths[index], -1, (index,)), *empty])
+        (-lengths[index], order, [(-lengths[index], -1, index, [index])])
         for order, index in enumerate(_longest_first(lengths))
     ]
     heapq.heapify(solutions)
     while len(solutions) > 1:
         _, order, one = heapq.heappop(solutions)
         _, _, other = heapq.heappop(solutions)
-        joined = sorted((a + c, b + d, x + y) for (a, b, x), (c, d, y) in zip(one, reversed(other), strict=True))
-        heapq.heappush(solutions, (joined[0][0] - joined[-1][0], order, joined))
-    filled = [sorted(indices) for _, _, indices in solutions[0][2]] if solutions else [[] for _ in range(bins)]
-    return sorted(filled, key=lambda indices: (not indices, indices))
+        joined = _joined(one, other, bins)
+        least = joined[-1][0] if len(joined) == bins else 0
+        heapq.heappush(solutions, (joined[0][0] - least, order, joined))
+    filled = [sorted(indices) for *_, indices in solutions[0][2]] if solutions else []
+    return sorted(filled) + [[] for _ in range(bins - len(filled))]
+
+
+def _joined(one: list[Bin], other: list[Bin], bins: int) -> list[Bin]:
+    """The fullest bin of one with the emptiest of the other, and so on; the lists of indices are used up."""
+    alone = bins - len(other)  # the first bins of one meet empty ones
+    found = one[:alone] + other[: bins - len(one)]
+    for (a, b, first, x), (c, d, _, y) in zip(one[alone:], reversed(other[bins - len(one) :]), strict=True):
+        x, y = (x, y) if len(x) >= len(y) else (y, x)
+        x += y  # the longer one grows: no index is copied more than log n times
+        found.append((a + c, b + d, first, x))
+    return sorted(found)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -143,17 +143,9 @@ class TokenStore:
 
     def __getitem__(self, document: int) -> np.ndarray:
         """The tokens of a document, a view of the file."""
-        return self.tokens[self._where(document)]
-
-    def mask(self, document: int) -> np.ndarray | None:
-        """Which of its tokens are trained on; None where all are."""
-        where = self._where(document)
-        return None if self.loss is None else self.loss[where]
-
-    def _where(self, document: int) -> slice:
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a store with {len(self)}")
-        return slice(int(self.ends[document - 1]) if document else 0, int(self.ends[document]))
+        return self.tokens[int(self.ends[document - 1]) if document else 0 : int(self.ends[document])]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

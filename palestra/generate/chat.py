@@ -9,9 +9,12 @@ from typing import TextIO
 from palestra.data.chat import Message, encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError
+from palestra.generate.jobs import PromptTooLong
 from palestra.generate.types import Generator, Request, Sampling
 
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
+
+FULL = "The conversation no longer fits the model's context with this: ask something shorter, or /reset forgets it."
 
 
 def chat_loop(
@@ -44,6 +47,10 @@ def chat_loop(
                         runner.run(_answer(generator, tokenizer, question, sampling or Sampling(), said, target))
                     except KeyboardInterrupt:  # the runner has cancelled the answer; what was said stays
                         print(" ⏹", file=target)
+                    except PromptTooLong as error:
+                        # A first question that is too long by itself is not helped by forgetting.
+                        print(error if messages == beginning else FULL, file=target)
+                        continue
                     except PalestraError as error:
                         print(f"{error}", file=target)
                         continue

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 try:
     import httpx
@@ -23,6 +23,7 @@ from palestra.generate.wire import chunk_from_json, request_json, result_from_js
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 # Waits between attempts, in seconds: a server that restarts is back within a minute.
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 # Errors after which the server cannot have begun, and those after which it may have.
@@ -40,7 +41,7 @@ class HttpGenerator:
 
     def __init__(self, base_url: str, api_key: str | None = None, *, waits: tuple[float, ...] = WAITS):
         self.base_url, self._waits = base_url.rstrip("/"), waits
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
         # A generation takes as long as it takes; connections are closed here before the server would, so that none is
         # used that the server is just closing.
         self._client = httpx.AsyncClient(
@@ -64,7 +65,8 @@ class HttpGenerator:
     async def generate(self, request: Request) -> Result:
         """Go on from a prompt."""
         async with self._call("POST", "/generate", json=request_json(_named(request), stream=False)) as response:
-            return result_from_json(json.loads(await response.aread()), request.prompt)
+            body = await response.aread()
+            return self._read(body, lambda data: result_from_json(data, request.prompt))
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The same, as it comes."""
@@ -74,10 +76,7 @@ class HttpGenerator:
                     continue
                 if line == "data: [DONE]":
                     return
-                data = json.loads(line.removeprefix("data: "))
-                if "error" in data:
-                    raise _error(response.status_code, data["error"])
-                yield chunk_from_json(data)
+                yield self._read(line.removeprefix("data: "), _chunk)
             raise PalestraError(f"{self.base_url} ended a stream before its end: see the server's log")
 
     async def abort(self, id: str) -> None:
@@ -105,6 +104,15 @@ class HttpGenerator:
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(data))}
         params = {"version": version, "keep_cache": str(keep_cache).lower()}
         await self._command("PUT", "/update_weights", content=pieces, params=params, headers=headers)
+
+    def _read(self, said: str | bytes, meaning: Callable[[dict[str, Any]], T]) -> T:
+        """What the server said, or that it makes no sense."""
+        try:
+            return meaning(json.loads(said))
+        except (ValueError, KeyError, TypeError) as error:
+            raise PalestraError(
+                f"{self.base_url} gave an answer that is malformed: it is no palestra server"
+            ) from error
 
     async def _command(
         self,
@@ -154,6 +162,13 @@ class HttpGenerator:
 def _named(request: Request) -> Request:
     """With an id, so that the server knows what to end."""
     return request if request.id is not None else replace(request, id=uuid.uuid4().hex)
+
+
+def _chunk(data: dict[str, Any]) -> Chunk:
+    """What an event of a stream tells: tokens, or what went wrong after the status was sent."""
+    if "error" in data:
+        raise _error(200, data["error"])
+    return chunk_from_json(data)
 
 
 def _said(error: Exception) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from palestra.generate import decode_kernel
 from palestra.generate.cache import Cache, Segment
+from palestra.generate.jobs import MOST_ALTERNATIVES
 from palestra.generate.rows import Rows, Step, advance
 from palestra.generate.runner import Runner
 from palestra.generate.sampler import Needs
@@ -57,7 +58,9 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
         """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
-        needs = replace(needs, drawn=True, greedy=True, tempered=True)  # cheap here, and fewer graphs
+        # Cheap here, and fewer graphs. Rows cut what they are given to what they asked for.
+        top = MOST_ALTERNATIVES if needs.top else 0
+        needs = replace(needs, drawn=True, greedy=True, tempered=True, top=top)
         rows = min(_bucket(batch), self.cache.keys.shape[1])
         if (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)

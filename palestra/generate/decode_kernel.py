@@ -10,10 +10,7 @@ BLOCK = 64
 
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write k and v (T, K, dim) to `keys` and `values` (slots, K, context, dim) at each token's slot and position.
-
-    A negative slot writes nothing: a row of padding.
-    """
+    """Write k and v (T, K, dim) to `keys` and `values` (slots, K, context, dim) at each token's slot and position."""
     rows, heads, dim = k.shape
     block = triton.next_power_of_2(heads * dim)
     strides = (k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
@@ -26,13 +23,12 @@ def _store(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
-        position = tl.load(positions + row).to(tl.int64)
-        i = tl.arange(0, BLOCK)
-        inside = i < width
-        at = slot * slot_stride + (i // dim) * head_stride + position * dim + i % dim
-        tl.store(keys + at, tl.load(k + row * k_stride + i, mask=inside), mask=inside)
-        tl.store(values + at, tl.load(v + row * v_stride + i, mask=inside), mask=inside)
+    position = tl.load(positions + row).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    at = slot * slot_stride + (i // dim) * head_stride + position * dim + i % dim
+    tl.store(keys + at, tl.load(k + row * k_stride + i, mask=inside), mask=inside)
+    tl.store(values + at, tl.load(v + row * v_stride + i, mask=inside), mask=inside)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, window: int | None) -> Tensor:
@@ -69,8 +65,6 @@ def _attend(
     kv = tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
-    length = tl.where(slot < 0, 0, length)
-    slot = tl.maximum(slot, 0)
     begin = 0
     if window > 0:
         begin = tl.maximum(length - window, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.cache import BLOCK, Segment
-from palestra.generate.jobs import Alternatives, Job, PromptTooLong, QueueFull, Sample, Sink, checked
+from palestra.generate.jobs import Alternatives, EngineFailed, Job, PromptTooLong, QueueFull, Sample, Sink, checked
 from palestra.generate.rows import Drawn
 from palestra.generate.runner import Runner
 from palestra.generate.sampler import Needs
@@ -23,7 +23,7 @@ from palestra.generate.types import Chunk, Generation, Request, Result, StopReas
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
 
-__all__ = ["Engine", "PromptTooLong", "QueueFull"]
+__all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
         self.eos, self.tokenizer = eos, tokenizer
         # A GPU waits for the host after every burst, and takes many prompts as fast as few.
         self.steps = burst or (32 if device.type == "cuda" else 4)
-        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 512)
+        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 4096)
         self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None
@@ -96,7 +96,7 @@ class Engine:
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
         with self._inbox:
             if self.failure is not None:
-                raise self.failure
+                raise EngineFailed(self.failure)
             if job.id in self._jobs:
                 raise UsageError(f"a request with the id {job.id!r} is at work already")
             waiting = len(self._new) + len(self._scheduler.waiting)
@@ -116,12 +116,13 @@ class Engine:
     def burst(self) -> bool:
         """Do what there is to do for a moment: admit, compute prompts, draw tokens, deliver. False: there was nothing.
 
-        An error ends the engine: every request fails with it, and so does every later one.
+        An error ends the engine: every request fails with it, and so does every later one. Ctrl-C ends what is at work
+        alone.
         """
         if self.failure is not None:
-            raise self.failure
-        try:
-            with self._turns.mine():
+            raise EngineFailed(self.failure)
+        with self._turns.mine():
+            try:
                 self._take_in()
                 if self._paused:
                     return False
@@ -130,29 +131,39 @@ class Engine:
                     self._set_cached(sample, 0)
                 prefilled = self._prefill()
                 return self._decode() or prefilled
-        except BaseException as error:
-            self.fail(error)
-            raise
+            except Exception as error:
+                self.fail(error)
+                raise
+            except BaseException:
+                self._drop()
+                raise
 
     def fail(self, error: BaseException) -> None:
-        """End the engine: all that is asked of it fails with `error`."""
+        """End the engine: all that is asked of it fails, with `error` as the cause."""
         with self._inbox:
             self.failure = error
             jobs = list(self._jobs.values())
             self._jobs.clear()
         for job in jobs:
-            job.sink.fail(error)
+            job.sink.fail(EngineFailed(error))
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Generate for all requests here and now; results in their order."""
         done: dict[int, Result] = {}
-        started = 0
-        while len(done) < len(requests):
-            while started < len(requests) and started - len(done) < self.max_waiting:
-                self.submit(requests[started], _Collect(done, started))
-                started += 1
-            if not self.burst() and self._paused:
-                raise PalestraError("the engine is paused: resume it before a run")
+        ids: list[str] = []
+        try:
+            while len(done) < len(requests):
+                while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
+                    ids.append(self.submit(requests[len(ids)], _Collect(done, len(ids))))
+                if not self.burst() and self._paused:
+                    raise PalestraError("the engine is paused: resume it before a run")
+        except BaseException:
+            # Nobody waits for the others any more.
+            for id in (id for place, id in enumerate(ids) if place not in done):
+                self.abort(id)
+            with self._turns.mine():
+                self._take_in()
+            raise
         return [done[place] for place in range(len(requests))]
 
     def pause(self) -> None:
@@ -174,7 +185,8 @@ class Engine:
             self._runner.load(weights)
             self.version = version
             for sample in self._scheduler.rows:
-                sample.shareable = not keep_cache
+                # Computed again together with its tokens, a prompt is cut into other pieces, which round otherwise.
+                sample.shareable = not keep_cache and not sample.tokens
                 if not keep_cache:
                     sample.active = False
                     self._runner.host.active[sample.row] = 0
@@ -196,6 +208,17 @@ class Engine:
             "version": self.version,
             "paused": self._paused,
         }
+
+    def _drop(self) -> None:
+        """Forget all requests: what a burst that was cut short had at work is of no use."""
+        with self._inbox:
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+            self._new, self._aborted = [], []
+            self._scheduler = Scheduler(self.slots, BLOCK)
+        self._runner.host.active.zero_()
+        for job in jobs:
+            job.sink.fail(PalestraError("interrupted before it was complete: ask again"))
 
     def _take_in(self) -> None:
         """What has been asked since the last burst."""

@@ -84,7 +84,8 @@ class Gate:
         if self.api_key is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), self.api_key.encode())
+        # Starlette reads the bytes of a header as Latin-1; clients send keys in UTF-8.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

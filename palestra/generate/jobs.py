@@ -1,8 +1,7 @@
 """A request at work: what is asked, what is refused, and what each of its samples has so far."""
 
-import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from palestra.errors import PalestraError, UsageError
@@ -13,6 +12,12 @@ MOST_ENDS = 16
 """How many end tokens a request can have."""
 MOST_ALTERNATIVES = 20
 """How many alternatives a request can ask for beside each token."""
+MOST_STOPS, LONGEST_STOP = 16, 1000
+"""How many stop strings a request can have, and of how many characters each: all are looked for after every token."""
+COLDEST, HOTTEST = 1e-4, 1e4
+"""Temperatures other than 0 that FP32 scores can be divided by."""
+LEAST_TOP_P = 1e-6
+"""Far below the probability of the most likely token in any vocabulary, which is always kept."""
 
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -25,6 +30,17 @@ class PromptTooLong(UsageError):
 
 class QueueFull(PalestraError):
     """More requests wait than may."""
+
+
+class EngineFailed(PalestraError):
+    """What ended the engine, told to one of those who asked it.
+
+    A new error each time: one that is raised again and again keeps all the tracebacks.
+    """
+
+    def __init__(self, cause: BaseException):
+        super().__init__(str(cause) if isinstance(cause, PalestraError) else f"{type(cause).__name__}: {cause}")
+        self.__cause__ = cause
 
 
 class Sink(Protocol):
@@ -93,7 +109,7 @@ class Sample:
     active: bool = False
     """Whether tokens are being drawn."""
     shareable: bool = True
-    """Whether all that is cached comes from the current weights."""
+    """Whether its prompt is cached as another request with the same prompt would compute it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -132,22 +148,35 @@ def checked(request: Request, sink: Sink, *, vocab: int, context: int, eos: froz
             raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
     for name, value, expected, right in (
         ("n", request.n, "at least 1", request.n >= 1),
-        ("temperature", sampling.temperature, "0 or more", 0 <= sampling.temperature < math.inf),
+        (
+            "temperature",
+            sampling.temperature,
+            f"0, or {COLDEST:g} to {HOTTEST:g}",
+            sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST,
+        ),
         ("top_k", sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
-        ("top_p", sampling.top_p, "above 0 and at most 1", 0 < sampling.top_p <= 1),
+        ("top_p", sampling.top_p, f"{LEAST_TOP_P:g} to 1", LEAST_TOP_P <= sampling.top_p <= 1),
         ("min_p", sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
         ("max_new_tokens", sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
         ("min_new_tokens", sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
         ("logprobs", sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
-        ("stop", sampling.stop, "no empty string", all(sampling.stop)),
     ):
         if not right:
             raise UsageError(f"{name} = {value!r}: expected {expected}")
     ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}))
     if len(ends) > MOST_ENDS:
         raise UsageError(f"{len(ends)} end tokens: expected at most {MOST_ENDS}, the model's own included")
+    if len(sampling.stop) > MOST_STOPS:
+        raise UsageError(f"{len(sampling.stop)} stop strings: expected at most {MOST_STOPS}")
+    for stop in sampling.stop:
+        if not stop:
+            raise UsageError("a stop string is empty: leave it out")
+        if len(stop) > LONGEST_STOP:
+            raise UsageError(f"a stop string has {len(stop)} characters: expected at most {LONGEST_STOP}")
     if sampling.stop and not has_text:
         raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
     limit = min(sampling.max_new_tokens, context - len(prompt))
+    # No more than there can be, and a number that fits the rows' tensors.
+    request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     return Job(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))

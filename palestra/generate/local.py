@@ -55,8 +55,9 @@ class LocalGenerator:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
-        finally:
+        except BaseException:  # closed early, or cancelled; after its end the id may be another request's
             self._abort(id)
+            raise
 
     async def abort(self, id: str) -> None:
         """End a request now; it returns what it has, with the reason `abort`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
+from palestra.generate.jobs import LONGEST_STOP, MOST_STOPS
 from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
 from palestra.generate.wire import (
     Alternatives,
@@ -65,7 +66,9 @@ class Options(BaseModel):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     seed: Seed | None = None
-    stop: str | list[StopString] = []
+    stop: (
+        Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[list[StopString], Field(max_length=MOST_STOPS)]
+    ) = []
     stream: bool = False
     stream_options: "StreamOptions | None" = None
     # Beyond OpenAI's, under the names that vLLM gave them.

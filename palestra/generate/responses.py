@@ -20,8 +20,8 @@ class ClientGone(Exception):
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    """One server-sent event. In ASCII: readers of lines take more than a line feed for the end of one."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def error_response(error: ApiError) -> Response:

@@ -1,12 +1,12 @@
 """The model at work: pieces of prompts into the cache, bursts of decode steps, new weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from palestra.errors import UsageError
-from palestra.generate.cache import COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
+from palestra.generate.cache import BLOCK, COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
 from palestra.generate.rows import Rows, Step, advance
 from palestra.generate.sampler import Needs
 from palestra.generate.tiles import ROWS, Tiles
@@ -14,6 +14,9 @@ from palestra.lm.head import logits
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
 from palestra.lm.ops import wide
+
+PORTION = BLOCK
+"""Tokens of prompts in one forward pass on the CPU: more would not fit into its caches. A whole number of blocks."""
 
 
 class Runner:
@@ -45,7 +48,7 @@ class Runner:
         self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over weights in place. Nothing has changed if a name or a shape does not fit."""
+        """Take over weights in place. Nothing has changed if a name, a shape or a value does not fit."""
         mine = self.model.state_dict()
         if missing := sorted(mine.keys() - weights.keys()):
             raise UsageError(f"the weights lack {_named(missing)}, which the model has")
@@ -55,6 +58,10 @@ class Runner:
             if tensor.shape != weights[name].shape:
                 theirs = tuple(weights[name].shape)
                 raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
+            # The extremes tell, for they carry a NaN, and cost no copy of the weights.
+            extremes = torch.stack(weights[name].detach().aminmax()).to(tensor.dtype)
+            if not extremes.isfinite().all():
+                raise UsageError(f"the weight {name} has values that are not finite in {tensor.dtype}")
         for name, tensor in mine.items():
             tensor.copy_(weights[name].detach())
         if self.tiles is not None:
@@ -63,12 +70,16 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
         """Put the keys and values of `tokens`, those of all segments end to end, into the cache."""
-        positions = [position for segment in segments for position in range(segment.start, segment.end)]
         if self.tiles is not None:
             self.tiles.for_prefill()
-        padding = [0] * (self._padded(len(tokens)) - len(tokens))
-        inputs = torch.tensor([[*tokens, *padding], [*positions, *padding]], device=self.device)
-        self.model(inputs[0], inputs[1], PrefillAttention(self.cache, segments))
+        offset = 0
+        for portion in _portions(segments):
+            positions = [position for segment in portion for position in range(segment.start, segment.end)]
+            padding = [0] * (self._padded(len(positions)) - len(positions))
+            mine = tokens[offset : offset + len(positions)]
+            inputs = torch.tensor([[*mine, *padding], [*positions, *padding]], device=self.device)
+            self.model(inputs[0], inputs[1], PrefillAttention(self.cache, portion))
+            offset += len(positions)
 
     @torch.inference_mode()
     def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
@@ -101,6 +112,20 @@ class Runner:
 
     def _padded(self, count: int) -> int:
         return count if self.tiles is None else -(-count // ROWS) * ROWS
+
+
+def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """The segments in order, cut and put together to portions of at most PORTION tokens."""
+    portion, size = [], 0
+    for segment in segments:
+        for start in range(segment.start, segment.end, PORTION):
+            piece = Segment(segment.row, start, min(start + PORTION, segment.end))
+            if size + piece.end - piece.start > PORTION:
+                yield portion
+                portion, size = [], 0
+            portion.append(piece)
+            size += piece.end - piece.start
+    yield portion
 
 
 def _named(names: list[str]) -> str:

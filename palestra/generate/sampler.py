@@ -109,7 +109,7 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - normaliser
     if not needs.top:
         return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
-    top = probabilities.topk(needs.top, dim=-1)
+    top = probabilities.topk(min(needs.top, probabilities.shape[1]), dim=-1)
     values = scores.gather(1, top.indices) - normaliser[:, None]
     return Choice(tokens, logprobs, top.indices, values.masked_fill(top.values == 0, NEGATIVE))
 

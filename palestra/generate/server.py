@@ -30,7 +30,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine import Engine
 from palestra.generate.gate import Gate
-from palestra.generate.jobs import PromptTooLong
+from palestra.generate.jobs import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
 from palestra.generate.openai import Answer, ApiError, ChatBody, CompletionBody
 from palestra.generate.prometheus import CONTENT_TYPE
@@ -191,7 +191,7 @@ def create_app(
     @app.get("/health")
     async def health() -> Response:
         if engine.failure is not None:
-            return error_response(service.explain(engine.failure))
+            return error_response(service.explain(EngineFailed(engine.failure)))
         return JSONResponse({"status": "ok", "model": model_name, "version": engine.version})
 
     @app.get("/metrics")

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.jobs import PromptTooLong, QueueFull
+from palestra.generate.jobs import EngineFailed, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
 from palestra.generate.openai import Answer, ApiError
 from palestra.generate.prometheus import Counter, Histogram, gauges
@@ -55,14 +55,16 @@ class Service:
 
     async def chunks(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Chunk], None]:
         """What the requests' streams give as it comes, with the place of the request in the list."""
-        started, first = time.monotonic(), True
+        started = time.monotonic()
+        answered: set[int] = set()
         with self._admit(requests):
-            self.prompt_tokens.add(amount=sum(len(request.prompt) for request in requests))
             async with aclosing(_merged([self.generator.stream(request) for request in requests])) as merged:
                 async for place, chunk in merged:
-                    if first:
+                    if not answered:
                         self.first_token.observe(time.monotonic() - started)
-                        first = False
+                    if place not in answered:
+                        self.prompt_tokens.add(amount=len(requests[place].prompt))
+                        answered.add(place)
                     self.new_tokens.add(amount=len(chunk.tokens))
                     yield place, chunk
 
@@ -92,12 +94,11 @@ class Service:
         match error:
             case ApiError():
                 return error
-            case _ if error is self.generator.engine.failure:
-                if error is not self._reported:
-                    log.critical("the engine has failed", exc_info=error)
-                    self._reported = error
-                said = f"The engine has failed, and every request with it: {_said(error)}"
-                return ApiError(503, said, kind="server_error")
+            case EngineFailed():
+                if error.__cause__ is not self._reported:
+                    log.critical("the engine has failed", exc_info=error.__cause__)
+                    self._reported = error.__cause__
+                return ApiError(503, f"The engine has failed, and every request with it: {error}", kind="server_error")
             case PromptTooLong():
                 return ApiError(400, str(error), code="context_length_exceeded")
             case QueueFull():

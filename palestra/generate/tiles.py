@@ -12,10 +12,10 @@ from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
 from palestra.lm.ops import Linear
 
-PREFILL_ROWS = 128
+PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
 """Rows of a product. A matrix library picks its kernel, and with it the order of additions, by the number of rows: the
-same number always gives the same bits. bf16 needs 64 to reach the matrix units."""
+same number always gives the same bits. bf16 needs 64 to reach the matrix units, and more to keep them busy."""
 ROWS = 16
 """Everything but products works on a multiple of so many rows: cut into a thread's shares between rows, so that no
 row has elements at the end of a share, where one by one they round otherwise than in vectors."""
@@ -27,7 +27,8 @@ class Tiles:
     """How many rows a product is computed with, for all matrices of a model that this puts into tiles."""
 
     def __init__(self, model: Transformer):
-        self.dtype, self.rows = model.dtype, PREFILL_ROWS
+        self.dtype = model.dtype
+        self.for_prefill()
         self.head = TiledHead(model.unembed, self)
         self._matrices: list[TiledLinear] = [self.head]
         for module in list(model.modules()):
@@ -45,11 +46,11 @@ class Tiles:
 
     def for_prefill(self) -> None:
         """Many rows: large tiles."""
-        self.rows = PREFILL_ROWS
+        self.rows = PREFILL_ROWS.get(self.dtype, 64)
 
     def for_decoding(self) -> None:
         """Maybe few rows: tiles that waste little. A token is only ever computed in one of the two sizes."""
-        self.rows = DECODE_ROWS.get(self.dtype, PREFILL_ROWS)
+        self.rows = DECODE_ROWS.get(self.dtype, 64)
 
     def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A function of rows (T, …), tile by tile; the last one is filled up with zeros."""

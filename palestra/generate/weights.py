@@ -9,6 +9,7 @@ from torch import Tensor
 
 from palestra.errors import UsageError
 from palestra.lm.hf import load_pretrained
+from palestra.lm.peft import WEIGHTS as ADAPTERS
 from palestra.runs.tree import Leaf, flatten, safetensors_chunks
 
 PIECE = 1 << 20
@@ -16,9 +17,14 @@ PIECE = 1 << 20
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights of a Hugging Face folder, of a checkpoint that has one as `model/`, or of a safetensors file."""
+    folder = path / "model" if (path / "model").is_dir() else path
+    if path.name == ADAPTERS or (folder / ADAPTERS).is_file():
+        raise UsageError(
+            f"{path} holds LoRA adapters alone, and a server takes whole weights: send those of the model with its "
+            "adapters merged"
+        )
     if path.is_file():
         return read_safetensors(path)
-    folder = path / "model" if (path / "model").is_dir() else path
     if not (folder / "config.json").is_file():
         raise UsageError(
             f"{path} is no model: expected a folder with a config.json, a checkpoint, or a safetensors file"

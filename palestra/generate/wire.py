@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from palestra.generate.jobs import LONGEST_STOP, MOST_ALTERNATIVES, MOST_STOPS
 from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
 
 # What both `/generate` and OpenAI's endpoints accept. Numbers are finite, and fit the engine's 64-bit tensors.
@@ -15,8 +16,8 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Samples = Annotated[int, Field(ge=1, le=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Alternatives = Annotated[int, Field(ge=0, le=20)]
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
 class SamplingBody(BaseModel):
@@ -30,7 +31,8 @@ class SamplingBody(BaseModel):
     min_p: MinP = 0.0
     max_new_tokens: Count = 128
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    stop: Annotated[tuple[StopString, ...], Field(strict=False)] = ()  # JSON has lists, no tuples
+    # JSON has lists, no tuples.
+    stop: Annotated[tuple[StopString, ...], Field(strict=False, max_length=MOST_STOPS)] = ()
     stop_ids: Annotated[tuple[TokenId, ...], Field(strict=False)] = ()
     ignore_eos: bool = False
     seed: Seed | None = None

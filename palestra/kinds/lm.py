@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,8 +21,8 @@ from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import find_model, open_model
 from palestra.kinds.together import check_ranks, done, follow, following, threads_each, together
 from palestra.kinds.trial import Launch, run_sessions
-from palestra.lm.compiling import compile_for_training
-from palestra.lm.datasets import kept_tokenizer, made_tokenizer, mixture_of
+from palestra.lm.compiling import compile_cache, compile_for_training
+from palestra.lm.datasets import Data, kept_tokenizer, made_tokenizer, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import empty_model, load_pretrained, read_eos, read_folder, save_weights
 from palestra.lm.hf_config import is_classifier
@@ -35,6 +35,7 @@ from palestra.lm.sharding import whole
 from palestra.lm.shards import Shards
 from palestra.lm.trainer import Objective, train
 from palestra.lm.value_head import ScalarModel
+from palestra.runs.checkpoint import is_checkpoint, keep
 from palestra.runs.due import due
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
@@ -47,7 +48,7 @@ from palestra.spec.shape import Shape
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
 
-SAMPLES, INIT = "samples.jsonl", "init.json"
+SAMPLES, INIT, CONTENTS = "samples.jsonl", "init.json", "data.json"
 VOCAB_MULTIPLE = 64  # a vocabulary that is a multiple of it multiplies faster
 
 log = logging.getLogger("palestra.lm")
@@ -85,16 +86,20 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     require_sinks(spec.track.sinks)
     if not ranks.first:
         return follow(session, ranks, launch)
+    launch = with_model(spec, launch)
     # A spec that cannot run ends here, before it has a folder.
-    start = start_of(spec, launch.root)
-    mixture_of(prepare(spec, start), spec.data, spec.train, spec.seed)
-    sample_prompts(spec, start)
+    meant = starting_from(spec, launch.init)
+    start = start_of(meant, launch.root)
+    mixture_of(prepare(meant, start), spec.data, spec.train, spec.seed)
+    sample_prompts(meant, start)
+    keep_start(launch.init)
+    threads = threads_each(spec, device)
     trial = run_sessions(
         spec,
         launch,
-        together(session, spec, ranks),
+        together(session, spec, ranks, threads),
         fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
-        threads=threads_each(spec),
+        threads=threads,
         total=spec.train.steps,
         unit="steps",
     )
@@ -121,11 +126,14 @@ def run_lm_session(
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
     try:
-        with session if ranks.first else following(folder, ranks.rank):
-            spec = ranks.from_first(settled(spec, session, launch.root) if ranks.first else None)
+        with session if ranks.first else following(folder, ranks.rank), compile_cache(spec.train.compile_cache):
+            spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
             start = start_of(spec, launch.root)
+            data = prepare(spec, start)
+            if ranks.first:
+                check_data(session, data, start)
             model = build_model(spec, start, session.seed, device)
-            objective = make_objective(spec, start, prepare(spec, start), session.seed, model)
+            objective = make_objective(spec, start, data, session.seed, model)
             trained = scored_model(model, start) if scalar else model
             ranks.shard(trained)
             compile_for_training(model, spec.train, device)
@@ -152,15 +160,52 @@ def device_of(spec: LmSpec) -> torch.device:
     return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
 
 
-def settled(spec: LmSpec, session: Session, root: Path) -> LmSpec:
-    """The spec with the very model that `model.init` meant when the session began: a name goes on to newer runs."""
+def with_model(spec: LmSpec, launch: Launch) -> Launch:
+    """The launch with the very model that `model.init` meant when the trial began: a name goes on to newer runs."""
     if spec.model.init is None:
-        return spec
+        return launch
+    begun = [] if launch.resume is None else [one.path / INIT for one in launch.resume.sessions()]
+    pinned = next((read_json(path)["model"] for path in begun if path.exists()), None)
+    folder = find_model(pinned or spec.model.init, launch.root).folder.absolute()
+    return replace(launch, init=str(folder))
+
+
+def keep_start(init: str | None) -> None:
+    """Let no run prune the checkpoint that this one starts from: resuming reads it again, and so do its adapters."""
+    if init is None or not is_checkpoint(Path(init).parent):
+        return
+    try:
+        keep(Path(init).parent)
+    except OSError as error:  # somebody else's run
+        log.warning("%s cannot be marked as kept (%s): do not let its run go on", Path(init).parent, error.strerror)
+
+
+def starting_from(spec: LmSpec, init: str | None) -> LmSpec:
+    """The spec with another `model.init`."""
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"init": init})})
+
+
+def settled(spec: LmSpec, session: Session, init: str | None) -> LmSpec:
+    """The spec with the model that the session began with, which is written down at its first start."""
     path = session.path / INIT
+    if init is not None and not path.exists():
+        write_json(path, {"model": init})
+    return starting_from(spec, None if init is None else read_json(path)["model"])
+
+
+def check_data(session: Session, data: Data, start: Start) -> None:
+    """Refuse to go on with other data than the session began with, which are written down at its first start."""
+    now = {"model.tokenizer": start.tokenizer.fingerprint, **data.contents}
+    path = session.path / CONTENTS
     if not path.exists():
-        write_json(path, {"model": str(find_model(spec.model.init, root).folder.absolute())})
-    model = spec.model.model_copy(update={"init": read_json(path)["model"]})
-    return spec.model_copy(update={"model": model})
+        write_json(path, now)
+    before = read_json(path)
+    changed = [place for place, content in now.items() if before.get(place) != content]
+    if changed:
+        raise UsageError(
+            f"{' and '.join(changed)}: not what {session.path} was started with: resuming would train on other tokens. "
+            "Restore the files as they were, or start a new run"
+        )
 
 
 def start_of(spec: LmSpec, root: Path) -> Start:
@@ -168,9 +213,9 @@ def start_of(spec: LmSpec, root: Path) -> Start:
     wanted, config, eos, folder = spec.model, {}, (), None
     if wanted.init is not None:
         found = find_model(wanted.init, root)
-        folder, weights = found.folder, found.weights
-        config, shape = read_folder(weights)
-        tokenizer_folder, eos = weights, read_eos(weights, config)
+        folder = found.folder
+        config, shape = read_folder(found.weights)
+        tokenizer_folder, eos = found.tokenizer, read_eos(found.generation, config)
         if is_classifier(config) and spec.kind != "reward_model":
             raise UsageError(f"model.init: {wanted.init} is a reward model, which scores texts and writes none")
         if spec.data.context > shape.context:
@@ -180,7 +225,8 @@ def start_of(spec: LmSpec, root: Path) -> Start:
     else:
         assert wanted.shape is not None  # ModelSpec.problems
         assert wanted.tokenizer is not None
-        tokenizer_folder, shape = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template), wanted.shape
+        pairs, shape = spec.kind == "reward_model", wanted.shape
+        tokenizer_folder = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template, pairs=pairs)
     tokenizer = Tokenizer.load(tokenizer_folder)
     if wanted.chat_template is not None:
         tokenizer = tokenizer.with_chat_template(wanted.chat_template)
@@ -241,7 +287,8 @@ class Keeper:
             assert self.start.folder is not None  # ModelSpec.problems
             base = str(self.start.folder.absolute())  # adapters are read from anywhere
             adapters = self.ranks.gather(adapter_state(self.transformer))
-            return lambda folder: save_peft(folder, self.transformer, base, adapters)
+            tokenizer, eos = self.start.tokenizer, self.start.eos
+            return lambda folder: save_peft(folder, self.transformer, base, adapters, tokenizer=tokenizer, eos=eos)
         weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
         score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
         return lambda folder: save_weights(

@@ -1,6 +1,5 @@
 """Finds models by what people call them: a run, a checkpoint, a folder, a URL or a name on the Hub."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,11 +8,12 @@ import torch
 from palestra.data.sources import resolve
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.lm.hf import Pretrained, empty_model, load_pretrained
+from palestra.lm.hf import GENERATION_CONFIG, Pretrained, empty_model, has_tokenizer, load_pretrained, read_eos
 from palestra.lm.lora import merged_weights
 from palestra.lm.peft import CONFIG as ADAPTER_CONFIG
 from palestra.lm.peft import load_peft
 from palestra.runs.run import open_run
+from palestra.runs.store import read_json
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Found:
     base: Path | None
     """The folder of the model that adapters belong to; it may have adapters itself."""
     weights: Path
-    """The folder with the weights and the tokenizer that all of it rests on."""
+    """The folder with the weights that all of it rests on."""
+    tokenizer: Path
+    """The folder with the tokenizer: that of the adapters, where they have one of their own."""
+    generation: Path
+    """The folder whose generation_config.json holds, or config.json where there is none."""
 
 
 def find_model(ref: str | Path, root: Path | str = "runs") -> Found:
     """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
-    folder = _folder(str(ref), Path(root))
-    if not (folder / ADAPTER_CONFIG).exists():
-        return Found(folder, None, folder)
-    base = find_model(json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"], root)
-    return Found(folder, base.folder, base.weights)
+    return _found(str(ref), Path(root), ())
 
 
 def open_model(
@@ -47,16 +47,35 @@ def open_model(
 ) -> tuple[Pretrained, Tokenizer]:
     """A model with its adapters put into its weights, and its tokenizer."""
     found = find_model(ref, root)
-    if found.base is not None:
-        loaded, tokenizer = open_model(found.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
+    if not has_tokenizer(found.tokenizer):
+        raise UsageError(f"{found.tokenizer} has no tokenizer: put a tokenizer.json beside its weights")
+    if found.base is None:
+        loaded = load_pretrained(found.folder, dtype, param_dtype, device)
+    else:
+        loaded, _ = open_model(found.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
         load_peft(found.folder, loaded.model)
         plain = empty_model(loaded.model.shape, dtype, param_dtype, device)
         plain.load_state_dict(merged_weights(loaded.model))
-        return replace(loaded, model=plain), tokenizer
-    loaded = load_pretrained(found.folder, dtype, param_dtype, device)
-    if loaded.tokenizer is None:
-        raise UsageError(f"{found.folder} has no tokenizer: put a tokenizer.json beside its weights")
-    return loaded, Tokenizer.load(loaded.tokenizer)
+        eos = read_eos(found.generation, loaded.config)
+        loaded = replace(loaded, model=plain, tokenizer=found.tokenizer, eos=eos)
+    return loaded, Tokenizer.load(found.tokenizer)
+
+
+def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> Found:
+    folder = _folder(ref, root)
+    if not (folder / ADAPTER_CONFIG).exists():
+        return Found(folder, None, folder, folder, folder)
+    if folder.resolve() in seen:
+        raise UsageError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path leads back to these adapters themselves")
+    named = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
+    base = _found(named, root, (*seen, folder.resolve()))
+    return Found(
+        folder,
+        base.folder,
+        base.weights,
+        folder if has_tokenizer(folder) else base.tokenizer,
+        folder if (folder / GENERATION_CONFIG).exists() else base.generation,
+    )
 
 
 def _folder(ref: str, root: Path) -> Path:

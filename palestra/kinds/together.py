@@ -38,17 +38,21 @@ def check_ranks(spec: LmSpec, ranks: Ranks, device: torch.device) -> None:
         raise UsageError(f"devices: {spec.devices}, but torch sees {torch.cuda.device_count()} GPUs here")
 
 
-def threads_each(spec: LmSpec) -> int:
-    """Torch threads of one process: this machine's cores are shared by the ranks on it."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1)
-    return spec.threads or max(1, (os.cpu_count() or 1) // here)
+def threads_each(spec: LmSpec, device: torch.device) -> int:
+    """Torch threads of one process: this machine's cores are shared by the ranks on it, or by the seeds.
+
+    On a GPU a seed takes all of them, so that the seeds are trained one after the other: they would share its memory.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1)
+    seeds = 1 if device.type == "cuda" else spec.max_session
+    return spec.threads or max(1, (os.cpu_count() or 1) // (ranks * seeds))
 
 
-def together(session: TrainSession, spec: LmSpec, ranks: Ranks) -> TrainSession:
+def together(session: TrainSession, spec: LmSpec, ranks: Ranks, threads: int) -> TrainSession:
     """What trains a session on all ranks, called by the first of them or by the one process there is so far."""
     if ranks.size > 1:
         return partial(_lead, session, ranks)
-    return session if (spec.devices or 1) == 1 else partial(_start, session, spec)
+    return session if (spec.devices or 1) == 1 else partial(_start, session, spec, threads)
 
 
 def done(ranks: Ranks, trial: Run) -> Run:
@@ -95,7 +99,7 @@ def _train(session: TrainSession, ranks: Ranks, folder: Path, launch: Launch) ->
         raise
 
 
-def _start(session: TrainSession, spec: LmSpec, folder: Path, launch: Launch) -> None:
+def _start(session: TrainSession, spec: LmSpec, threads: int, folder: Path, launch: Launch) -> None:
     """Train in processes of their own; the error of the one that failed first is raised here."""
     assert spec.devices is not None
     with socket.socket() as probe:
@@ -103,7 +107,7 @@ def _start(session: TrainSession, spec: LmSpec, folder: Path, launch: Launch) ->
         port = probe.getsockname()[1]
     size = str(spec.devices)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    pool = Pool(spec.devices, threads=threads_each(spec), name=spec.name, env=where, heartbeat_timeout=SILENT_SECONDS)
+    pool = Pool(spec.devices, threads=threads, name=spec.name, env=where, heartbeat_timeout=SILENT_SECONDS)
     stop: list[bool] = []
     failed: list[BaseException] = []
     killed: list[BaseException] = []

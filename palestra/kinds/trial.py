@@ -41,6 +41,8 @@ class Launch:
     show: bool = True
     objects: dict[str, Any] = field(default_factory=dict)
     """What a spec file cannot hold: an environment given as a Python object."""
+    init: str | None = None
+    """The folder of the model to start from, once it is found: all seeds start from the same."""
 
 
 class TrialFailed(PalestraError):

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.data.packing import micro_batches
 from palestra.lm.attention import PackedAttention
 from palestra.lm.head import token_logprobs
 from palestra.lm.model import Output, Transformer
@@ -105,11 +104,6 @@ class Batch:
     def select_groups(self, groups: Sequence[int], group: int) -> "Batch":
         """Some of the groups of `group` consecutive sequences."""
         return self.select([g * group + i for g in groups for i in range(group)])
-
-    def split(self, max_tokens: int, group: int = 1) -> list["Batch"]:
-        """Micro-batches of similar size and at most `max_tokens`; `group` consecutive sequences stay together."""
-        sizes = self.group_sizes(group)
-        return [self.select_groups(part, group) for part in micro_batches(sizes, max(max_tokens, max(sizes)))]
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """Where the tokens of `select(sequences)` lie in this batch."""

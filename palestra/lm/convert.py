@@ -14,7 +14,7 @@ from palestra.data.wheels import fetch_wheel_file
 from palestra.errors import UsageError
 from palestra.lm.families import FAMILIES
 from palestra.lm.gguf import load_gguf
-from palestra.lm.hf import MAX_SHARD_BYTES, checked_names, save_weights, slots, written_whole
+from palestra.lm.hf import MAX_SHARD_BYTES, buffers_of, checked_names, save_weights, slots, written_whole
 from palestra.lm.hf_config import is_classifier, read_folder
 from palestra.lm.llama2c import EOS, load_llama2c
 from palestra.lm.shards import INDEX, Shards, write_shards
@@ -89,12 +89,13 @@ def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_s
     with Shards(source) as shards, written_whole(target) as part:
         places = slots(shape, FAMILIES.get(config["model_type"]))
         checked_names(shards, places, shape, score=is_classifier(config))
+        buffers = buffers_of(shape)
         names = [slot.theirs for slot in places] + (["score.weight"] if is_classifier(config) else [])
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name in names:
                 tensor = shards.tensor(name)
-                yield name, tensor.to(dtype or tensor.dtype)
+                yield name, tensor.to(tensor.dtype if name in buffers else dtype or tensor.dtype)
 
         for path in source.iterdir():
             if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (INDEX, "config.json"):

@@ -15,10 +15,11 @@ import numpy as np
 
 from palestra.data.cache import cache_root
 from palestra.data.chat_encoders import ChatEncoder
+from palestra.data.conversations import conversation, pair
 from palestra.data.encoders import Encoder, TextEncoder, cached_tokenizer
 from palestra.data.example import Documents, Example, Windows
-from palestra.data.mixture import Dataset, Mixture, Stages
-from palestra.data.readers import COMPRESSED, FORMATS, Shard, read_rows, shards
+from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages
+from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
 from palestra.data.sources import resolve
 from palestra.data.store import TokenStore
 from palestra.data.tokenise import build_store
@@ -29,6 +30,7 @@ from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import BpeSpec, LmData, LmTrainSpec, Source, TextSource
 
 Item = TypeVar("Item")
+Made = tuple[Dataset[Item], list[TokenStore]]  # examples, and the stores they are read from
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Data(Generic[Item]):
     evals: dict[str, Dataset[Item]]
     weights: dict[str, float]
     """Of the training sources, where no stage says otherwise."""
+    contents: dict[str, str]
+    """What every source's tokens are made of, by its place in the spec: the same after files were moved."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,11 @@ def _trained(store: TokenStore, context: int) -> np.ndarray:
 def text_data(data: PretrainData, tokenizer: Path) -> Data[Example]:
     """Windows of plain texts."""
 
-    def examples(source: Source) -> Dataset[Example]:
+    def examples(source: Source) -> Made[Example]:
         assert isinstance(source, TextSource)
-        windows = Windows(_stored(source, TextEncoder.load(tokenizer, text_key=source.key)), data.context)
-        return windows if data.documents else Joined(windows)
+        store = _stored(source, TextEncoder.load(tokenizer, text_key=source.key))
+        windows = Windows(store, data.context)
+        return windows if data.documents else Joined(windows), [store]
 
     return _split(data, examples)
 
@@ -142,8 +147,9 @@ def chat_data(data: ChatData, tokenizer: Path) -> Data[Example]:
     """Conversations, one an example."""
     _check_template(data, tokenizer)
 
-    def examples(source: Source) -> Dataset[Example]:
-        return Conversations(_stored(source, ChatEncoder.load(tokenizer, format=data.format)), data)
+    def examples(source: Source) -> Made[Example]:
+        store = _stored(source, ChatEncoder.load(tokenizer, format=data.format))
+        return Conversations(store, data), [store]
 
     return _split(data, examples)
 
@@ -152,10 +158,10 @@ def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
     """Preference pairs."""
     _check_template(data, tokenizer)
 
-    def examples(source: Source) -> Dataset[tuple[Example, Example]]:
+    def examples(source: Source) -> Made[tuple[Example, Example]]:
         chosen = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="chosen"))
         rejected = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="rejected"))
-        return Pairs(chosen, rejected, data)
+        return Pairs(chosen, rejected, data), [chosen, rejected]
 
     return _split(data, examples)
 
@@ -170,8 +176,9 @@ def mixture_of(found: Data[Item], data: LmData, train: LmTrainSpec, seed: int) -
                 f"data.stages: a stage begins with a block of {block} examples; with {batch} a step, steps are "
                 f"multiples of {block // np.gcd(block, batch)}. Change the steps, train.batch or data.mix.block"
             )
-        stages = [(stage.step * batch, stage.weights) for stage in data.stages]
-        weights = stages if data.stages[0].step == 0 else [(0, found.weights), *stages]
+        stages = [(stage.step, _positive(stage.weights)) for stage in data.stages]
+        stages = stages if stages[0][0] == 0 else [(0, _positive(found.weights)), *stages]
+        weights = BatchSchedule([(0, batch)]).rescale(stages)
     stop = data.mix.stop
     mixture = Mixture(found.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
     if not mixture.endless and len(mixture) < train.steps * batch:
@@ -182,17 +189,22 @@ def mixture_of(found: Data[Item], data: LmData, train: LmTrainSpec, seed: int) -
     return mixture
 
 
-def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None) -> Path:
-    """The folder of a tokenizer: one that exists, or one made of the training texts and kept in the cache."""
+def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None, *, pairs: bool = False) -> Path:
+    """The folder of a tokenizer: one that exists, or one made of the training texts and kept in the cache.
+
+    `pairs` says that rows are preference pairs, not conversations.
+    """
     if isinstance(wanted, str) and wanted != "characters":
         return resolve(wanted, kind="model", allow=("*.json", "*.jinja", "*.txt", "*.model"))
-    files = {name: (_shards(data.train[name]), _key(data.train[name])) for name in data.trained}
+    sources = [data.train[name] for name in data.trained]
+    files = [(_shards(source), source.key if isinstance(source, TextSource) else None) for source in sources]
     # What a chat template writes around the texts has to have tokens too.
     around = [] if isinstance(data, PretrainData) else ["system\nuser\nassistant\n", template or ""]
-    identity = [repr(wanted), around, [[key, *map(str, found)] for found, key in files.values()]]
+    identity = [repr(wanted), around, pairs, [[key, *map(str, found)] for found, key in files]]
     folder = cache_root() / "tokenizers" / _digest(identity)
     if not folder.exists():
-        texts = chain(around, (text for found, key in files.values() for text in _texts(found, key)))
+        found_texts = (_messages(found, pairs=pairs) if key is None else _texts(found, key) for found, key in files)
+        texts = chain(around, chain.from_iterable(found_texts))
         made = train_bpe(texts, wanted.bpe) if isinstance(wanted, BpeSpec) else character_tokenizer(texts)
         _save_whole(made, folder)
     return folder
@@ -214,15 +226,18 @@ def bytes_of_tokens(tokenizer: Tokenizer, vocab: int) -> np.ndarray:
     return np.pad(np.array(sizes, np.int64), (0, vocab - tokenizer.vocab_size))
 
 
-def _split(data: LmData, examples: Callable[[Source], Dataset[Item]]) -> Data[Item]:
+def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]:
     """The training sources without what is held out of them, and all that is evaluated on."""
     trained: dict[str, Dataset[Item]] = {}
     evaluated: dict[str, Dataset[Item]] = {}
-    for place, source in data.sources.items():
-        whole, name = examples(source), place.rpartition(".")[2]
+    contents: dict[str, str] = {}
+    for part, name, source in data.sources:
+        place = f"data.{part}.{name}"
+        whole, stores = examples(source)
+        contents[place] = _digest([_content(store) for store in stores])
         if len(whole) == 0:
             raise UsageError(f"{place}: {source.path} has no example for data.context = {data.context} tokens")
-        if place.startswith("data.eval.") or name not in data.trained:
+        if part == "eval" or name not in data.trained:
             evaluated[name] = whole
             continue
         held = int(len(whole) * data.holdout)
@@ -233,7 +248,17 @@ def _split(data: LmData, examples: Callable[[Source], Dataset[Item]]) -> Data[It
         trained[name] = Part(whole, 0, len(whole) - held)
         if held:
             evaluated[name] = Part(whole, len(whole) - held, len(whole))
-    return Data(trained, evaluated, {name: data.train[name].weight for name in trained})
+    return Data(trained, evaluated, {name: data.train[name].weight for name in trained}, contents)
+
+
+def _content(store: TokenStore) -> list[Any]:
+    """The recipe and the files of a store, by their checksums where they are local."""
+    files = [[record.checksum or record.shard.stamp, record.shard.split] for record in store.ledger.shards]
+    return [store.fingerprint, store.ledger.recipe, files]
+
+
+def _positive(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: weight for name, weight in weights.items() if weight > 0}
 
 
 def _check_template(data: ChatData, tokenizer: Path) -> None:
@@ -252,11 +277,12 @@ def _stored(source: Source, encoder: Encoder) -> TokenStore:
 
 def _shards(source: Source) -> list[Shard]:
     """Local files and patterns as they are; names of datasets through the cache."""
-    known = any(mark in source.path for mark in "*?[") or "://" in source.path or os.path.exists(source.path)
-    if not known and Path(source.path).suffix in (*FORMATS, *COMPRESSED):  # not a name on the Hub
-        raise UsageError(f"data: there is no file {source.path} in {Path.cwd()}")
+    path = os.path.expanduser(source.path)
+    known = any(mark in path for mark in "*?[") or "://" in path or os.path.exists(path)
+    if not known and Path(path).suffix in (*FORMATS, *COMPRESSED):  # not a name on the Hub
+        raise UsageError(f"data: there is no file {path} in {Path.cwd()}")
     split = source.split if isinstance(source, TextSource) else None
-    return shards(source.path if known else resolve(source.path, kind="dataset"), split=split)
+    return shards(path if known else resolve(path, kind="dataset"), split=split)
 
 
 def _workers(found: list[Shard]) -> int:
@@ -271,8 +297,14 @@ def _texts(found: Iterable[Shard], key: str) -> Iterator[str]:
             yield from _strings(row.get(key, row))
 
 
-def _key(source: Source) -> str:
-    return source.key if isinstance(source, TextSource) else "text"
+def _messages(found: Iterable[Shard], *, pairs: bool) -> Iterator[str]:
+    """What conversations, or both of each pair, say."""
+    for shard in found:
+        for number, row in numbered_rows(shard):
+            try:
+                yield from _strings(pair(row) if pairs else conversation(row))
+            except UsageError as error:
+                raise UsageError(f"{shard.place(number)}: {error}") from error
 
 
 def _save_whole(tokenizer: Tokenizer, folder: Path) -> None:

@@ -22,6 +22,7 @@ from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.shape import Shape
 
 MAX_SHARD_BYTES = 5_000_000_000
+GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Rotary tables that old versions of transformers stored; they follow from the config.
 _DERIVED = ".rotary_emb.inv_freq"
@@ -68,8 +69,7 @@ def load_pretrained(
         for slot in places:
             state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
         score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
-    has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
-    return Pretrained(model, folder if has_tokenizer else None, read_eos(folder, config), config, score)
+    return Pretrained(model, folder if has_tokenizer(folder) else None, read_eos(folder, config), config, score)
 
 
 def save_pretrained(
@@ -124,19 +124,14 @@ def save_weights(
     if score is not None:
         name = "PalestraForSequenceClassification" if family is None else family.classifier
         config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    special = {
-        "bos_token_id": base.get("bos_token_id") if tokenizer is None else tokenizer.bos,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-        "pad_token_id": base.get("pad_token_id") if tokenizer is None else tokenizer.pad,
-    }
+    special = special_ids(tokenizer, eos, base)
     config |= {**special, "torch_dtype": str(dtype or weights["embed"].dtype).removeprefix("torch.")}
 
-    skeleton = _skeleton(shape)
-    expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in _skeleton(shape).state_dict().items()}
     wrong = [name for name, size in expected.items() if name not in weights or weights[name].shape != size]
     if wrong:
         raise DamagedModel(f"weights that are missing or do not have the sizes of {shape!r}: {', '.join(wrong[:20])}")
-    buffers = {name for name, _ in skeleton.named_buffers()}  # selection biases: kept as they are
+    buffers = buffers_of(shape)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for slot in slots(shape, family):
@@ -147,7 +142,7 @@ def save_weights(
 
     with written_whole(folder) as part:
         write_json(part / "config.json", config)
-        write_json(part / "generation_config.json", special)
+        write_json(part / GENERATION_CONFIG, special)
         if tokenizer is not None:
             tokenizer.save(part)
         write_shards(part, tensors(), max_shard_bytes)
@@ -172,6 +167,11 @@ def slots(shape: Shape, family: Family | None) -> list[Slot]:
         found += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
     found.append(Slot("model.norm.weight", "norm.weight"))
     return found if shape.tied else [*found, Slot("lm_head.weight", "head")]
+
+
+def buffers_of(shape: Shape) -> set[str]:
+    """The names of selection biases, which keep their precision; families do not have them."""
+    return {name for name, _ in _skeleton(shape).named_buffers()}
 
 
 def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score: bool) -> set[str]:
@@ -200,9 +200,23 @@ def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score
     return stored
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies there."""
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
+def special_ids(tokenizer: Tokenizer | None, eos: Sequence[int], base: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json and generation_config.json say of special tokens; without a tokenizer, as `base` does."""
+    return {
+        "bos_token_id": base.get("bos_token_id") if tokenizer is None else tokenizer.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": base.get("pad_token_id") if tokenizer is None else tokenizer.pad,
+    }
+
+
 def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a generation: those of generation_config.json, else of config.json."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_CONFIG
     given = read_json(path).get("eos_token_id") if path.exists() else None
     given = config.get("eos_token_id") if given is None else given
     if given is None:

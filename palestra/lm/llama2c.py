@@ -23,7 +23,7 @@ def load_llama2c(path: Path) -> tuple[Shape, dict[str, Tensor]]:
     shape = _read_shape(data, path)
     numbers = torch.from_numpy(np.frombuffer(data, np.float32, offset=_HEADER.size).copy())
     layers, width, vocab, half = shape.layers, shape.width, shape.vocab or 0, shape.dim // 2
-    rows, kv_rows, hidden = shape.heads * shape.dim, shape.kv * shape.dim, shape.mlp
+    rows, kv_rows, hidden = shape.heads * shape.dim, shape.kv * shape.dim, shape.hidden
     # In the order of the file. The tables of cosines and sines follow from the shape.
     sizes: dict[str, tuple[int, ...]] = {
         "embed": (vocab, width),

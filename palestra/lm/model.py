@@ -66,7 +66,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.mlp_norm = (RMSNorm(shape.width, shape.norm_eps) for _ in range(2))
         self.attn = Attention(shape, layer)
-        self.mlp = MLP(shape.width, shape.mlp) if shape.moe is None else MoE(shape.width, shape.moe)
+        self.mlp = MLP(shape.width, shape.hidden) if shape.moe is None else MoE(shape.width, shape.moe)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """The new residual stream, and the router's logits (T, E) where there are experts."""

@@ -1,17 +1,19 @@
 """LoRA adapters as PEFT keeps them: `adapter_model.safetensors` and `adapter_config.json`, out and in."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
+from palestra.lm.hf import GENERATION_CONFIG, special_ids
 from palestra.lm.lora import adapted, adapter_state, add_lora, load_adapter_state
 from palestra.lm.model import Transformer
-from palestra.runs.store import write_bytes
+from palestra.runs.store import write_bytes, write_json
 from palestra.spec.lora import LoraSpec, Matrix
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -31,10 +33,19 @@ _HARMLESS = {
 """Keys of PEFT's config that do not change what trained adapters compute; all others must be unset."""
 
 
-def save_peft(folder: Path, model: Transformer, base: str, adapters: Mapping[str, Tensor] | None = None) -> None:
+def save_peft(
+    folder: Path,
+    model: Transformer,
+    base: str,
+    adapters: Mapping[str, Tensor] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos: Sequence[int] = (),
+) -> None:
     """Write a model's adapters for PEFT; `base` says which model they belong to, as a Hub id or a folder.
 
-    `adapters` are the model's own, whole, where those that it has are split over ranks.
+    `adapters` are the model's own, whole, where those that it has are split over ranks. A `tokenizer` is written beside
+    them with the tokens that end a generation: training may have changed its chat template, and what ends a turn.
     """
     from safetensors.torch import save
 
@@ -58,6 +69,9 @@ def save_peft(folder: Path, model: Transformer, base: str, adapters: Mapping[str
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        write_json(folder / GENERATION_CONFIG, special_ids(tokenizer, eos, {}))
     write_bytes(folder / WEIGHTS, save(weights, {"format": "pt"}))
     write_bytes(folder / CONFIG, json.dumps(config, indent=2).encode())
 

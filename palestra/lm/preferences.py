@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from palestra.data.example import Example
 from palestra.data.mixture import Dataset, Mixture
-from palestra.lm.batch import Batch, score
+from palestra.lm.batch import Batch, forward, score
 from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
@@ -95,7 +95,7 @@ def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
             loss=spec.type,
             label_smoothing=spec.label_smoothing,
         )
-        return Loss(*_summed(terms, batch), router_terms(model, scored.output.router, batch))
+        return Loss(*_summed(terms), router_terms(model, scored.output.router, batch))
 
     return loss
 
@@ -105,18 +105,17 @@ def reward_loss(spec: RewardLossSpec) -> PairLoss:
 
     def loss(model: nn.Module, batch: Batch) -> Loss:
         assert isinstance(model, ScalarModel)
-        scores = model.sequence_scores(batch)
+        output = forward(model.transformer, batch)
+        scores = model.scores_of(output, batch)
         terms = reward_terms(scores[0::2], scores[1::2], margin=spec.margin, centre=spec.centre)
-        return Loss(*_summed(terms, batch))
+        return Loss(*_summed(terms), router_terms(model.transformer, output.router, batch))
 
     return loss
 
 
-def _summed(terms: DpoTerms | RewardTerms, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The summed loss and the other sums, over the pairs of which anything is trained on."""
-    trained = torch.zeros(len(batch), device=batch.tokens.device).index_add(0, batch.sequence_ids, batch.loss_mask)
-    used = ((trained[0::2] + trained[1::2]) > 0).float()
-    sums = {name: (value * used).sum() for name, value in terms._asdict().items()}
+def _summed(terms: DpoTerms | RewardTerms) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed loss and the other sums; data have no pair of which nothing is trained on."""
+    sums = {name: value.sum() for name, value in terms._asdict().items()}
     return sums.pop("loss"), sums
 
 

@@ -37,4 +37,7 @@ class Scorer:
     def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
         """A number for a conversation, higher for a better one."""
         tokens = encode_chat(self.tokenizer, list(messages), add_generation_prompt=False).tokens
+        context = self.model.transformer.shape.context
+        if len(tokens) > context:
+            raise UsageError(f"the conversation has {len(tokens)} tokens, and the reward model reads at most {context}")
         return float(self.model.sequence_scores(Batch.pack([tokens])))

@@ -84,6 +84,15 @@ def train(
     checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(engine)
     recorder = Recorder(session, spec, total=spec.train.steps, unit="steps", show=show) if ranks.first else Silent()
     with recorder as record, profiled(spec.train.profile, session.path / "profile.json", ranks.first) as profile:
+
+        def evaluate() -> dict[str, float]:
+            with speed.paused(), record.span("eval"), engine.averaged():
+                return objective.evaluate(engine)
+
+        def write_samples() -> None:
+            with speed.paused(), record.span("sample"), engine.averaged():
+                sampler.write(step)
+
         last = step >= spec.train.steps
         while not last:
             before = {"steps": step, "tokens": tokens}
@@ -97,23 +106,25 @@ def train(
             # Clocks and signals differ between ranks: the first one decides.
             stop, reasons = ranks.from_first((session.stop_requested, checkpoints.reasons(before, counters)))
             last = step >= spec.train.steps
-            evaluated = last or due(spec.every.eval, before, counters)
+            evaluated, written = last or due(spec.every.eval, before, counters), last or sampler.due(before, counters)
             row: dict[str, float] = {}
             if evaluated or due(spec.every.log, before, counters):
                 row = {name: float(value) for name, value in (sums | stepped).items()}
                 record.rates(speed.since_last(tokens))
             if evaluated:
-                with speed.paused(), record.span("eval"), engine.averaged():
-                    row |= objective.evaluate(engine)
-            if last or sampler.due(before, counters):
-                with speed.paused(), record.span("sample"), engine.averaged():
-                    sampler.write(step)
+                row |= evaluate()
+            if written:
+                write_samples()
             if row:
                 moment = Moment(step, tokens, row, engine.model, session.path)
                 if ranks.first:
                     call_hooks(hooks, moment)
+                if ranks.from_first(moment.stop) and not last:  # a hook ends the run here, as its last step would
+                    last = True
+                    row |= {} if evaluated else evaluate()
+                    if not written:
+                        write_samples()
                 record.row(row, counters, headline=("loss", "eval/loss"))
-                last = ranks.from_first(moment.stop) or last
             reasons = reasons | ({"best"} if "eval/loss" in row else set()) | ({"temporary"} if last or stop else set())
             if reasons:
                 with speed.paused(), record.span("checkpoint"):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.lm.batch import Batch, forward
-from palestra.lm.model import Transformer
+from palestra.lm.model import Output, Transformer
 from palestra.lm.ops import wide
 
 
@@ -34,5 +34,9 @@ class ScalarModel(nn.Module):
 
     def sequence_scores(self, batch: Batch) -> Tensor:
         """What each sequence is worth (B), read at its last token, in FP32."""
+        return self.scores_of(forward(self.transformer, batch), batch)
+
+    def scores_of(self, output: Output, batch: Batch) -> Tensor:
+        """The same from the transformer's own output for the batch."""
         last = batch.cu_seqlens[1:].long() - 1
-        return self.value(forward(self.transformer, batch).hidden[last])
+        return self.value(output.hidden[last])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError
-from palestra.runs.store import sync_folder
+from palestra.runs.store import sync_folder, write_bytes
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step_(\d{9,})")
@@ -99,7 +99,7 @@ def save(
             "offsets": dict(offsets or {}),
             "files": files,
         }
-        _write(temporary / "meta.json", [json.dumps({**meta, "crc32": _crc_of(meta)}, indent=1).encode()])
+        _write(temporary / "meta.json", [_meta_bytes(meta)])
         sync_folder(temporary)
         _put_in_place(temporary, final)
     except OSError as error:
@@ -162,6 +162,21 @@ def newest(
             continue
         return checkpoint
     return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is that of a checkpoint of a session."""
+    return NAME.fullmatch(path.name) is not None and (path / "meta.json").exists()
+
+
+def keep(path: Path) -> None:
+    """Let pruning never take a checkpoint, because something else needs it from now on."""
+    if "kept" in read_meta(path).reasons:
+        return
+    meta = json.loads((path / "meta.json").read_bytes())
+    del meta["crc32"]
+    meta["reasons"] = sorted({*meta["reasons"], "kept"})
+    write_bytes(path / "meta.json", _meta_bytes(meta))
 
 
 def metas(folder: Path) -> list[Meta]:
@@ -270,6 +285,10 @@ def _sync(path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
+
+
+def _meta_bytes(meta: dict[str, Any]) -> bytes:
+    return json.dumps({**meta, "crc32": _crc_of(meta)}, indent=1).encode()
 
 
 def _crc_of(meta: dict[str, Any]) -> int:

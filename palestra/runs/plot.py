@@ -35,14 +35,14 @@ class Curve:
     ys: "np.ndarray"
 
 
-def curves(runs: Sequence[Run], *, metric: str | None = None, x: str | None = None, out: Path) -> list[Path]:
+def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path) -> list[Path]:
     """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation.
 
-    Without `metric` it is the first run's headline; without `x`, frames or tokens where the runs count them.
+    Without `x` it is drawn by frames or tokens where the runs count them.
     """
     tables = [run.metrics() for run in runs]
     columns = {key for rows in tables for row in rows for key in row}
-    x, metric = x or _counted_by(columns), metric or headline(runs[0])
+    x = x or _counted_by(columns)
     if columns and x not in columns:
         known = ", ".join(repr(name) for name in AXES if name in columns)
         raise UsageError(f"--x {x}: no such column; curves are usually drawn by {known}")

@@ -79,7 +79,7 @@ class ExperimentSpec(Model):
     seed: int = Field(default=0, ge=0)
     """The first seed."""
     max_session: int = Field(default=1, ge=1)
-    """How many sessions: the seeds `seed` to `seed + max_session - 1`, run in parallel, make one trial."""
+    """How many sessions: the seeds `seed` to `seed + max_session - 1` make one trial, in parallel on the cores."""
     every: Every = Every()
     """How often to checkpoint, evaluate and log."""
     track: TrackSpec = TrackSpec()

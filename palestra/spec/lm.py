@@ -49,6 +49,8 @@ class ModelSpec(Model):
         if self.init is None and self.lora is not None:
             found.append(Conflict(("lora",), "expected null, because adapters need a trained model: give `init`"))
         shape = self.shape.problems() if self.shape is not None else []
+        if self.shape is not None and self.shape.moe is not None and self.shape.mlp is not None:
+            shape.append(Conflict(("mlp",), "expected null, because `moe` replaces the MLP"))
         return found + [Conflict(("shape", *path), reason) for path, reason in shape]
 
 
@@ -57,6 +59,11 @@ class Source(Model):
 
     path: str = Field(min_length=1)
     """A file, a folder, a pattern such as data/*.jsonl, s3://… or a Hub dataset: text, JSONL, JSON, Parquet, Arrow."""
+
+
+class TrainSource(Source):
+    """The same with a share of the training examples."""
+
     weight: float = Field(default=1.0, ge=0)
     """Its share of the training examples, relative to the others; 0 only evaluates on it."""
 
@@ -84,7 +91,7 @@ class MixSpec(Model):
 class LmData(Model):
     """What the data of every kind have."""
 
-    train: Mapping[str, Source]
+    train: Mapping[str, TrainSource]
     """What to train on, by name; a weight of 0 only evaluates on it."""
     eval: Mapping[str, Source]
     """What to evaluate on, by name."""
@@ -101,9 +108,9 @@ class LmData(Model):
         return [name for name, source in self.train.items() if source.weight > 0]
 
     @property
-    def sources(self) -> dict[str, Source]:
-        """All sources by their place in the spec."""
-        return {f"data.{part}.{name}": s for part in ("train", "eval") for name, s in getattr(self, part).items()}
+    def sources(self) -> list[tuple[Literal["train", "eval"], str, Source]]:
+        """All sources: what they are for, their names, and they themselves."""
+        return [("train", *named) for named in self.train.items()] + [("eval", *named) for named in self.eval.items()]
 
     def problems(self) -> list[Conflict]:
         """Nothing to train on, a name for two things."""
@@ -127,7 +134,7 @@ class LmTrainSpec(Model):
     batch: int = Field(ge=1)
     """Examples in one step: windows of `data.context` tokens, conversations, or pairs."""
     micro_tokens: int = Field(default=16384, ge=1)
-    """Tokens in one forward pass at most; a step takes as many as it needs, with the same gradient."""
+    """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """The precision of the arithmetic; weights and optimizer state are FP32."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -195,7 +202,11 @@ class LmSpec(ExperimentSpec):
         """A model that is neither new nor trained, examples longer than its context, a profile beyond the end."""
         found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
         if (self.devices or 1) > 1 and self.max_session > 1:
-            found.append(Conflict(("devices",), "expected 1, because `max_session` runs several seeds side by side"))
+            found.append(Conflict(("devices",), "expected 1, because `max_session` trains several seeds"))
+        if self.model.lora is not None and self.optim.name == "muon":
+            found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
+        if self.train.compile == "off" and self.train.compile_cache is not None:
+            found.append(Conflict(("train", "compile_cache"), "expected null, because `compile: off` compiles nothing"))
         found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:

@@ -29,6 +29,13 @@ class RopeScaling(Model):
     def _fast_end_of_yarn(cls, data: Any) -> Any:
         return {"high": 32.0, **data} if isinstance(data, dict) and data.get("type") == "yarn" else data
 
+    def unread(self) -> list[Conflict]:
+        """Fields with a value of their own that this type has no use for."""
+        unused = {"linear": ("original_context", "low", "high", "attention_factor"), "llama3": ("attention_factor",)}
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        given = [name for name in unused.get(self.type, ()) if getattr(self, name) != defaults[name]]
+        return [Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it") for name in given]
+
 
 class MoESpec(Model):
     """Experts in place of each layer's MLP."""
@@ -66,15 +73,15 @@ class Shape(Model):
     """Key and value heads (K), shared by H / K query heads each; null means as many as query heads."""
     head_dim: int | None = Field(default=None, ge=2)
     """The width of a head; null means width / heads."""
-    mlp: int = Field(ge=1)
-    """The hidden width of the MLP; unused where `moe` replaces it."""
+    mlp: int | None = Field(default=None, ge=1)
+    """The hidden width of the MLP; null where `moe` replaces it."""
     context: int = Field(ge=1)
     """The longest sequence."""
     vocab: int | None = Field(default=None, ge=1)
     """Rows of the embedding; null means the tokenizer's size rounded up to a multiple of 64."""
     tied: bool = True
     """Whether the embedding is also the output head."""
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=1)
     """The base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """How rotary frequencies are stretched; null leaves them."""
@@ -101,6 +108,13 @@ class Shape(Model):
         """The width of a head."""
         return self.head_dim or self.width // self.heads
 
+    @property
+    def hidden(self) -> int:
+        """The hidden width of the MLP, where no experts stand in its place."""
+        if self.mlp is None:
+            raise ValueError("the shape has neither `mlp` nor a use for it")
+        return self.mlp
+
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer."""
         return self.window if layer >= self.window_from else None
@@ -117,6 +131,12 @@ class Shape(Model):
         scaling = self.rope_scaling
         if scaling is not None and scaling.low >= scaling.high:
             found.append(Conflict(("rope_scaling", "low"), f"expected less than high = {scaling.high:g}"))
+        if scaling is not None:
+            found += [Conflict(("rope_scaling", *path), reason) for path, reason in scaling.unread()]
+        if self.window is None and self.window_from:
+            found.append(Conflict(("window_from",), "expected 0, because there is no `window`"))
+        if self.mlp is None and self.moe is None:
+            found.append(Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place"))
         if self.moe is not None and self.moe.active > self.moe.experts:
             found.append(Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}"))
         return found
@@ -130,7 +150,7 @@ class Shape(Model):
         if self.qk_norm is not None:
             norms += (2 if self.qk_norm == "head" else self.heads + self.kv) * self.dim
         if self.moe is None:
-            mlp = 3 * self.width * self.mlp
+            mlp = 3 * self.width * self.hidden
         else:
             count = (self.moe.active if active else self.moe.experts) + self.moe.shared
             mlp = 3 * self.width * self.moe.mlp * count + self.width * self.moe.experts
@@ -145,7 +165,7 @@ class Shape(Model):
         vocab, width = _known(self.vocab), self.width
         queries = self.heads * self.dim
         if self.moe is None:
-            mlp = 2 * 3 * width * self.mlp
+            mlp = 2 * 3 * width * self.hidden
         else:
             mlp = 2 * 3 * width * self.moe.mlp * (self.moe.active + self.moe.shared) + 2 * width * self.moe.experts
         projections = 2 * width * (queries + 2 * self.kv * self.dim) + 2 * queries * width

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from palestra.spec.base import Conflict
-from palestra.spec.lm import LmData, TextSource, WritingSpec
+from palestra.spec.lm import LmData, TextSource, TrainSource, WritingSpec
 from palestra.spec.model import Model
 
 
@@ -18,10 +18,14 @@ class Stage(Model):
     """The share of each source, by name."""
 
 
+class TrainTextSource(TextSource, TrainSource):
+    """Plain texts to train on."""
+
+
 class PretrainData(LmData):
     """Texts to train and evaluate on."""
 
-    train: dict[str, TextSource] = Field(min_length=1)
+    train: dict[str, TrainTextSource] = Field(min_length=1)
     """What to train on, by name; a weight of 0 only evaluates on it."""
     eval: dict[str, TextSource] = Field(default={})
     """What to evaluate on, by name."""
@@ -46,15 +50,22 @@ class PretrainSpec(WritingSpec):
     """The texts."""
 
     def conflicts(self) -> list[Conflict]:
-        """Stages that name no source."""
+        """Stages that name no source or give none a weight, that are not in order, or that never begin."""
         found = super().conflicts()
+        before = -1
         for index, stage in enumerate(self.data.stages):
+            place = ("data", "stages", index)
             unknown = sorted(set(stage.weights) - set(self.data.train))
             if unknown:
                 known = ", ".join(self.data.train)
-                found.append(
-                    Conflict(("data", "stages", index, "weights"), f"expected names of data.train ({known}): {unknown}")
-                )
+                found.append(Conflict((*place, "weights"), f"expected names of data.train ({known}): {unknown}"))
+            if not any(stage.weights.values()):
+                found.append(Conflict((*place, "weights"), "expected at least one weight above 0"))
+            if stage.step <= before:
+                found.append(Conflict((*place, "step"), f"expected more than {before}, where the stage before begins"))
+            if stage.step >= self.train.steps:
+                found.append(Conflict((*place, "step"), f"expected less than train.steps = {self.train.steps}"))
+            before = stage.step
         return found
 
     def derived(self) -> dict[str, int | float | str]:

@@ -30,8 +30,11 @@ class RewardModelSpec(LmSpec):
     """The loss."""
 
     def conflicts(self) -> list[Conflict]:
-        """Adapters have no place for the scalar head."""
+        """Adapters have no place for the scalar head; scores are of conversations."""
         found = super().conflicts()
         if self.model.lora is not None:
             found.append(Conflict(("model", "lora"), "expected null: a reward model's head and weights train together"))
+        if self.data.format == "plain":
+            reason = "expected chat, because a reward model scores conversations, written with the chat template"
+            found.append(Conflict(("data", "format"), reason))
         return found

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from palestra.spec.lm import LmData, Source, WritingSpec
+from palestra.spec.lm import LmData, Source, TrainSource, WritingSpec
 
 
 class ChatSource(Source):
@@ -14,10 +14,14 @@ class ChatSource(Source):
     """
 
 
+class TrainChatSource(ChatSource, TrainSource):
+    """Conversations or pairs to train on."""
+
+
 class ChatData(LmData):
     """Conversations or pairs to train and evaluate on."""
 
-    train: dict[str, ChatSource] = Field(min_length=1)
+    train: dict[str, TrainChatSource] = Field(min_length=1)
     """What to train on, by name; a weight of 0 only evaluates on it."""
     eval: dict[str, ChatSource] = Field(default={})
     """What to evaluate on, by name."""
