@@ -3,7 +3,7 @@
     palestra model fetch smollm2-135m models/smollm2-135m
     python benchmarks/generate_cpu.py --model models/smollm2-135m
 
-32 prompts of 128 tokens, 96 new tokens each, no early stop, sampling at temperature 1; the two take turns in one
+32 prompts of 128 tokens, 128 new tokens each, no early stop, sampling at temperature 1; the two take turns in one
 process, and the best round of each counts. Without --model the weights are random, of the same shape. `ceiling` is the
 time of the matrix products of the decode steps alone, each weight read once a step, with nothing between them.
 One JSON line.
@@ -37,7 +37,7 @@ def main() -> None:
     arguments.add_argument("--model", type=Path, help="a model folder; without it random weights")
     arguments.add_argument("--batch", type=int, default=32)
     arguments.add_argument("--prompt", type=int, default=128)
-    arguments.add_argument("--new", type=int, default=96)
+    arguments.add_argument("--new", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = arguments.parse_args()

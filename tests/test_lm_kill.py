@@ -115,10 +115,8 @@ def test_run_killed_twice_equals_one_that_was_not(lab, case):
         rows = [json.loads(line) for line in texts[0].splitlines()]
         assert [row["step"] for row in rows] == [step for step in (2, 4, 6, 8, 10, 12) for _ in SAMPLES["prompts"]]
     if "adapters" in case:
-        assert sorted(path.name for path in (killed.checkpoint("last") / "model").iterdir()) == [
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        ]
+        model = killed.checkpoint("last") / "model"
+        assert [path.name for path in model.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
 def test_resumed_run_goes_on_from_the_model_it_began_with_though_its_name_means_another_now(lab):

@@ -65,7 +65,7 @@ def small(folder: Path, **changes: Any) -> dict[str, Any]:
     spec = {
         "kind": "pretrain",
         "name": "small",
-        "model": {"shape": {**SHAPE, "moe": EXPERTS}, "tokenizer": "characters"},
+        "model": {"shape": {**SHAPE, "mlp": None, "moe": EXPERTS}, "tokenizer": "characters"},
         "data": {"train": {"words": {"path": str(path)}}, "holdout": 0.1, "context": 32},
         "train": {"steps": 8, "batch": 5, "micro_tokens": 96, "precision": "fp32"},
         "every": {"log": "1 steps", "eval": "3 steps", "checkpoint": "5 steps"},

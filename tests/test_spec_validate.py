@@ -75,7 +75,7 @@ bad.yaml:11  net.hidden.1: expected a whole number of at least 1, got 0
 bad.yaml:11  net.hidden.2: expected a whole number of at least 1, got 'x'
 bad.yaml:11  net.activation: expected one of 'tanh', 'relu', 'silu', 'gelu', got 'rleu'. Did you mean 'relu'?
 bad.yaml:12  every.checkpoint: expected an amount of steps, frames, tokens, seconds, minutes, hours, got '5 min'
-bad.yaml:12  every.eval: expected a count such as steps: evaluation and logging are never timed in minutes, because a resumed
+bad.yaml:12  every.eval: expected a count such as steps: evaluation and logging are never timed in minutes
 bad.yaml:12  every.foo: unknown key. Valid keys: checkpoint, eval, log
 bad.yaml:13  track.sinks.0: expected one of 'tensorboard', 'wandb', 'swanlab', 'trackio', got 'wandbb'. Did you mean
 bad.yaml:14  hooks.0: expected a function as 'module:function', got 'abc'

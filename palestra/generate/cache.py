@@ -83,13 +83,10 @@ class DecodeAttention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, self.lengths] = k[:batch]
         values[self.rows, :, self.lengths] = v[:batch]
-        out = F.scaled_dot_product_attention(
-            q[:batch, :, None],
-            keys[:batch, :, : self.columns],
-            values[:batch, :, : self.columns],
-            attn_mask=self._mask(window, q.dtype),
-            enable_gqa=heads != keys.shape[1],
-        )
+        # Queries that share keys stand where several positions would: each key is read once.
+        grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
+        keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         out = out.reshape(batch, heads, dim)
         return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
 
