@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 COMMAND = str(Path(sys.executable).with_name("palestra"))
+# A shared machine may be slow at any moment: examples have no deadline.
+settings.register_profile("palestra", deadline=None)
+settings.load_profile("palestra")
+
 # Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
     "OMP_NUM_THREADS": "1",
