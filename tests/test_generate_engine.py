@@ -247,6 +247,28 @@ def test_publish_between_bursts_stamps_versions_and_uses_the_new_weights():
         assert engine.metrics()["version"] == 7
 
 
+def test_publish_of_the_same_weights_without_caches_changes_no_token():
+    model = small_model()
+    request = Request(prompt_of(6), Sampling(seed=1, max_new_tokens=20))
+    engine, listener = engine_of(model, burst=2), Listener()
+    engine.submit(request, listener)
+    for version in range(1, 5):
+        engine.burst()
+        engine.publish(model.state_dict(), version, keep_cache=False)
+    while listener.result is None:
+        engine.burst()
+    (expected,) = engine_of(model).run([request])
+    assert listener.result.generations[0].tokens == expected.generations[0].tokens
+    assert listener.result.generations[0].logprobs == pytest.approx(expected.generations[0].logprobs, abs=1e-4)
+
+
+def test_rows_that_move_when_others_end_go_on_where_they_were():
+    engine = engine_of(max_running=5, burst=3)
+    requests = [Request(prompt_of(4 + i, i), Sampling(seed=i, max_new_tokens=1 + 7 * i % 23)) for i in range(12)]
+    for request, result in zip(requests, engine.run(requests), strict=True):
+        assert result.generations == engine_of().run([request])[0].generations
+
+
 def test_publish_with_caches_kept_lets_no_new_request_share_old_keys():
     old, new = small_model(0), small_model(1)
     engine, first = engine_of(old, burst=1), Listener()
