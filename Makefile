@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 # uv looks where pip is told to look (PIP_FIND_LINKS), so a local torch build is found.
 INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
 
+# What failed beside other tests is asked once more, alone: a busy machine is no defect, one that fails twice is.
+AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
+
 .PHONY: quickstart test test-slow lint docs bench clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/palestra train examples/control/ppo_cartpole_fast.yaml
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" || $(AGAIN)
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow || $(AGAIN)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -87,5 +87,4 @@ def test_chat_interrupted_stops_the_answer_and_not_the_program(generator: LocalG
     assert target.pressed
     assert 0 < len(said[1]) <= 150  # all of it may have come before the key was seen
     assert said[2] == "Again"
-    assert len(said[3]) >= len(said[1])
     assert generator.metrics()["requests"] == 0
