@@ -20,10 +20,9 @@ from palestra.data.example import Example
 from palestra.data.mixture import Mixture
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.kinds.lm import build_model, start_of
+from palestra.kinds.lm import build_model, next_token, start_of
 from palestra.kinds.models import open_model
 from palestra.kinds.pretrain import data as pretrain_data
-from palestra.kinds.pretrain import objective as pretrain_objective
 from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.lm.head import logits
@@ -403,7 +402,7 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
         assert not torch.equal(weight, state["weights"][name])
     spec = lab.checked("pretrain")
     start = start_of(spec, lab.root)
-    objective = pretrain_objective(spec, start, pretrain_data(spec, start), 0, saved)
+    objective = next_token(spec, start, pretrain_data(spec, start), 0, saved)
     assert objective.evaluate(engine_of(saved, 10**6))["eval/loss"] == pytest.approx(rows_of(run)[-1]["eval/loss"])
 
 
@@ -418,7 +417,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(l
     model = build_model(spec, start, 0, torch.device("cpu"))
     with torch.no_grad():
         model.embed.zero_()  # all tokens are as likely
-    result = pretrain_objective(spec, start, found, 0, model).evaluate(engine_of(model, 100))
+    result = next_token(spec, start, found, 0, model).evaluate(engine_of(model, 100))
     nats, size = 0.0, 0
     tokenizer = Tokenizer.load(start.tokenizer_folder)
     for index in range(len(found.evals["text"])):

@@ -6,16 +6,13 @@ alone, neither on the number of workers nor on when it was killed.
 """
 
 import logging
-import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -24,7 +21,7 @@ from palestra.data.readers import Row, Shard, numbered_rows
 from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.lease import Lease, RunBusy, kept
-from palestra.runs.store import LocalStore, read_json, sync_folder, write_json
+from palestra.runs.store import LocalStore, read_json, write_json, written
 from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
 
 log = logging.getLogger("palestra.data")
@@ -61,8 +58,8 @@ def build_part(parts: Path, number: int, shard: Shard, encoder: Encoder) -> Shar
     dtype = token_dtype(encoder.vocab_size)
     documents = tokens = num_bytes = 0
     with ExitStack() as stack:
-        tokens_file, ends_file = (stack.enter_context(_written(_part(parts, number, name))) for name in (TOKENS, ENDS))
-        loss_file = stack.enter_context(_written(_part(parts, number, LOSS))) if encoder.masked else None
+        tokens_file, ends_file = (stack.enter_context(written(_part(parts, number, name))) for name in (TOKENS, ENDS))
+        loss_file = stack.enter_context(written(_part(parts, number, LOSS))) if encoder.masked else None
         for batch in _batches(shard, encoder.text_key):
             encoded = _encode(encoder, shard, batch)
             arrays = [np.asarray(one.tokens, np.int64) for one in encoded]
@@ -174,11 +171,11 @@ def _join_parts(folder: Path, new: Ledger, count: int) -> None:
     if not any(record.tokens for record in records):
         raise PalestraError(f"the {count} shards of {folder} have no text, from {records[0].shard.path} on")
     for name in (TOKENS, LOSS) if new.masked else (TOKENS,):
-        with _written(folder / name) as joined:
+        with written(folder / name) as joined:
             for number in range(count):
                 with _part(parts, number, name).open("rb") as part:
                     shutil.copyfileobj(part, joined, COPY_BYTES)
-    with _written(folder / ENDS) as joined:
+    with written(folder / ENDS) as joined:
         before = 0
         for number, record in enumerate(records):
             joined.write((np.fromfile(_part(parts, number, ENDS), END) + before).tobytes())
@@ -195,22 +192,6 @@ def _records(parts: Path) -> dict[int, ShardRecord]:
 
 def _part(parts: Path, number: int, name: str) -> Path:
     return parts / f"{number:06}.{name}"
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that appears under its name only when it is whole and on disk."""
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def _batches(shard: Shard, text_key: str) -> Iterator[list[tuple[int, Row]]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from palestra.data.chat import encode_chat, end_of_turn
+from palestra.data.example import Example
 from palestra.data.shuffle import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
@@ -22,12 +23,13 @@ from palestra.kinds.models import find_model, open_model
 from palestra.kinds.together import check_ranks, done, follow, following, threads_each, together
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_cache, compile_for_training
-from palestra.lm.datasets import Data, kept_tokenizer, made_tokenizer, mixture_of
+from palestra.lm.datasets import Data, bytes_of_tokens, kept_tokenizer, made_tokenizer, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import empty_model, load_pretrained, read_eos, read_folder, save_weights
 from palestra.lm.hf_config import is_classifier
 from palestra.lm.lora import adapted, adapter_state, add_lora
 from palestra.lm.model import Transformer
+from palestra.lm.next_token import NextToken
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.peft import adapter_weights, save_peft
 from palestra.lm.ranks import Ranks
@@ -150,6 +152,17 @@ def run_lm_session(
             train(spec, session, engine, objective, keeper, sampler, show=launch.show)
     finally:
         torch.set_num_threads(threads)
+
+
+def next_token(spec: LmSpec, start: Start, found: Data[Example], seed: int, model: Transformer) -> NextToken:
+    """The objective of the kinds that predict tokens: all of a text, or those of the assistant's turns."""
+    return NextToken(
+        mixture_of(found, spec.data, spec.train, seed),
+        found.evals,
+        bytes_of_tokens(start.tokenizer, model.shape.vocab or 0),
+        batch=spec.train.batch,
+        eval_examples=spec.eval.examples,
+    )
 
 
 def device_of(spec: LmSpec) -> torch.device:

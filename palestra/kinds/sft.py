@@ -3,11 +3,9 @@
 from pathlib import Path
 
 from palestra.data.example import Example
-from palestra.kinds.lm import Start, load_lm, run_lm, run_lm_session
+from palestra.kinds.lm import Start, load_lm, next_token, run_lm, run_lm_session
 from palestra.kinds.trial import Launch
-from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
-from palestra.lm.model import Transformer
-from palestra.lm.next_token import NextToken
+from palestra.lm.datasets import Data, chat_data
 from palestra.runs.run import Run
 from palestra.spec.kinds.sft import SftSpec
 
@@ -21,20 +19,9 @@ def run(spec: SftSpec, launch: Launch) -> Run:
 
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
-    run_lm_session(folder, launch, data, objective)
+    run_lm_session(folder, launch, data, next_token)
 
 
 def data(spec: SftSpec, start: Start) -> Data[Example]:
     """The conversations."""
     return chat_data(spec.data, start.tokenizer_folder)
-
-
-def objective(spec: SftSpec, start: Start, found: Data[Example], seed: int, model: Transformer) -> NextToken:
-    """Every token of the assistant's turns."""
-    return NextToken(
-        mixture_of(found, spec.data, spec.train, seed),
-        found.evals,
-        bytes_of_tokens(start.tokenizer, model.shape.vocab or 0),
-        batch=spec.train.batch,
-        eval_examples=spec.eval.examples,
-    )

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from palestra.errors import PalestraError
 
@@ -70,12 +70,19 @@ class LocalStore:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically: beside it, fsynced, renamed; missing parent folders are made."""
+    """Write a file atomically."""
+    with written(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write atomically: beside `path`, fsynced, renamed; missing parent folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
