@@ -25,7 +25,7 @@ from palestra.lm.datasets import (
 )
 from palestra.spec.kinds.pretrain import PretrainData
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import BpeSpec, LmTrainSpec
+from palestra.spec.lm import BpeSpec
 
 LETTERS = "abcdefghij"
 
@@ -56,8 +56,8 @@ def pretrain(train: dict[str, Any], **fields: Any) -> PretrainData:
     return PretrainData.model_validate({"train": train, "context": 8, **fields})
 
 
-def steps(count: int = 4, batch: int = 16) -> LmTrainSpec:
-    return LmTrainSpec(steps=count, batch=batch)
+def steps(count: int = 4, batch: int = 16) -> dict[str, int]:
+    return {"steps": count, "batch": batch}
 
 
 def letters_of(examples: list[Example], folder: Path) -> Counter[str]:
@@ -74,7 +74,7 @@ def test_mixture_has_the_exact_shares_of_the_weights_in_every_block(tmp_path, ch
     data = pretrain(sources, mix={"block": 16})
     found = text_data(data, characters)
     assert (list(found.train), list(found.evals)) == (["a", "c"], ["b"])  # no weight: for evaluation
-    mixture = mixture_of(found, data, steps(), seed=0)
+    mixture = mixture_of(found, data, **steps(), seed=0)
     for block in range(4):
         drawn = letters_of(mixture.examples(np.arange(16 * block, 16 * (block + 1))), characters)
         assert drawn == {"a": 12, "c": 4}
@@ -87,19 +87,19 @@ def test_stages_begin_at_their_steps_and_until_then_the_weights_of_the_sources_h
     data = pretrain(sources, mix={"block": 16}, stages=stages)
     found = text_data(data, characters)
     assert list(found.train) == ["a", "b"]  # b is trained on later
-    mixture = mixture_of(found, data, steps(), seed=0)
+    mixture = mixture_of(found, data, **steps(), seed=0)
     drawn = [letters_of(mixture.examples(np.arange(16 * step, 16 * (step + 1))), characters) for step in range(4)]
     assert drawn == [{"a": 16}, {"a": 16}, {"a": 8, "b": 8}, {"b": 16}]
     with pytest.raises(UsageError, match=r"data\.stages: .* steps are multiples of 4"):
-        mixture_of(found, data.model_copy(update={"mix": data.mix.model_copy(update={"block": 64})}), steps(), seed=0)
+        mixture_of(found, data.model_copy(update={"mix": data.mix.model_copy(update={"block": 64})}), **steps(), seed=0)
 
 
 def test_data_that_end_before_the_steps_are_refused_with_the_steps_there_are(tmp_path, characters):
     data = pretrain(texts(tmp_path, a=50), mix={"block": 16, "stop": "first_exhausted"})
     found = text_data(data, characters)
-    assert len(mixture_of(found, data, steps(3), seed=0)) == 50
+    assert len(mixture_of(found, data, **steps(3), seed=0)) == 50
     with pytest.raises(UsageError, match=r"ends the data after 50 examples.*train for 3 steps"):
-        mixture_of(found, data, steps(4), seed=0)
+        mixture_of(found, data, **steps(4), seed=0)
 
 
 @settings(max_examples=20, deadline=None)
@@ -117,7 +117,7 @@ def test_what_is_held_out_is_the_end_of_each_source_and_never_trained_on(tmp_pat
     )
     assert (len(trained), len(evaluated)) == (20 - held, held)
     assert len({*trained, *evaluated}) == 20
-    drawn = mixture_of(found, data, steps(4), seed=held).examples(np.arange(64))
+    drawn = mixture_of(found, data, **steps(4), seed=held).examples(np.arange(64))
     assert {tuple(example.tokens) for example in drawn} <= set(trained)
 
 
@@ -295,7 +295,7 @@ def test_stage_that_names_a_source_without_weight_leaves_it_out(tmp_path, charac
     data = pretrain(sources, mix={"block": 16}, stages=stages)
     found = text_data(data, characters)
     assert (list(found.train), list(found.evals)) == (["a", "b"], ["c"])
-    mixture = mixture_of(found, data, steps(), seed=0)
+    mixture = mixture_of(found, data, **steps(), seed=0)
     drawn = [letters_of(mixture.examples(np.arange(16 * step, 16 * (step + 1))), characters) for step in range(4)]
     assert drawn == [{"a": 8, "b": 8}, {"a": 8, "b": 8}, {"b": 16}, {"b": 16}]
 

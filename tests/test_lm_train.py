@@ -20,9 +20,10 @@ from palestra.data.example import Example
 from palestra.data.mixture import Mixture
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.kinds.lm import build_model, next_token, start_of
+from palestra.kinds.lm import next_token
 from palestra.kinds.models import open_model
 from palestra.kinds.pretrain import data as pretrain_data
+from palestra.kinds.start import build_model, start_of
 from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.lm.head import logits

@@ -76,6 +76,18 @@ class LocalGenerator:
         """New weights, between two tokens. Running requests go on: with their caches as they are, or recomputed."""
         await asyncio.to_thread(self.engine.publish, weights, version, keep_cache=keep_cache)
 
+    def work(self, seconds: float) -> bool:
+        """With `drive="caller"`: a burst; False after waiting, at most so long, where there is nothing to generate."""
+        self._wake.clear()
+        if self.engine.burst():
+            return True
+        self._wake.wait(seconds)
+        return False
+
+    def wake(self) -> None:
+        """End a wait in `work`, from any thread."""
+        self._wake.set()
+
     def metrics(self) -> dict[str, float]:
         """What the engine is doing and has done."""
         return self.engine.metrics()

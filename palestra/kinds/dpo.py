@@ -3,7 +3,8 @@
 from copy import deepcopy
 from pathlib import Path
 
-from palestra.kinds.lm import Start, load_lm, run_lm, run_lm_session
+from palestra.kinds.lm import load_lm, run_lm, run_lm_session
+from palestra.kinds.start import Start
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import Data, mixture_of, pair_data
 from palestra.lm.model import Transformer
@@ -33,7 +34,7 @@ def objective(spec: DpoSpec, start: Start, found: Data[Pair], seed: int, model: 
     """The chosen answer more likely than the rejected one, relative to the model as it starts."""
     reference = deepcopy(model).requires_grad_(False).to(model.dtype)
     return Preferences(
-        mixture_of(found, spec.data, spec.train, seed),
+        mixture_of(found, spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=seed),
         found.evals,
         dpo_loss(spec.loss, reference),
         batch=spec.train.batch,

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from palestra.data.example import Example
-from palestra.kinds.lm import Start, load_lm, next_token, run_lm, run_lm_session
+from palestra.kinds.lm import load_lm, next_token, run_lm, run_lm_session
+from palestra.kinds.start import Start
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import Data, text_data
 from palestra.runs.run import Run

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from palestra.kinds.lm import Start, run_lm, run_lm_session
+from palestra.kinds.lm import run_lm, run_lm_session
 from palestra.kinds.models import find_model
+from palestra.kinds.start import Start
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import Data, mixture_of, pair_data
 from palestra.lm.model import Transformer
@@ -37,7 +38,7 @@ def data(spec: RewardModelSpec, start: Start) -> Data[Pair]:
 def objective(spec: RewardModelSpec, start: Start, found: Data[Pair], seed: int, model: Transformer) -> Preferences:
     """A higher score for the chosen conversation."""
     return Preferences(
-        mixture_of(found, spec.data, spec.train, seed),
+        mixture_of(found, spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=seed),
         found.evals,
         reward_loss(spec.loss),
         batch=spec.train.batch,

@@ -1,7 +1,8 @@
 """A batch of sequences packed into one row, and the one place where tokens are shifted to predictions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +30,11 @@ class Batch:
     """Further arrays (T), such as advantages."""
     per_sequence: dict[str, Tensor] = field(default_factory=dict)
     """Further arrays (B), such as rewards."""
+    predicted: Tensor = field(init=False, repr=False, compare=False)
+    """Which tokens have a loss weight; kept, because looking for them on a GPU would wait for it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "predicted", self.loss_mask.nonzero()[:, 0])
 
     @classmethod
     def pack(
@@ -75,16 +81,20 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on a device."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            loss_mask=self.loss_mask.to(device, non_blocking=True),
-            per_token={name: t.to(device, non_blocking=True) for name, t in self.per_token.items()},
-            per_sequence={name: t.to(device, non_blocking=True) for name, t in self.per_sequence.items()},
-        )
+        if self.tokens.device == torch.device(device):
+            return self
+        moved = copy(self)
+        for name in ("tokens", "loss_mask", "predicted"):
+            object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
+        for name in ("per_token", "per_sequence"):
+            arrays = {key: t.to(device, non_blocking=True) for key, t in getattr(self, name).items()}
+            object.__setattr__(moved, name, arrays)
+        return moved
 
     def select(self, sequences: Sequence[int]) -> "Batch":
         """Some of the sequences, in that order."""
+        if list(sequences) == list(range(len(self))):
+            return self
         index = self.token_index(sequences)
         rows = torch.tensor(list(sequences), device=self.tokens.device)
         return Batch(
@@ -131,7 +141,7 @@ def forward(model: Transformer, batch: Batch) -> Output:
 def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy: bool = True) -> Scored:
     """log p of every token with a loss weight, given those before it. The one place with the shift by one."""
     output = forward(model, batch)
-    asked = batch.loss_mask.nonzero()[:, 0]  # never the first of a sequence, so asked - 1 is in the same sequence
+    asked = batch.predicted  # never the first of a sequence, so asked - 1 is in the same sequence
     logprobs, entropies = token_logprobs(
         output.hidden.index_select(0, asked - 1), model.unembed, batch.tokens[asked], temperature, entropy=entropy
     )

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import torch
 
 from palestra.lm.model import Transformer
-from palestra.spec.lm import LmTrainSpec
+from palestra.spec.lm import ComputeSpec
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 STEPS_THAT_PAY = 200
 """Compiling a block takes about 20 seconds, and saves a third of a step on a GPU."""
 
 
-def compile_for_training(model: Transformer, spec: LmTrainSpec, device: torch.device) -> None:
+def compile_for_training(model: Transformer, spec: ComputeSpec, device: torch.device) -> None:
     """Compile each block in place, if the spec asks for it or it pays; blocks of one form share the code."""
     pays = device.type == "cuda" and spec.steps >= STEPS_THAT_PAY
     if spec.compile == "off" or (spec.compile == "auto" and not pays):

@@ -166,10 +166,10 @@ def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
     return _split(data, examples)
 
 
-def mixture_of(found: Data[Item], data: LmData, train: LmTrainSpec, seed: int) -> Mixture[Item]:
+def mixture_of(found: Data[Item], data: LmData, *, batch: int, steps: int, seed: int) -> Mixture[Item]:
     """The training examples in the order of a seed, enough for all steps; stages begin at their steps."""
     weights: Mapping[str, float] | Stages = found.weights
-    batch, block = train.batch, data.mix.block
+    block = data.mix.block
     if isinstance(data, PretrainData) and data.stages:
         if any(stage.step * batch % block for stage in data.stages):
             raise UsageError(
@@ -181,10 +181,10 @@ def mixture_of(found: Data[Item], data: LmData, train: LmTrainSpec, seed: int) -
         weights = BatchSchedule([(0, batch)]).rescale(stages)
     stop = data.mix.stop
     mixture = Mixture(found.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
-    if not mixture.endless and len(mixture) < train.steps * batch:
+    if not mixture.endless and len(mixture) < steps * batch:
         raise UsageError(
-            f"data.mix.stop: {stop} ends the data after {len(mixture)} examples, and train.steps = {train.steps} of "
-            f"{batch} need {train.steps * batch}; train for {len(mixture) // batch} steps, or use `stop: restart`"
+            f"data.mix.stop: {stop} ends the data after {len(mixture)} examples, and train.steps = {steps} of "
+            f"{batch} need {steps * batch}; train for {len(mixture) // batch} steps, or use `stop: restart`"
         )
     return mixture
 

@@ -55,11 +55,18 @@ class TrainEngine:
         self._load: Tensor | None = None
 
     def forward_backward(
-        self, batch: Batch, loss: LossFunction, denominator: float, *, group: int = 1
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        denominator: float,
+        *,
+        group: int = 1,
+        between: Callable[[], object] = lambda: None,
     ) -> dict[str, Tensor]:
         """Add the gradient of (sum of losses) / denominator; the loss and its terms over the whole batch.
 
-        `batch` is everybody's: a rank takes its share. `group` consecutive sequences belong together.
+        `batch` is everybody's: a rank takes its share. `group` consecutive sequences belong together. `between` is
+        called after each micro-batch: whoever shares the device works then.
         """
         sums: dict[str, Tensor] = {}
         for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
@@ -73,6 +80,7 @@ class TrainEngine:
             (counts * total).backward()
             for name, value in means.items():
                 sums[name] = sums.get(name, 0.0) + counts * value.detach()
+            between()
         return self.ranks.sum(sums)
 
     @torch.no_grad()
@@ -98,15 +106,9 @@ class TrainEngine:
             self.ema.update(self.model)
         return metrics
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """log p (T) of every token of `batch` that has a loss weight."""
-        found = torch.zeros(len(batch.tokens), device=batch.tokens.device)
-        for part in micro_batches(batch.lengths, max(self.micro_tokens, max(batch.lengths))):
-            micro = batch.select(part).to(self.device)
-            values = score(self.transformer, micro, temperature=temperature, entropy=False).logprobs
-            found[batch.token_index(part)] = values.to(found.device)
-        return found
+        return logprobs(self.transformer, batch, micro_tokens=self.micro_tokens, temperature=temperature)
 
     @property
     def transformer(self) -> Transformer:
@@ -145,3 +147,14 @@ class TrainEngine:
         if self.ema is not None:
             self.ema.load_state(state["ema"])
             self.ranks.scatter(state["weights"], self.model)
+
+
+@torch.no_grad()
+def logprobs(model: Transformer, batch: Batch, *, micro_tokens: int, temperature: float = 1.0) -> Tensor:
+    """log p (T) by a model of every token of `batch` that has a loss weight, where the batch lies."""
+    found, device = torch.zeros(len(batch.tokens), device=batch.tokens.device), model.embed.device
+    for part in micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths))):
+        micro = batch.select(part).to(device)
+        values = score(model, micro, temperature=temperature, entropy=False).logprobs
+        found[batch.token_index(part)] = values.to(found.device)
+    return found

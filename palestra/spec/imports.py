@@ -3,7 +3,9 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from palestra.errors import UsageError
 
@@ -16,3 +18,12 @@ def import_named(module: str, field: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"{field}: {module} cannot be imported from {os.getcwd()}: {error}") from error
+
+
+def load_function(name: str, field: str) -> Callable[..., Any]:
+    """The function that `field` of a spec names as module:function."""
+    module, _, function = name.partition(":")
+    found = getattr(import_named(module, field), function, None)
+    if not callable(found):
+        raise UsageError(f"{field}: {module} has no function {function!r}")
+    return found

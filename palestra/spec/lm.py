@@ -126,13 +126,11 @@ class ProfileSpec(Model):
     """The first and the last step that are profiled, for example [10, 12]."""
 
 
-class LmTrainSpec(Model):
-    """The steps of a run and how each is computed."""
+class ComputeSpec(Model):
+    """How steps are computed."""
 
     steps: int = Field(ge=1)
     """Optimizer steps."""
-    batch: int = Field(ge=1)
-    """Examples in one step: windows of `data.context` tokens, conversations, or pairs."""
     micro_tokens: int = Field(default=16384, ge=1)
     """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -143,10 +141,27 @@ class LmTrainSpec(Model):
     """A folder where compiled code stays for later runs; null keeps it in the system's temporary folder."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass instead of keeping them: of no, every second, or all layers."""
-    ema: float | None = Field(default=None, gt=0, lt=1)
-    """Evaluate and save an exponential moving average of the weights with this decay; null the weights themselves."""
     profile: ProfileSpec | None = None
     """Profile some steps into profile.json of the session; null profiles none."""
+
+    def problems(self) -> list[Conflict]:
+        """A cache for code that is not compiled, a profile beyond the end."""
+        found = []
+        if self.compile == "off" and self.compile_cache is not None:
+            found.append(Conflict(("compile_cache",), "expected null, because `compile: off` compiles nothing"))
+        if self.profile is not None and not 1 <= self.profile.steps[0] <= self.profile.steps[1] <= self.steps:
+            reason = f"expected the first and the last step, within 1 to {self.steps}"
+            found.append(Conflict(("profile", "steps"), reason))
+        return found
+
+
+class LmTrainSpec(ComputeSpec):
+    """The steps of a run and how each is computed."""
+
+    batch: int = Field(ge=1)
+    """Examples in one step: windows of `data.context` tokens, conversations, or pairs."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Evaluate and save an exponential moving average of the weights with this decay; null the weights themselves."""
 
 
 class SampleSpec(Model):
@@ -178,19 +193,33 @@ class LmEvery(Every):
     """When to write a row of metrics."""
 
 
-class LmSpec(ExperimentSpec):
-    """What every kind of language-model training has."""
+class LanguageModelSpec(ExperimentSpec):
+    """What every kind that trains a language model has."""
 
     counts: ClassVar[tuple[str, ...]] = ("steps", "tokens")
 
     model: ModelSpec
     """The model."""
+    train: ComputeSpec
+    """How long and how to train."""
+    optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
+    """The optimizer."""
+
+    def conflicts(self) -> list[Conflict]:
+        """A model that is neither new nor trained, settings of training that do not fit."""
+        found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+        if self.model.lora is not None and self.optim.name == "muon":
+            found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
+        return found + [Conflict(("train", *path), reason) for path, reason in self.train.problems()]
+
+
+class LmSpec(LanguageModelSpec):
+    """What every kind that trains on examples has."""
+
     data: LmData
     """What to train on."""
     train: LmTrainSpec
     """How long and how to train."""
-    optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
-    """The optimizer."""
     eval: LmEvalSpec = LmEvalSpec()
     """How to evaluate."""
     every: LmEvery = LmEvery()
@@ -199,25 +228,16 @@ class LmSpec(ExperimentSpec):
     """Processes that train one model together, a GPU each; null takes those that `torchrun` started, else one."""
 
     def conflicts(self) -> list[Conflict]:
-        """A model that is neither new nor trained, examples longer than its context, a profile beyond the end."""
-        found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+        """Seeds and processes at once, examples longer than the model's context, a warm-up beyond the end."""
+        found = super().conflicts()
         if (self.devices or 1) > 1 and self.max_session > 1:
             found.append(Conflict(("devices",), "expected 1, because `max_session` trains several seeds"))
-        if self.model.lora is not None and self.optim.name == "muon":
-            found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
-        if self.train.compile == "off" and self.train.compile_cache is not None:
-            found.append(Conflict(("train", "compile_cache"), "expected null, because `compile: off` compiles nothing"))
         found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:
             reason = f"expected at most model.shape.context = {shape.context} tokens"
             found.append(Conflict(("data", "context"), reason))
-        found += [Conflict(("optim", *path), reason) for path, reason in warmup_problems(self.optim, self.train.steps)]
-        profile = self.train.profile
-        if profile is not None and not 1 <= profile.steps[0] <= profile.steps[1] <= self.train.steps:
-            reason = f"expected the first and the last step, within 1 to {self.train.steps}"
-            found.append(Conflict(("train", "profile", "steps"), reason))
-        return found
+        return found + [Conflict(("optim", *p), why) for p, why in warmup_problems(self.optim, self.train.steps)]
 
     def derived(self) -> dict[str, int | float | str]:
         """Parameters, where the shape and the vocabulary are given."""

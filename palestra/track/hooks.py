@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import PalestraError, UsageError
-from palestra.spec.imports import import_named
+from palestra.errors import PalestraError
+from palestra.spec.imports import load_function
 
 
 class HookFailed(PalestraError):
@@ -32,14 +32,7 @@ Hook = Callable[[Moment], dict[str, float] | None]
 
 def load_hooks(names: list[str]) -> dict[str, Hook]:
     """The functions that a spec names, by name."""
-    hooks = {}
-    for name in names:
-        module, function = name.split(":")
-        hook = getattr(import_named(module, "hooks"), function, None)
-        if not callable(hook):
-            raise UsageError(f"hooks: {module} has no function {function!r}")
-        hooks[name] = hook
-    return hooks
+    return {name: load_function(name, "hooks") for name in names}
 
 
 def call_hooks(hooks: dict[str, Hook], moment: Moment) -> None:

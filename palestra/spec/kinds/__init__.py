@@ -37,6 +37,7 @@ KINDS: dict[str, Kind] = {
             ("sft", "SftSpec"),
             ("dpo", "DpoSpec"),
             ("reward_model", "RewardModelSpec"),
+            ("posttrain", "PosttrainSpec"),
         )
     },
 }

@@ -1,0 +1,225 @@
+"""The kind `posttrain`: a language model trained on rewards that can be checked."""
+
+import os
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+
+from palestra.errors import UsageError
+from palestra.evaluate.answers import evaluate_tasks
+from palestra.evaluate.pumping import pumped
+from palestra.evaluate.questions import ask
+from palestra.generate.engine import Engine
+from palestra.generate.local import LocalGenerator
+from palestra.generate.types import Sampling
+from palestra.kinds.keeper import Keeper
+from palestra.kinds.lm import load_lm, summary
+from palestra.kinds.start import (
+    DTYPES,
+    Start,
+    build_model,
+    device_of,
+    keep_start,
+    settled,
+    starting_from,
+    trained_start,
+    with_model,
+)
+from palestra.kinds.trial import Launch, run_sessions
+from palestra.lm.compiling import compile_cache, compile_for_training
+from palestra.lm.datasets import bytes_of_tokens, chat_data, mixture_of
+from palestra.lm.engine import TrainEngine
+from palestra.lm.hf import empty_model
+from palestra.lm.model import Transformer
+from palestra.lm.next_token import NextToken
+from palestra.lm.optim import Optimiser
+from palestra.lm.ranks import Ranks
+from palestra.posttrain.introduction import introduce, self_test
+from palestra.posttrain.learner import Aside, Learner
+from palestra.posttrain.trainer import Parts, train
+from palestra.posttrain.values import Critic
+from palestra.rollout.executor import Executor
+from palestra.rollout.filters import make_filter
+from palestra.rollout.loop import LoopThread
+from palestra.rollout.start import Starter
+from palestra.rollout.workflows import make_workflow
+from palestra.runs.plot import trial_plots
+from palestra.runs.run import Run
+from palestra.runs.session import Session
+from palestra.runs.store import clear_write_errors
+from palestra.spec.kinds.posttrain import PosttrainSpec
+from palestra.spec.load import resolved
+from palestra.tasks.judging import Judges
+from palestra.tasks.stream import Prompts
+from palestra.track.hooks import load_hooks
+from palestra.track.sinks import require_sinks
+
+load = load_lm
+
+FIXED = ("kind", "model", "tasks.train", "tasks.mix", "optim.name", "train.prompts_per_step", "algorithm.baseline")
+"""What checkpoints depend on."""
+
+
+def run(spec: PosttrainSpec, launch: Launch) -> Run:
+    """Train every seed of the spec, then summarise and plot the trial."""
+    device_of(spec)
+    load_hooks(spec.hooks)
+    require_sinks(spec.track.sinks)
+    launch = with_model(spec, launch)
+    # A spec that cannot run ends here, before it has a folder.
+    meant = starting_from(spec, launch.init)
+    start = trained_start(meant.model, launch.root, chat=True)
+    _context(meant, start)
+    with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root):
+        Prompts(spec.tasks, judges.tasks, spec.seed)
+    keep_start(launch.init)
+    cuda = device_of(spec).type == "cuda"
+    trial = run_sessions(
+        spec,
+        launch,
+        run_session,
+        fixed=FIXED,
+        threads=spec.threads or max(1, (os.cpu_count() or 1) // (1 if cuda else spec.max_session)),
+        total=spec.train.steps,
+        unit="steps",
+    )
+    trial.trial.write_summary(summary(trial))
+    with clear_write_errors(trial.path):
+        trial_plots(trial)
+    return trial
+
+
+def run_session(folder: Path, launch: Launch) -> None:
+    """Train the one seed whose session folder this is."""
+    session = Session.open(folder)
+    spec = resolved(session.spec_data)
+    assert isinstance(spec, PosttrainSpec)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(session.manifest["threads"])
+    try:
+        with session, compile_cache(spec.train.compile_cache), ExitStack() as stack:
+            spec = settled(spec, session, launch.init)
+            start = trained_start(spec.model, launch.root, chat=True)
+            train(spec, session, _parts(spec, session, start, launch, stack), show=launch.show)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> Parts:
+    """All that the loop works with; `stack` closes it."""
+    device, seed = device_of(spec), session.seed
+    model = build_model(spec, start, seed, device)
+    learner = _learner(spec, start, model, seed)
+    context, max_prompt = _context(spec, start)
+    writer = _writer(spec, start, learner, context)
+    generator = LocalGenerator(writer, drive="caller")
+    loop = stack.enter_context(LoopThread())
+    judges = stack.enter_context(Judges(spec.tasks.train, workers=spec.rollout.verifiers, root=launch.root))
+    held_out = stack.enter_context(Judges(spec.tasks.eval, workers=spec.rollout.verifiers, root=launch.root))
+    prompts = Prompts(spec.tasks, judges.tasks, seed)
+    starter = Starter(
+        tasks=judges.tasks,
+        workflow=make_workflow(spec.rollout.workflow),
+        generator=generator,
+        judge=judges.judge,
+        tokenizer=start.tokenizer,
+        sampling=Sampling(temperature=spec.rollout.temperature, max_new_tokens=spec.rollout.max_new_tokens),
+        samples=spec.rollout.group,
+        seed=seed,
+        context=context,
+        max_prompt=max_prompt,
+    )
+    executor = Executor(
+        prompts,
+        starter,
+        loop=loop,
+        batch=spec.train.prompts_per_step,
+        samples=spec.rollout.group,
+        staleness=spec.rollout.staleness,
+        on_stale=spec.rollout.on_stale,
+        running=spec.rollout.running,
+        failures=spec.rollout.failures,
+        filter=make_filter(spec.algorithm.filters),
+    )
+    executor.wake = generator.wake
+    asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
+    use = spec.tasks.train[0]
+    first = starter.episode(judges.tasks[use.label].problems(use.split)[0], 0)
+
+    def evaluate(step: int) -> dict[str, float]:
+        work = evaluate_tasks(
+            generator,
+            start.tokenizer,
+            held_out.judge,
+            asked,
+            spec.eval,
+            context=context,
+            max_new_tokens=spec.eval.max_new_tokens or spec.rollout.max_new_tokens,
+            seed=seed,
+            workflow=starter.workflow,
+        )
+        return pumped(generator, work).metrics if asked else {}
+
+    def begin() -> dict[str, float]:
+        introduce(first, start.tokenizer)
+        return self_test(first, writer, learner.engine)
+
+    keeper = Keeper(model, start, Ranks())
+    return Parts(learner, executor, writer, generator, keeper, evaluate, loop, begin)
+
+
+def _learner(spec: PosttrainSpec, start: Start, model: Transformer, seed: int) -> Learner:
+    algorithm, device = spec.algorithm, model.embed.device
+    frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
+    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm.critic, spec.train, spec.optim.lr)
+    compile_for_training(model, spec.train, device)
+    updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
+    engine = TrainEngine(
+        model,
+        Optimiser(model, spec.optim, updates),
+        Ranks(),
+        micro_tokens=spec.train.micro_tokens,
+        flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
+    )
+    aside = None
+    if spec.sft is not None:
+        data = chat_data(spec.sft.data, start.tokenizer_folder)
+        mixture = mixture_of(data, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)
+        bytes_of = bytes_of_tokens(start.tokenizer, start.shape.vocab or 0)
+        aside = Aside(NextToken(mixture, {}, bytes_of, batch=spec.sft.batch, eval_examples=1), spec.sft.weight)
+    return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, aside=aside)
+
+
+def _writer(spec: PosttrainSpec, start: Start, learner: Learner, context: int) -> Engine:
+    """The engine that generates, with weights of its own in the precision of the arithmetic."""
+    dtype, device = DTYPES[spec.train.precision], learner.engine.device
+    model = empty_model(start.shape, dtype, dtype, device)
+    model.load_state_dict(learner.engine.weights())
+    rollout, prompts = spec.rollout, spec.train.prompts_per_step
+    rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
+    rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
+    most = 1024 if device.type == "cuda" else 256
+    return Engine(
+        model,
+        eos=frozenset(start.eos),
+        tokenizer=start.tokenizer,
+        dtype=dtype,
+        device=device,
+        context=context,
+        max_running=min(rows, most),
+        max_waiting=2**20,
+    )
+
+
+def _context(spec: PosttrainSpec, start: Start) -> tuple[int, int]:
+    """The most tokens that the model reads, and the longest prompt."""
+    rollout, reads = spec.rollout, start.shape.context
+    if rollout.max_new_tokens >= reads:
+        raise UsageError(
+            f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt: the model reads {reads}"
+        )
+    longest = min(rollout.max_prompt_tokens or reads, reads - rollout.max_new_tokens)
+    turns = spec.rollout.workflow.name == "single_turn" and rollout.max_prompt_tokens is not None
+    return (longest + rollout.max_new_tokens if turns else reads), longest

@@ -1,0 +1,1 @@
+"""Language models trained on their own judged answers: the batch, the algorithms, the loop."""

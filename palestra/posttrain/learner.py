@@ -1,0 +1,109 @@
+"""What is learned from groups: the batch with its advantages, and the optimizer steps on it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from palestra.data.shuffle import Permutation, stream_key
+from palestra.lm.batch import Batch
+from palestra.lm.engine import TrainEngine, logprobs
+from palestra.lm.model import Transformer
+from palestra.lm.next_token import NextToken
+from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.loss import averages, policy_loss
+from palestra.posttrain.values import Critic
+from palestra.rollout.types import Group
+from palestra.spec.kinds.posttrain import PosttrainSpec
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Examples trained on beside the rewards."""
+
+    objective: NextToken
+    weight: float
+
+
+class Learner:
+    """Takes groups, moves the weights."""
+
+    def __init__(
+        self,
+        spec: PosttrainSpec,
+        engine: TrainEngine,
+        *,
+        seed: int,
+        reference: Transformer | None = None,
+        critic: Critic | None = None,
+        aside: Aside | None = None,
+    ):
+        self.spec, self.engine, self.seed = spec, engine, seed
+        self.reference, self.critic, self.aside = reference, critic, aside
+        self._loss = policy_loss(spec.algorithm, spec.rollout.temperature)
+
+    def prepare(self, groups: Sequence[Group]) -> Batch:
+        """The groups packed, with all that the loss needs to know of each token."""
+        spec, batch = self.spec, pack(groups, self.spec.algorithm)
+        temperature, micro = spec.rollout.temperature, spec.train.micro_tokens
+        anchor = self.engine.logprobs(batch, temperature=temperature) if spec.algorithm.needs_anchor else None
+        reference = None
+        if self.reference is not None:
+            reference = logprobs(self.reference, batch, micro_tokens=micro, temperature=temperature)
+        values = None if self.critic is None else self.critic.values(batch)
+        return with_advantages(
+            batch,
+            spec.algorithm,
+            max_new_tokens=spec.rollout.max_new_tokens,
+            anchor=anchor,
+            reference=reference,
+            values=values,
+        )
+
+    def learn(self, batch: Batch, step: int, between: Callable[[], object]) -> dict[str, float]:
+        """Every optimizer step on a batch; means of what the loss tells over all of them."""
+        train, rows = self.spec.train, []
+        for epoch in range(train.epochs):
+            for place, part in enumerate(self._minibatches(batch, step, epoch)):
+                update = (step * train.epochs + epoch) * train.minibatches + place
+                rows.append(self._update(part, update, between))
+        return {name: fmean(row[name] for row in rows if name in row) for name in rows[-1]}
+
+    def _update(self, batch: Batch, update: int, between: Callable[[], object]) -> dict[str, float]:
+        train = self.spec.train
+        progress = update / (train.steps * train.minibatches * train.epochs)
+        weight = denominator(batch, self.spec.algorithm, max_new_tokens=self.spec.rollout.max_new_tokens)
+        sums = self.engine.forward_backward(batch, self._loss, weight, between=between)
+        aside = {} if self.aside is None else self._learn_aside(self.aside, update)
+        told = {name: float(value) for name, value in sums.items()}
+        row = {"loss": told["loss"], **averages(told), **aside, **self.engine.optim_step(progress)}
+        if self.critic is not None:
+            row |= self.critic.learn(batch, progress)
+        return row
+
+    def _learn_aside(self, aside: Aside, update: int) -> dict[str, float]:
+        batch = aside.objective.batch(update)
+        weight = aside.objective.denominator(batch) / aside.weight
+        sums = self.engine.forward_backward(batch, aside.objective.loss, weight)
+        return {"sft/loss": float(sums["loss"]) / aside.weight}
+
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
+        """The batch cut by prompts; which prompts go together is drawn anew each epoch."""
+        parts = self.spec.train.minibatches
+        if parts == 1:
+            return [batch]
+        group = batch.per_sequence["group"].long().tolist()
+        prompts = sorted(set(group))
+        order = Permutation(len(prompts), stream_key(self.seed, "minibatches", step, epoch))
+        place = {prompts[order(i)]: i * parts // len(prompts) for i in range(len(prompts))}
+        return [batch.select([i for i, g in enumerate(group) if place[g] == part]) for part in range(parts)]
+
+    def state(self) -> dict[str, Any]:
+        """Optimizers, and the critic whole."""
+        return {"engine": self.engine.state(), "critic": None if self.critic is None else self.critic.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`; the policy's own weights are in the checkpoint's model."""
+        self.engine.load_state(state["engine"])
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])

@@ -1,0 +1,182 @@
+"""Trains one session on rewards: generate and judge, learn, publish, evaluate, log, save, until the steps are done."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from palestra.errors import Interrupted
+from palestra.generate.engine import Engine
+from palestra.generate.local import LocalGenerator
+from palestra.lm.speed import profiled
+from palestra.posttrain.learner import Learner
+from palestra.posttrain.metrics import group_metrics, silence
+from palestra.posttrain.recording import Recording
+from palestra.rollout.executor import Executor
+from palestra.rollout.loop import LoopThread
+from palestra.rollout.watch import LoopLag, Watchdog
+from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.session import Session
+from palestra.spec.kinds.posttrain import PosttrainSpec
+from palestra.track.hooks import Moment, call_hooks, load_hooks
+from palestra.track.recorder import Recorder
+
+log = logging.getLogger("palestra.posttrain")
+
+HEADLINE = ("reward", "eval/accuracy")
+STALL_SECONDS = 60.0
+"""Without progress for so long, the log tells who waits for whom."""
+
+
+class Keeper(Protocol):
+    """Writes the model into a checkpoint as others can load it, and reads it back."""
+
+    def writer(self) -> Callable[[Path], None]:
+        """Gathers the weights; what it gives writes them into a folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that were written there."""
+        ...
+
+
+@dataclass
+class Parts:
+    """What the loop works with."""
+
+    learner: Learner
+    executor: Executor
+    writer: Engine
+    """The engine that generates."""
+    generator: LocalGenerator
+    keeper: Keeper
+    evaluate: Callable[[int], dict[str, float]]
+    """Metrics on what is not trained on, by the weights that are published."""
+    loop: LoopThread
+    """Where workflows run."""
+    introduce: Callable[[], dict[str, float]]
+    """Before the first step: shows a prompt, and compares the trainer's log-probabilities with the generator's."""
+
+
+def train(spec: PosttrainSpec, session: Session, parts: Parts, *, show: bool = True) -> None:
+    """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
+    learner, executor, hooks = parts.learner, parts.executor, load_hooks(spec.hooks)
+    step, tokens = _restore(session, parts)
+    log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
+    checkpoints = CheckpointsDue(spec.every.checkpoint)
+    with ExitStack() as stack:
+        record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
+        profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
+        rollouts = stack.enter_context(closing(Recording(session)))
+        watchdog = stack.enter_context(Watchdog(STALL_SECONDS, executor.describe, parts.loop.loop))
+        lag = LoopLag()
+        parts.loop.start(lag.run())
+
+        def work(seconds: float) -> bool:
+            """Generate while the trainer waits for groups."""
+            if session.stop_requested:
+                raise _Stopped
+            busy = parts.generator.work(seconds)
+            if busy:
+                watchdog.progress()
+            return busy
+
+        def overlap() -> None:
+            """Generate between micro-batches, where answers may be older than the weights."""
+            watchdog.progress()
+            if spec.rollout.staleness > 0:
+                executor.collect()
+                executor.admit()
+                parts.writer.burst()
+
+        if step == 0:
+            with record.span("eval"):
+                row = parts.introduce() | parts.evaluate(0)
+            record.row(row, {"steps": 0, "tokens": 0}, headline=HEADLINE)
+        last, saved = step >= spec.train.steps, step
+        while not last:
+            before = {"steps": step, "tokens": tokens}
+            try:
+                with record.span("rollout"):
+                    groups, filtered = executor.take(work)
+            except _Stopped:
+                if saved != step:
+                    _save(session, parts, before, {"temporary"}, None)
+                raise _interrupted(step, session) from None
+            with record.span("train"), profile(step + 1):
+                batch = learner.prepare(groups)
+                learned = learner.learn(batch, step, overlap)
+            with record.span("publish"):
+                parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
+                executor.publish(step + 1)
+            rollouts.step(step, groups, filtered, batch)
+            drawn = sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
+            step, tokens = step + 1, tokens + drawn
+            counters = {"steps": step, "tokens": tokens}
+            stop, last = session.stop_requested, step >= spec.train.steps
+            reasons = checkpoints.reasons(before, counters)
+            evaluated, row = last or due(spec.every.eval, before, counters), {}
+            if evaluated or due(spec.every.log, before, counters):
+                row = group_metrics(groups, filtered, step - 1) | learned | executor.metrics() | lag.take()
+                why = silence(groups, row)
+                if why is not None:
+                    log.warning("step %d: nothing is learned: %s", step, why)
+            if evaluated:
+                with record.span("eval"):
+                    row |= parts.evaluate(step)
+            if row:
+                moment = Moment(step, tokens, row, learner.engine.model, session.path)
+                call_hooks(hooks, moment)
+                if moment.stop and not last:  # a hook ends the run here, as its last step would
+                    last = True
+                    row |= {} if evaluated else parts.evaluate(step)
+                record.row(row, counters, headline=HEADLINE)
+            reasons |= ({"best"} if "eval/accuracy" in row else set()) | ({"temporary"} if last or stop else set())
+            if reasons:
+                with record.span("checkpoint"):
+                    _save(session, parts, counters, reasons, row.get("eval/accuracy"))
+                saved = step
+            if stop and not last:
+                raise _interrupted(step, session)
+
+
+class _Stopped(Exception):
+    """The run was asked to stop while it generated."""
+
+
+def _interrupted(step: int, session: Session) -> Interrupted:
+    return Interrupted(
+        f"stopped at step {step} with everything saved; continue with: "
+        f"palestra train --resume {session.path.parent.parent}"
+    )
+
+
+def _restore(session: Session, parts: Parts) -> tuple[int, int]:
+    """Continue from the newest checkpoint: the steps and tokens so far."""
+    saved = session.restore()
+    if saved is None:
+        parts.writer.publish(parts.learner.engine.weights(), 0)
+        return 0, 0
+    state = saved.state
+    parts.keeper.load(saved.meta.path / "model")
+    parts.learner.load_state(state["learner"])
+    parts.executor.load_state(state["executor"])
+    parts.writer.publish(parts.learner.engine.weights(), state["steps"])
+    return state["steps"], state["tokens"]
+
+
+def _save(session: Session, parts: Parts, counters: dict[str, int], reasons: set[str], score: float | None) -> None:
+    state = {**counters, "learner": parts.learner.state(), "executor": parts.executor.state()}
+    log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
+    metric = None if score is None else "eval/accuracy"
+    session.checkpoint(
+        counters["steps"],
+        state,
+        reasons=reasons,
+        score=score,
+        metric=metric,
+        counters=counters,
+        model=parts.keeper.writer(),
+    )

@@ -1,0 +1,271 @@
+"""The asynchronous executor: how many prompts are at work, which groups make the next batch, what became of the rest.
+
+Prompts are numbered when they are admitted. The trainer's thread calls everything here; workflows run on the loop of
+another thread and only hand in what they have finished. With `staleness: 0` a batch is the first groups by number that
+no filter takes out, trained in that order, so timing cannot change numbers.
+"""
+
+import asyncio
+import logging
+import queue
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from palestra.errors import PalestraError
+from palestra.rollout.loop import LoopThread
+from palestra.rollout.stored import group_state, load_group
+from palestra.rollout.types import Group, Trajectory
+from palestra.tasks.stream import Prompts
+from palestra.tasks.types import Problem, Status
+
+log = logging.getLogger("palestra.rollout")
+
+WAIT_SECONDS = 0.05  # for judges and workflows, when there is nothing to generate
+Fate = Literal["trained", "filtered", "stale", "failed", "too_long"]
+
+
+@dataclass
+class Order:
+    """A numbered prompt at work or waiting to be."""
+
+    number: int
+    problem: Problem
+    version: int = 0
+    """Of the weights when it was admitted."""
+    since: float = 0.0
+    future: "Future[list[Trajectory]] | None" = None
+
+
+Start = Callable[[Problem, int, int], Awaitable[list[Trajectory]] | None]
+"""Begins the workflow of a problem, given its number and attempt; None where its prompt is too long."""
+Filter = Callable[[Group], str | None]
+"""Why a group is not trained on; None where it is."""
+
+
+class Executor:
+    """Admits while running + accepted < (staleness + version + 1) · batch; gives batches that are always full."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        start: Start,
+        *,
+        loop: LoopThread,
+        batch: int,
+        samples: int,
+        staleness: int = 0,
+        on_stale: Literal["wait", "drop"] = "wait",
+        running: int | None = None,
+        failures: int = 0,
+        filter: Filter = lambda group: None,
+    ):
+        self.prompts, self.batch, self.samples, self.staleness = prompts, batch, samples, staleness
+        self.version = 0
+        """Of the weights that generate; the trainer sets it when it publishes."""
+        self.fates: Counter[tuple[Fate, int]] = Counter()
+        """How many prompts met which fate, by the version they were admitted at."""
+        self.reasons: Counter[str] = Counter()
+        """Why filters took groups out."""
+        self._start, self._loop, self._filter = start, loop, filter
+        self._on_stale, self._most_running, self._failures = on_stale, running, failures
+        self._next = self._taken = 0
+        self._again: deque[Order] = deque()
+        self._attempts: Counter[int] = Counter()  # of numbers whose answers were too old
+        self._running: dict[int, Order] = {}
+        self._ready: dict[int, Group] = {}
+        self._settled: list[Group] = []  # filtered since the last batch: the next one tells the prompts of them
+        self._finished: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        """Called, from any thread, when a workflow has ended."""
+
+    # ---- the trainer's side
+
+    def take(self, work: Callable[[float], bool]) -> tuple[list[Group], list[Group]]:
+        """The groups of the next batch, and those that filters took out since the last one; both by number.
+
+        Meanwhile `work(seconds)` generates, or waits at most that long where there is nothing to generate.
+        """
+        while True:
+            self.collect()
+            self.admit()
+            chosen = self._choose()
+            if chosen is not None:
+                break
+            work(WAIT_SECONDS)
+        taken, filtered = [self._ready.pop(number) for number in chosen], self._settled
+        self._settled = []
+        for group in taken:
+            self.fates["trained", group.version] += 1
+            self._attempts.pop(group.number, None)
+        self._taken += len(taken)
+        for group in sorted([*taken, *filtered], key=lambda group: group.number):
+            self.prompts.observe(group.problem, [t.verdict.score for t in group.trajectories])
+        return taken, sorted(filtered, key=lambda group: group.number)
+
+    def admit(self) -> None:
+        """Start as many prompts as the bound allows."""
+        started = False
+        while self._room() > 0:
+            order = self._again.popleft() if self._again else self._drawn()
+            coroutine = self._start(order.problem, order.number, self._attempts[order.number])
+            if coroutine is None:
+                self.fates["too_long", self.version] += 1
+                self._check_room_for_prompts()
+                continue
+            order.version, order.since = self.version, time.monotonic()
+            order.future = self._loop.start(_awaited(coroutine))
+            self._running[order.number] = order
+            order.future.add_done_callback(lambda _, order=order: self._hand_in(order))
+            started = True
+        if started:
+            # All of them ask before the first token is drawn, so that they are drawn together.
+            self._loop.settle()
+
+    def collect(self) -> None:
+        """Take in what workflows have finished."""
+        while True:
+            try:
+                order = self._finished.get_nowait()
+            except queue.Empty:
+                return
+            self._settle(order)
+
+    def publish(self, version: int) -> None:
+        """New weights generate from now on."""
+        self.version = version
+
+    def metrics(self) -> dict[str, float]:
+        """What is at work, and what became of prompts so far."""
+        found = {"rollout/running": float(len(self._running)), "rollout/ready": float(len(self._ready))}
+        for fate in ("trained", "filtered", "stale", "failed", "too_long"):
+            found[f"fate/{fate}"] = float(sum(n for (name, _), n in self.fates.items() if name == fate))
+        return found | {f"filtered/{reason}": float(n) for reason, n in self.reasons.items()}
+
+    def describe(self) -> str:
+        """Who waits for whom."""
+        now = time.monotonic()
+        lines = [
+            f"version {self.version}: {len(self._ready)} of {self.batch} groups are ready, {len(self._running)} run, "
+            f"{len(self._again)} wait to be asked again, room for {self._room()} more"
+        ]
+        for order in sorted(self._running.values(), key=lambda order: order.since)[:8]:
+            lines.append(f"  number {order.number} ({order.problem.id}) has run for {now - order.since:.1f} s")
+        return "\n".join(lines)
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Finished groups whole; unfinished ones as numbered prompts, to be asked again from their beginning."""
+        self.collect()
+        unfinished = sorted([*self._again, *self._running.values()], key=lambda order: order.number)
+        return {
+            "next": self._next,
+            "version": self.version,
+            "taken": self._taken,
+            "unfinished": [[order.number, order.problem.id] for order in unfinished],
+            "attempts": [[number, count] for number, count in sorted(self._attempts.items())],
+            "ready": [group_state(group) for group in self._ready.values()],
+            "settled": [group_state(group) for group in self._settled],
+            "fates": [[fate, version, count] for (fate, version), count in sorted(self.fates.items())],
+            "reasons": dict(sorted(self.reasons.items())),
+            "prompts": self.prompts.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.prompts.load_state(state["prompts"])
+        self._next, self._taken, self.version = state["next"], state["taken"], state["version"]
+        find = self.prompts.find
+        self._again = deque(Order(number, find(id)) for number, id in state["unfinished"])
+        self._attempts = Counter(dict(state["attempts"]))
+        self._ready = {group.number: group for group in (load_group(one, find) for one in state["ready"])}
+        self._settled = [load_group(one, find) for one in state["settled"]]
+        self.fates = Counter({(fate, version): count for fate, version, count in state["fates"]})
+        self.reasons = Counter(state["reasons"])
+
+    # ---- inside
+
+    def _room(self) -> int:
+        room = (self.staleness + self.version + 1) * self.batch - self._taken - len(self._ready) - len(self._running)
+        return room if self._most_running is None else min(room, self._most_running - len(self._running))
+
+    def _drawn(self) -> Order:
+        order = Order(self._next, self.prompts.draw(self._next))
+        self._next += 1
+        return order
+
+    def _check_room_for_prompts(self) -> None:
+        long = sum(count for (fate, _), count in self.fates.items() if fate == "too_long")
+        if long >= 1000 and self._taken == 0:
+            raise PalestraError(
+                f"the first {long} prompts are all too long: raise rollout.max_prompt_tokens, lower "
+                "rollout.max_new_tokens, or take a model that reads more"
+            )
+
+    def _hand_in(self, order: Order) -> None:
+        self._finished.put(order)
+        self.wake()
+
+    def _settle(self, order: Order) -> None:
+        """Decide the fate of a finished prompt."""
+        del self._running[order.number]
+        assert order.future is not None
+        error = asyncio.CancelledError() if order.future.cancelled() else order.future.exception()
+        if error is not None:
+            self._fail(order, error)
+            return
+        answers = order.future.result()
+        kept = tuple(t for t in answers if t.verdict.status != Status.ERROR)
+        if not kept:
+            why = answers[0].verdict.note if answers else "its workflow gave none"
+            self._fail(order, PalestraError(f"no answer to {order.problem.id} could be judged: {why}"))
+            return
+        if len(kept) < len(answers):
+            notes = {t.verdict.note for t in answers if t.verdict.status == Status.ERROR}
+            log.warning("%s: %d of %d answers could not be judged: %s", order.problem.id, len(answers) - len(kept),
+                        len(answers), "; ".join(sorted(notes))[:500])  # fmt: skip
+        group = Group(order.number, order.problem, order.version, kept, self.samples, time.monotonic() - order.since)
+        reason = self._filter(group)
+        if reason is None:
+            self._ready[group.number] = group
+            return
+        self.fates["filtered", group.version] += 1
+        self.reasons[reason] += 1
+        self._settled.append(group)
+
+    def _fail(self, order: Order, error: BaseException) -> None:
+        self.fates["failed", order.version] += 1
+        failed = sum(count for (fate, _), count in self.fates.items() if fate == "failed")
+        if failed > self._failures:
+            raise PalestraError(
+                f"the rollout of {order.problem.id} (number {order.number}) failed: {type(error).__name__}: {error}"
+            ) from error
+        log.warning("prompt %s failed (%d of at most %d): %s", order.problem.id, failed, self._failures, error)
+
+    def _choose(self) -> list[int] | None:
+        """The numbers of the next batch; None while it has to wait."""
+        self._drop_stale()
+        oldest = self.version - self.staleness
+        if self._on_stale == "wait" and any(order.version <= oldest for order in self._running.values()):
+            return None  # one more batch without them and they would be too old
+        if len(self._ready) < self.batch:
+            return None
+        return sorted(self._ready)[: self.batch]
+
+    def _drop_stale(self) -> None:
+        """Ask those again whose answers are older than the bound."""
+        bound = self.version - self.staleness
+        late = [group for group in self._ready.values() if min(t.oldest for t in group.trajectories) < bound]
+        for group in sorted(late, key=lambda group: group.number):
+            del self._ready[group.number]
+            self.fates["stale", group.version] += 1
+            self._attempts[group.number] += 1
+            self._again.append(Order(group.number, group.problem))
+
+
+async def _awaited(coroutine: Awaitable[list[Trajectory]]) -> list[Trajectory]:
+    return await coroutine

@@ -1,0 +1,46 @@
+"""An asyncio loop in a thread of its own, where workflows run while another thread owns the device."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Self
+
+
+class LoopThread:
+    """Runs coroutines; as a context manager it ends with all that is still running cancelled."""
+
+    def __init__(self, name: str = "rollout"):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run a coroutine there; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def settle(self) -> None:
+        """Wait until all that was started has come to its first wait."""
+        self.start(asyncio.sleep(0)).result()
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        if self.loop.is_closed():
+            return
+        self.start(_cancel_all()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+async def _cancel_all() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

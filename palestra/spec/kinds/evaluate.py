@@ -1,0 +1,113 @@
+"""The spec of kind `evaluate`: how good a model is, by its answers to tasks and by the likelihood of given ones."""
+
+from collections import Counter
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from palestra.spec.base import Conflict, Every, ExperimentSpec, Name
+from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
+from palestra.spec.model import Model
+from palestra.spec.tasks import TaskUse
+
+
+class EvaluatedModel(Model):
+    """The model to evaluate."""
+
+    init: str = Field(min_length=1)
+    """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id."""
+    chat_template: str | None = None
+    """A Jinja chat template that replaces the tokenizer's own; null keeps it."""
+
+
+class LikelihoodUse(Model):
+    """Rows with given answers, scored by how likely the model finds these after their question.
+
+    Without the `doc_to_…` fields a row has `query`, `choices` and `gold`; `context_options`, `continuation` and
+    `gold`; or `context` and `continuation`, which the model must write itself, token by token, to be right.
+    """
+
+    path: str = Field(min_length=1)
+    """A file of rows (JSONL, JSON, Parquet, Arrow), also under PALESTRA_DATA, at s3://… or on the Hub."""
+    name: Name | None = None
+    """What it is called in this run; null takes the file's stem."""
+    items: int | None = Field(default=None, ge=1)
+    """Rows at most, from the first; null means all."""
+    shots: int = Field(default=0, ge=0)
+    """Other rows that stand before each question, with their right answers."""
+    delimiter: str = " "
+    """What stands between a question and an answer."""
+    by: Literal["sum", "token", "byte"] = "token"
+    """What decides between choices: the log-probability of all of an answer, or its mean over tokens or over bytes."""
+    baseline: float | None = Field(default=None, ge=0, lt=1)
+    """The accuracy of guessing, for the centred accuracy; null takes one in the number of choices, 0 without any."""
+    doc_to_text: str | None = Field(default=None, min_length=1)
+    """As in lm-eval: the column with the question, or a Jinja template of a row."""
+    doc_to_choice: str | list[str] | None = None
+    """As in lm-eval: the column with the choices, a template that gives a list, or a list of templates."""
+    doc_to_target: str | None = Field(default=None, min_length=1)
+    """As in lm-eval: the column, or a template, with the right choice or its number, or the text to be written."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in this run."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
+
+    def problems(self) -> list[Conflict]:
+        """Templates that are not whole."""
+        if self.doc_to_text is None and (self.doc_to_choice is not None or self.doc_to_target is not None):
+            return [Conflict(("doc_to_text",), "expected one, because another `doc_to_…` is given")]
+        if self.doc_to_text is not None and self.doc_to_target is None:
+            return [Conflict(("doc_to_target",), "expected one, because `doc_to_text` is given")]
+        return []
+
+
+class AnswerEval(TaskEval):
+    """How tasks are evaluated."""
+
+    problems: int = Field(default=1_000_000, ge=1)
+    """Problems of each task at most, from the first of its split: by default all of any split that is not endless."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """The most it writes; what is cut off there is counted."""
+    workflow: WorkflowSpec = SingleTurnSpec(name="single_turn")
+    """What happens between a prompt and its verdict."""
+    verifiers: int | None = Field(default=None, ge=1)
+    """Processes that judge answers where judging can hang; null takes one a core, up to 16."""
+
+
+class EvaluateSpec(ExperimentSpec):
+    """Evaluation of a language model."""
+
+    counts: ClassVar[tuple[str, ...]] = ("steps",)
+
+    kind: Literal["evaluate"]
+    """The kind of experiment."""
+    model: EvaluatedModel
+    """The model to evaluate."""
+    tasks: list[TaskUse] = Field(default=[])
+    """What it answers."""
+    eval: AnswerEval = AnswerEval()
+    """How it answers them."""
+    likelihood: list[LikelihoodUse] = Field(default=[])
+    """Rows with given answers."""
+    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """The precision of the weights and the arithmetic."""
+
+    def conflicts(self) -> list[Conflict]:
+        """Nothing to evaluate on, a name for two things, settings that do not fit together or do nothing."""
+        found = []
+        if not self.tasks and not self.likelihood:
+            found.append(Conflict(("tasks",), "expected a task, or rows in `likelihood`"))
+        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
+            for place, use in enumerate(uses):
+                found += [Conflict((where, place, *path), reason) for path, reason in use.problems()]
+        labels = Counter(use.label for use in (*self.tasks, *self.likelihood))
+        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
+            for place, use in enumerate(uses):
+                if labels[use.label] > 1:
+                    reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"
+                    found.append(Conflict((where, place, "name"), reason))
+        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
+        if self.every != Every():
+            found.append(Conflict(("every",), "expected nothing: every answer is saved at once, and there is one row"))
+        return found
