@@ -36,10 +36,10 @@ from palestra.lm.model import Transformer
 from palestra.lm.next_token import NextToken
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
+from palestra.posttrain.critic import Critic
 from palestra.posttrain.introduction import introduce, self_test
 from palestra.posttrain.learner import Aside, Learner
 from palestra.posttrain.trainer import Parts, train
-from palestra.posttrain.values import Critic
 from palestra.rollout.executor import Executor
 from palestra.rollout.filters import make_filter
 from palestra.rollout.loop import LoopThread
@@ -173,7 +173,7 @@ def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, 
 def _learner(spec: PosttrainSpec, start: Start, model: Transformer, seed: int) -> Learner:
     algorithm, device = spec.algorithm, model.embed.device
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
-    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm.critic, spec.train, spec.optim.lr)
+    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
     compile_for_training(model, spec.train, device)
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
     engine = TrainEngine(

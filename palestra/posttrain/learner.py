@@ -1,7 +1,7 @@
 """What is learned from groups: the batch with its advantages, and the optimizer steps on it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -11,8 +11,8 @@ from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
 from palestra.lm.next_token import NextToken
 from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.critic import Critic
 from palestra.posttrain.loss import averages, policy_loss
-from palestra.posttrain.values import Critic
 from palestra.rollout.types import Group
 from palestra.spec.kinds.posttrain import PosttrainSpec
 
@@ -42,9 +42,11 @@ class Learner:
         self.reference, self.critic, self.aside = reference, critic, aside
         self._loss = policy_loss(spec.algorithm, spec.rollout.temperature)
 
-    def prepare(self, groups: Sequence[Group]) -> Batch:
+    def prepare(self, groups: Sequence[Group], step: int) -> Batch:
         """The groups packed, with all that the loss needs to know of each token."""
         spec, batch = self.spec, pack(groups, self.spec.algorithm)
+        if spec.control == "shuffled_rewards":
+            batch = self._shuffled(batch, step)
         temperature, micro = spec.rollout.temperature, spec.train.micro_tokens
         anchor = self.engine.logprobs(batch, temperature=temperature) if spec.algorithm.needs_anchor else None
         reference = None
@@ -75,8 +77,7 @@ class Learner:
         weight = denominator(batch, self.spec.algorithm, max_new_tokens=self.spec.rollout.max_new_tokens)
         sums = self.engine.forward_backward(batch, self._loss, weight, between=between)
         aside = {} if self.aside is None else self._learn_aside(self.aside, update)
-        told = {name: float(value) for name, value in sums.items()}
-        row = {"loss": told["loss"], **averages(told), **aside, **self.engine.optim_step(progress)}
+        row = {"loss": float(sums["loss"]), **averages(sums), **aside, **self.engine.optim_step(progress)}
         if self.critic is not None:
             row |= self.critic.learn(batch, progress)
         return row
@@ -86,6 +87,12 @@ class Learner:
         weight = aside.objective.denominator(batch) / aside.weight
         sums = self.engine.forward_backward(batch, aside.objective.loss, weight)
         return {"sft/loss": float(sums["loss"]) / aside.weight}
+
+    def _shuffled(self, batch: Batch, step: int) -> Batch:
+        """The batch with the rewards of others, whatever they answered."""
+        order = Permutation(len(batch), stream_key(self.seed, "control", step))
+        rewards = batch.per_sequence["reward"][[order(i) for i in range(len(batch))]]
+        return replace(batch, per_sequence={**batch.per_sequence, "reward": rewards})
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
         """The batch cut by prompts; which prompts go together is drawn anew each epoch."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,9 +13,9 @@ from palestra.generate.local import LocalGenerator
 from palestra.lm.speed import profiled
 from palestra.posttrain.learner import Learner
 from palestra.posttrain.metrics import group_metrics, silence
-from palestra.posttrain.recording import Recording
 from palestra.rollout.executor import Executor
 from palestra.rollout.loop import LoopThread
+from palestra.rollout.records import Recording
 from palestra.rollout.watch import LoopLag, Watchdog
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
@@ -69,7 +69,7 @@ def train(spec: PosttrainSpec, session: Session, parts: Parts, *, show: bool = T
     with ExitStack() as stack:
         record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
         profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
-        rollouts = stack.enter_context(closing(Recording(session)))
+        rollouts = stack.enter_context(Recording(session))
         watchdog = stack.enter_context(Watchdog(STALL_SECONDS, executor.describe, parts.loop.loop))
         lag = LoopLag()
         parts.loop.start(lag.run())
@@ -106,12 +106,12 @@ def train(spec: PosttrainSpec, session: Session, parts: Parts, *, show: bool = T
                     _save(session, parts, before, {"temporary"}, None)
                 raise _interrupted(step, session) from None
             with record.span("train"), profile(step + 1):
-                batch = learner.prepare(groups)
+                batch = learner.prepare(groups, step)
                 learned = learner.learn(batch, step, overlap)
             with record.span("publish"):
                 parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
                 executor.publish(step + 1)
-            rollouts.step(step, groups, filtered, batch)
+            rollouts.write(step, groups, filtered, batch)
             drawn = sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
             step, tokens = step + 1, tokens + drawn
             counters = {"steps": step, "tokens": tokens}

@@ -247,14 +247,27 @@ class Executor:
         log.warning("prompt %s failed (%d of at most %d): %s", order.problem.id, failed, self._failures, error)
 
     def _choose(self) -> list[int] | None:
-        """The numbers of the next batch; None while it has to wait."""
+        """The numbers of the next batch, the oldest that are ready; None while it has to wait."""
         self._drop_stale()
-        oldest = self.version - self.staleness
-        if self._on_stale == "wait" and any(order.version <= oldest for order in self._running.values()):
-            return None  # one more batch without them and they would be too old
-        if len(self._ready) < self.batch:
+        if len(self._ready) < self.batch or (self._on_stale == "wait" and self._too_early()):
             return None
         return sorted(self._ready)[: self.batch]
+
+    def _too_early(self) -> bool:
+        """Whether a batch without those that still run would leave more old groups than later batches can take.
+
+        A group of version s is trained at version s + staleness at the latest: after this batch, at version v, at most
+        (s + staleness - v) · batch groups of version s or older may be left, for every s.
+        """
+        ready = Counter(group.version for group in self._ready.values())
+        all_ = ready + Counter(order.version for order in self._running.values())
+        done = left = 0
+        for version in sorted(all_):
+            done, left = done + ready[version], left + all_[version]
+            later = (version + self.staleness - self.version) * self.batch
+            if left - later > min(done, self.batch):
+                return True
+        return False
 
     def _drop_stale(self) -> None:
         """Ask those again whose answers are older than the bound."""

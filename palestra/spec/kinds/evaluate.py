@@ -1,7 +1,10 @@
 """The spec of kind `evaluate`: how good a model is, by its answers to tasks and by the likelihood of given ones."""
 
+import re
 from collections import Counter
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -111,3 +114,48 @@ class EvaluateSpec(ExperimentSpec):
         if self.every != Every():
             found.append(Conflict(("every",), "expected nothing: every answer is saved at once, and there is one row"))
         return found
+
+
+def evaluation(
+    model: str | Path,
+    *,
+    tasks: Sequence[str | Mapping[str, Any]] = (),
+    likelihood: Sequence[str | Mapping[str, Any]] = (),
+    split: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "auto",
+    **settings: Any,
+) -> dict[str, Any]:
+    """The spec of an evaluation as plain data, for those who have no file of it.
+
+    Args:
+        model: A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.
+        tasks: Names of tasks, or uses of tasks as a spec has them.
+        likelihood: Files of rows with given answers, or uses of them as a spec has them.
+        split: Of the tasks that are given by name; null takes their default.
+        args: For the tasks that are given by name.
+        name: The folder under runs/; by default `eval_` and the last part of the model's name.
+        seed: Of what is drawn.
+        dtype: fp32, bf16 or fp16; auto is bf16.
+        device: cpu or cuda; auto takes the GPU where there is one.
+        settings: Those of `eval`, such as `problems=200, samples=8, k=[1, 8]`; null leaves the default, which for k is
+            1 and all of the samples.
+    """
+    named = {"args": dict(args or {}), **({} if split is None else {"split": split})}
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    if chosen.get("samples"):
+        chosen.setdefault("k", sorted({1, chosen["samples"]}))
+    return {
+        "kind": "evaluate",
+        "name": name or "eval_" + (re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name) or "model"),
+        "seed": seed,
+        "model": {"init": str(model)},
+        "tasks": [{"task": one, **named} if isinstance(one, str) else dict(one) for one in tasks],
+        "likelihood": [{"path": one} if isinstance(one, str) else dict(one) for one in likelihood],
+        "eval": chosen,
+        "dtype": "bf16" if dtype == "auto" else dtype,
+        "device": device,
+    }

@@ -158,6 +158,8 @@ class PosttrainSpec(LanguageModelSpec):
     """What is learned from them."""
     train: PosttrainTrain
     """How long and how to train."""
+    control: Literal["shuffled_rewards"] | None = None
+    """A run that must not learn, to compare with: rewards dealt out at random among a batch's answers; null is none."""
     sft: SftAside | None = None
     """Conversations trained on beside the rewards; null trains on rewards alone."""
     eval: TaskEval = TaskEval()

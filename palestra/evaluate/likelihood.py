@@ -1,0 +1,250 @@
+"""How likely a model finds given answers: choices between them, and texts that it would write itself."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from palestra.data.packing import micro_batches
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.evaluate.choices import Item, Option, Suite
+from palestra.evaluate.estimates import Estimate, estimate
+from palestra.lm.batch import Batch, score
+from palestra.lm.head import chunk_rows, logits
+from palestra.lm.model import Transformer
+
+CHUNK = 32
+"""Items that are scored together. Always the same ones: what a row is packed with can change its last bits."""
+MICRO_TOKENS = 2**14
+"""Tokens in one forward pass at most (one longer sequence goes alone)."""
+
+By = Literal["sum", "token", "byte"]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the model says of an item; one entry an option."""
+
+    suite: str
+    """The name of its file in this run."""
+    item: int
+    """Its number in the file, from 0."""
+    gold: int
+    logprobs: tuple[float, ...]
+    """log p of each answer after its context."""
+    tokens: tuple[int, ...]
+    """Tokens that were scored."""
+    bytes: tuple[int, ...]
+    """UTF-8 bytes of each answer."""
+    written: bool | None
+    """Whether the model would write the answer, token by token; null where it chooses between answers."""
+    cut: bool
+    """Whether the context was too long for the model and lost its beginning."""
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> "Scored":
+        """From a line of JSON."""
+        values: dict[str, Any] = {**row, **{name: tuple(row[name]) for name in ("logprobs", "tokens", "bytes")}}
+        return cls(**values)
+
+    def chosen(self, by: By) -> int:
+        """The option that the model finds most likely; of equals the first."""
+        sizes = {"sum": [1] * len(self.logprobs), "token": self.tokens, "byte": self.bytes}[by]
+        values = [logprob / size for logprob, size in zip(self.logprobs, sizes, strict=True)]
+        return values.index(max(values))
+
+    def right(self, by: By) -> bool:
+        """Whether the model is right."""
+        return self.written if self.written is not None else self.chosen(by) == self.gold
+
+
+@dataclass(frozen=True)
+class LikelihoodOutcome:
+    """What the items of a file came to."""
+
+    items: int
+    accuracy: Estimate
+    accuracies: dict[str, float]
+    """By each way of choosing; empty where there is nothing to choose from."""
+    baseline: float
+    """The accuracy of guessing."""
+    centred: float
+    """(accuracy − baseline) / (1 − baseline): 0 for guessing, 1 for always right."""
+    bits_per_byte: float
+    """Of the right answers."""
+    cut: int
+    """Items whose context lost its beginning."""
+
+    def plain(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A context with an answer, as tokens."""
+
+    tokens: list[int]
+    start: int
+    """The first token that is scored."""
+    cut: bool
+
+
+def encode_item(tokenizer: Tokenizer, item: Item, context: int) -> list[Encoded]:
+    """The options of an item as tokens, at most `context` each.
+
+    A context and its answer are tokenised as the one text that they are, and a token that holds some of both, such as
+    " yes" after "Answer: ", is part of the answer: a border that the tokenizer would not make scores tokens that the
+    model never saw. Answers to one context are all scored from the same token on, so that what one of them shares with
+    its context is not left out for the others.
+    """
+    whole = [_tokenised(tokenizer, option) for option in item.options]
+    if item.one_context:
+        first = min(start for _, start in whole)
+        same = all(tokens[:first] == whole[0][0][:first] for tokens, _ in whole)
+        whole = [(tokens, first) for tokens, _ in whole] if same else whole
+    return [_fitted(tokenizer, tokens, start, context) for tokens, start in whole]
+
+
+def score_suite(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    suite: Suite,
+    *,
+    done: Iterable[Scored] = (),
+    keep: Callable[[Sequence[Scored]], None] = lambda found: None,
+) -> list[Scored]:
+    """Score every item, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
+    have = {one.item: one for one in done if one.suite == suite.label}
+    found: list[Scored] = []
+    for start in range(0, len(suite.items), CHUNK):
+        numbers = range(start, min(start + CHUNK, len(suite.items)))
+        if all(number in have for number in numbers):
+            found += [have[number] for number in numbers]
+            continue
+        chunk = _score_chunk(model, tokenizer, suite, numbers)
+        keep(chunk)
+        found += chunk
+    return found
+
+
+def likelihood_outcome(suite: Suite, scored: Sequence[Scored]) -> LikelihoodOutcome:
+    """Of all items of a file."""
+    accuracy = estimate([float(one.right(suite.use.by)) for one in scored])
+    choice = suite.items[0].choice
+    guessed = fmean(1 / len(item.options) for item in suite.items) if choice else 0.0
+    baseline = guessed if suite.use.baseline is None else suite.use.baseline
+    ways: tuple[By, ...] = ("sum", "token", "byte")
+    nats = -math.fsum(one.logprobs[one.gold] for one in scored)
+    return LikelihoodOutcome(
+        items=len(scored),
+        accuracy=accuracy,
+        accuracies={way: fmean(one.right(way) for one in scored) for way in ways} if choice else {},
+        baseline=baseline,
+        centred=(accuracy.mean - baseline) / (1 - baseline),
+        bits_per_byte=nats / math.log(2) / sum(one.bytes[one.gold] for one in scored),
+        cut=sum(one.cut for one in scored),
+    )
+
+
+def likelihood_metrics(outcomes: dict[str, LikelihoodOutcome]) -> dict[str, float]:
+    """The numbers of all files, `eval/<name>/…`, and the mean of their centred accuracies."""
+    found: dict[str, float] = {}
+    for name, one in outcomes.items():
+        error = {} if one.accuracy.error is None else {"accuracy_se": one.accuracy.error}
+        ways = {f"accuracy_{way}": value for way, value in one.accuracies.items()}
+        named = {"accuracy": one.accuracy.mean, **error, **ways, "centred": one.centred}
+        named |= {"bits_per_byte": one.bits_per_byte, "cut": one.cut / one.items}
+        found |= {f"eval/{name}/{key}": value for key, value in named.items()}
+    return found | ({"eval/centred": fmean(one.centred for one in outcomes.values())} if outcomes else {})
+
+
+def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
+    """The tokens of context and answer, and which of them is the first with some of the answer."""
+    tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
+    start = next((index for index, (_, end) in enumerate(places) if end > len(option.context)), None)
+    if start is None:
+        raise UsageError(f"the answer {option.answer!r:.80} has no tokens in the tokenizer {tokenizer.name}")
+    return [*tokenizer.beginning, *tokens], start + len(tokenizer.beginning)
+
+
+def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -> Encoded:
+    if start == 0:  # there is nothing before the answer: it begins a text
+        tokens, start = [*tokenizer.encode_prompt(""), *tokens], len(tokenizer.encode_prompt(""))
+        if start == 0:
+            raise UsageError(
+                f"an answer has no context, and the tokenizer {tokenizer.name} has no token that begins a text"
+            )
+    begins = len(tokenizer.beginning)
+    surplus = len(tokens) - context
+    if surplus <= 0:
+        return Encoded(tokens, start, False)
+    if start - surplus < max(1, begins):
+        raise UsageError(
+            f"an answer of {len(tokens) - start} tokens leaves no room for a token before it in a context of {context}"
+        )
+    return Encoded(tokens[:begins] + tokens[begins + surplus :], start - surplus, True)
+
+
+def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> list[Encoded]:
+    try:
+        return encode_item(tokenizer, suite.items[number], context)
+    except UsageError as error:
+        raise UsageError(f"{suite.label}, item {number}: {error}") from error
+
+
+@torch.no_grad()
+def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers: range) -> list[Scored]:
+    items = [suite.items[number] for number in numbers]
+    encoded = [_encoded(tokenizer, suite, number, model.shape.context) for number in numbers]
+    flat = [one for options in encoded for one in options]
+    sums, written = _scored(model, flat, greedy=not items[0].choice)
+    results, place = [], 0
+    for number, item, options in zip(numbers, items, encoded, strict=True):
+        logprobs = tuple(sums[place : place + len(options)])
+        if not all(map(math.isfinite, logprobs)):
+            raise PalestraError(f"{suite.label}, item {number}: the model gives log-probabilities that are no numbers")
+        results.append(
+            Scored(
+                suite=suite.label,
+                item=number,
+                gold=item.gold,
+                logprobs=logprobs,
+                tokens=tuple(len(one.tokens) - one.start for one in options),
+                bytes=tuple(len(option.answer.encode()) for option in item.options),
+                written=None if item.choice else written[place],
+                cut=any(one.cut for one in options),
+            )
+        )
+        place += len(options)
+    return results
+
+
+def _scored(model: Transformer, sequences: Sequence[Encoded], *, greedy: bool) -> tuple[list[float], list[bool]]:
+    """log p of the scored tokens of each sequence, and whether each of them is the most likely one."""
+    sums, written = [0.0] * len(sequences), [False] * len(sequences)
+    masks = [[float(place >= one.start) for place in range(len(one.tokens))] for one in sequences]
+    batch = Batch.pack([one.tokens for one in sequences], masks)
+    for part in micro_batches(batch.lengths, max(MICRO_TOKENS, max(batch.lengths))):
+        micro = batch.select(part).to(model.embed.device)
+        scored = score(model, micro, entropy=False)
+        best = _most_likely(model, scored.output.hidden, micro) if greedy else micro.loss_mask.bool()
+        asked = micro.loss_mask.bool()
+        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~asked).split(micro.lengths), strict=True)
+        for place, logprobs, right in bounds:
+            sums[place], written[place] = float(logprobs.double().sum()), bool(right.all())
+    return sums, written
+
+
+def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
+    """(T): whether a scored token is the one that greedy decoding would draw there."""
+    asked = batch.loss_mask.nonzero()[:, 0]
+    found = torch.zeros(len(batch.tokens), dtype=torch.bool, device=hidden.device)
+    for some in asked.split(chunk_rows(len(model.unembed), hidden.device)):
+        found[some] = logits(hidden[some - 1], model.unembed).argmax(-1) == batch.tokens[some]
+    return found

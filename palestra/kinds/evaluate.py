@@ -1,0 +1,279 @@
+"""The kind `evaluate`: how good a model is at tasks, and how likely it finds given answers."""
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palestra.data.chat import end_of_turn
+from palestra.errors import Interrupted, UsageError
+from palestra.evaluate.answers import Evaluation, evaluate_tasks
+from palestra.evaluate.choices import Suite, load_suite
+from palestra.evaluate.growing import growing
+from palestra.evaluate.likelihood import (
+    LikelihoodOutcome,
+    Scored,
+    likelihood_metrics,
+    likelihood_outcome,
+    score_suite,
+)
+from palestra.evaluate.pumping import pumped
+from palestra.evaluate.questions import Questions, ask
+from palestra.evaluate.records import Record, json_lines, line, read_records, write_records
+from palestra.evaluate.setup import SETUP, files_sha256, settled, write_report
+from palestra.generate.engine import Engine
+from palestra.generate.local import LocalGenerator
+from palestra.kinds.lm import summary
+from palestra.kinds.models import find_model, open_model
+from palestra.kinds.serving import named_dtype
+from palestra.kinds.start import Start, device_of, trained_start
+from palestra.kinds.trial import Launch, run_sessions
+from palestra.lm.model import Transformer
+from palestra.lm.peft import CONFIG, WEIGHTS
+from palestra.lm.shards import weight_files
+from palestra.rollout.workflows import make_workflow
+from palestra.runs.run import Run
+from palestra.runs.session import Session
+from palestra.runs.store import read_json
+from palestra.spec.kinds.evaluate import EvaluateSpec
+from palestra.spec.lm import ModelSpec
+from palestra.spec.load import resolved
+from palestra.tasks.judging import Judges
+from palestra.track.hooks import Moment, call_hooks, load_hooks
+from palestra.track.recorder import Recorder
+from palestra.track.sinks import require_sinks
+
+ANSWERS, SCORES = "answers.jsonl", "likelihood.jsonl"
+FIXED = ("kind", "model", "tasks", "eval", "likelihood", "dtype")
+"""What answers depend on."""
+ROWS = {"cuda": 1024, "cpu": 256}
+"""Answers that are written at the same time."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of which model; known before its weights are read."""
+
+    start: Start
+    questions: list[Questions]
+    suites: list[Suite]
+    modes: int
+    """Ways of decoding: greedy, samples, or both."""
+
+    @property
+    def count(self) -> int:
+        """Problems in each mode, and rows with given answers."""
+        return self.modes * sum(len(one.questions) for one in self.questions) + sum(len(s.items) for s in self.suites)
+
+
+def run(spec: EvaluateSpec, launch: Launch) -> Run:
+    """Evaluate with every seed of the spec, then summarise."""
+    device = device_of(spec)
+    load_hooks(spec.hooks)
+    require_sinks(spec.track.sinks)
+    launch = replace(launch, init=str(_model_folder(spec, launch)))
+    # A spec that cannot run ends here, before it has a folder.
+    with Judges(spec.tasks, root=launch.root) as judges:
+        asked = _asked(spec, launch, judges, spec.seed)
+    trial = run_sessions(
+        spec,
+        launch,
+        run_session,
+        fixed=FIXED,
+        threads=spec.threads or max(1, (os.cpu_count() or 1) // (1 if device.type == "cuda" else spec.max_session)),
+        total=asked.count,
+        unit="steps",
+    )
+    trial.trial.write_summary(summary(trial))
+    return trial
+
+
+def load(run: Run, which: str = "best") -> Any:
+    """An evaluation has trained nothing."""
+    raise UsageError(f"{run.path} is an evaluation: load the model that it evaluated, {run.spec['model']['init']}")
+
+
+def run_session(folder: Path, launch: Launch) -> None:
+    """Evaluate with the one seed whose session folder this is, from where an earlier process was stopped."""
+    session = Session.open(folder)
+    spec = resolved(session.spec_data)
+    assert isinstance(spec, EvaluateSpec)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(session.manifest["threads"])
+    try:
+        with session, ExitStack() as stack:
+            session.restore()
+            judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+            asked = _asked(spec, launch, judges, session.seed)
+            setup = settled(session.path, _setup(spec, asked, launch, session.seed))
+            record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
+            _Evaluating(spec, session, launch, asked, judges, record).run(setup)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Evaluating:
+    """One session at work: counts what is done, and stops when it is asked to."""
+
+    def __init__(
+        self,
+        spec: EvaluateSpec,
+        session: Session,
+        launch: Launch,
+        asked: Asked,
+        judges: Judges,
+        record: Recorder,
+    ):
+        self.spec, self.session, self.launch, self.asked = spec, session, launch, asked
+        self.judges, self.record, self.done = judges, record, 0
+
+    def run(self, setup: dict[str, Any]) -> None:
+        """All of it; the report comes last."""
+        precision, start = named_dtype(self.spec.dtype), self.asked.start
+        assert start.folder is not None
+        loaded, _ = open_model(start.folder, self.launch.root, dtype=precision, param_dtype=precision)
+        scores = self._scores(loaded.model) if self.asked.suites else {}
+        # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
+        model = loaded.model.to("cpu")
+        evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
+        metrics = evaluation.metrics | likelihood_metrics(scores)
+        write_report(self.session.path, setup, evaluation, scores, metrics)
+        if evaluation.records:  # in the order of the problems, not in that of their ends
+            write_records(self.session.path / ANSWERS, evaluation.records)
+        call_hooks(load_hooks(self.spec.hooks), Moment(self.done, self.done, metrics, model, self.session.path))
+        headline = ["eval/accuracy", *(f"eval/pass@{k}" for k in self.spec.eval.k), "eval/centred"]
+        self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=headline)
+
+    def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
+        """By file."""
+        path, found = self.session.path / SCORES, {}
+        done = [Scored.read(row) for row in json_lines(path)]
+        model = model.to(device_of(self.spec))
+        with self.record.span("likelihood"), growing(path, map(_scored_line, done)) as append:
+
+            def keep(some: Iterable[Scored]) -> None:
+                append("".join(map(_scored_line, some)))
+                self._look()
+
+            for suite in self.asked.suites:
+                self._look()
+                scored = score_suite(model, self.asked.start.tokenizer, suite, done=done, keep=keep)
+                found[suite.label] = likelihood_outcome(suite, scored)
+                self._count(len(suite.items))
+        return found
+
+    def _answers(self, model: Transformer) -> Evaluation:
+        path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
+        # A judge that failed may have been out of memory: it is asked again.
+        done = [record for record in read_records(path) if not record.failed]
+        self._count(len(done))
+        with self.record.span("answers"), growing(path, map(line, done)) as append:
+
+            def keep(record: Record) -> None:
+                append(line(record))
+                self._count(1)
+
+            engine = _engine(self.spec, self.asked, model)
+            generator = LocalGenerator(engine, drive="caller")
+            work = evaluate_tasks(
+                generator,
+                start.tokenizer,
+                self.judges.judge,
+                self.asked.questions,
+                settings,
+                context=engine.context,
+                max_new_tokens=settings.max_new_tokens,
+                seed=self.session.seed,
+                workflow=make_workflow(settings.workflow),
+                running=ROWS[device_of(self.spec).type],
+                done=done,
+                keep=keep,
+            )
+            return pumped(generator, work, self._look)
+
+    def _count(self, more: int) -> None:
+        self.done += more
+        self.record.progress.update(self.done)
+        self.session.progress(step=self.done)
+
+    def _look(self) -> None:
+        if self.session.stop_requested:
+            raise Interrupted(
+                f"stopped after {self.done} of {self.asked.count} with everything saved; continue with: "
+                f"palestra train --resume {self.session.path.parent.parent}"
+            )
+
+
+def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
+    model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
+    start = trained_start(model, launch.root, chat=False)
+    questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
+    if any(one.chat for one in questions) and (turn := end_of_turn(start.tokenizer)) is not None:
+        start = replace(start, eos=tuple(sorted({*start.eos, turn})))
+    suites = [load_suite(use, seed) for use in spec.likelihood]
+    return Asked(start, questions, suites, spec.eval.greedy + bool(spec.eval.samples))
+
+
+def _engine(spec: EvaluateSpec, asked: Asked, model: Transformer) -> Engine:
+    """With no more context than the questions need: its rows are as long as that."""
+    reads, settings = model.shape.context, spec.eval
+    prompts = [len(one.prompt) for questions in asked.questions for one in questions.questions]
+    longest = max((length for length in prompts if length < reads), default=0)
+    single = settings.workflow.name == "single_turn"
+    return Engine(
+        model,
+        eos=frozenset(asked.start.eos),
+        tokenizer=asked.start.tokenizer,
+        dtype=named_dtype(spec.dtype),
+        device=device_of(spec),
+        context=min(reads, longest + settings.max_new_tokens) if single else reads,
+        max_running=ROWS[device_of(spec).type],
+    )
+
+
+def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[str, Any]:
+    """All that makes the numbers comparable with others; plain data."""
+    start, decoding = asked.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
+    model = {
+        "init": spec.model.init,
+        "folder": launch.init,
+        "sha256": files_sha256(_weights(str(launch.init), launch.root)),
+        "tokenizer_sha256": start.tokenizer.fingerprint,
+        "chat_template": start.tokenizer.chat_template if any(one.chat for one in asked.questions) else None,
+        "end_tokens": list(start.eos),
+        "context": start.shape.context,
+        "dtype": spec.dtype,
+        "device": device_of(spec).type,
+    }
+    return {
+        "model": model,
+        "decoding": {**decoding, "top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"},
+        "seed": seed,
+        "tasks": {one.label: one.identity(start.tokenizer) for one in asked.questions},
+        "likelihood": {suite.label: suite.identity() for suite in asked.suites},
+    }
+
+
+def _model_folder(spec: EvaluateSpec, launch: Launch) -> Path:
+    """The very model that was meant when the trial began: a name goes on to newer runs."""
+    begun = [] if launch.resume is None else [one.path / SETUP for one in launch.resume.sessions()]
+    pinned = next((read_json(path)["model"]["folder"] for path in begun if path.exists()), None)
+    return find_model(pinned or spec.model.init, launch.root).folder.absolute()
+
+
+def _weights(folder: str, root: Path) -> list[Path]:
+    """The files of a model's config and weights, and of the models below it where these are adapters."""
+    found, paths = find_model(folder, root), []
+    while found.base is not None:
+        paths += [found.folder / CONFIG, found.folder / WEIGHTS]
+        found = find_model(found.base, root)
+    return [*paths, *(found.folder / name for name in ("config.json", *weight_files(found.folder)))]
+
+
+def _scored_line(scored: Scored) -> str:
+    return json.dumps(asdict(scored)) + "\n"

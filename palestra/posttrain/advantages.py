@@ -1,0 +1,140 @@
+"""How much better an answer, or a token of it, was than expected: baselines and scales of an algorithm.
+
+Batches are packed: `(T)` tokens of B sequences, `(B)` one number each. A sequence's reward belongs to its last
+*trainable* token, whatever follows that, and credit flows back over trainable tokens alone. All is computed in float64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from palestra.rl.advantages import gae
+from palestra.rl.normalise import batch_normalise, group_normalise, leave_one_out
+from palestra.rl.returns import discounted_returns
+from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenaliseSpec
+
+EPS = 1e-6
+"""Added to standard deviations. One that is no larger is that of equal rewards, and nothing is divided by it."""
+
+
+class Advantages(NamedTuple):
+    """What a batch teaches; 0 where a token is not trained."""
+
+    advantages: Tensor
+    """(T)."""
+    returns: Tensor
+    """(T) what came after each token, discounted: what a critic should have expected."""
+
+
+def token_advantages(
+    algorithm: AlgorithmSpec,
+    rewards: Tensor,
+    groups: Tensor,
+    sequence_ids: Tensor,
+    trained: Tensor,
+    *,
+    token_rewards: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Advantages:
+    """Of rewards (B) in groups (B, ids), for tokens with the ids of their sequences (T), of which some are trained (T).
+
+    `token_rewards` (T) come on top, such as a KL penalty: an advantage is then of what follows the token. `values` (T)
+    is what a critic expects before each token. A group may be of any size and lie anywhere; one of a single answer
+    says nothing.
+    """
+    zeros = torch.zeros(len(trained), dtype=torch.float64, device=trained.device)
+    index = trained.nonzero()[:, 0]
+    if not len(index):
+        return Advantages(zeros, zeros)
+    rewards, places = rewards.double(), sequence_ids[index]
+    last = torch.ones_like(places, dtype=torch.bool)
+    last[:-1] = places[:-1] != places[1:]
+    per_token = torch.where(last, rewards[places], 0.0)
+    if token_rewards is not None:
+        per_token = per_token + token_rewards[index].double()
+    if algorithm.critic is not None:
+        if values is None:
+            raise ValueError("an algorithm with a critic needs its values")
+        found, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last)
+        found = batch_normalise(found, eps=EPS) if algorithm.scale == "batch_std" else found
+    else:
+        never = torch.zeros_like(last)[:, None]
+        returns = discounted_returns(per_token[:, None], terminated=last[:, None], truncated=never, gamma=1.0)[:, 0]
+        found = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
+    if algorithm.ratio == "sequence":  # an answer has one ratio, so it has one advantage
+        found = sequence_means(found, places, len(rewards))[places]
+    return Advantages(zeros.index_copy(0, index, found), zeros.index_copy(0, index, returns))
+
+
+def sequence_means(values: Tensor, places: Tensor, sequences: int) -> Tensor:
+    """The mean (B) of the values (N) of each sequence; 0 for one that has none."""
+    zeros = values.new_zeros(sequences)
+    counts = zeros.index_add(0, places, torch.ones_like(values))
+    return zeros.index_add(0, places, values) / counts.clamp_min(1)
+
+
+def overlong_penalty(spec: PenaliseSpec, tokens: Tensor, truncated: Tensor, max_new_tokens: int) -> Tensor:
+    """What answers of so many tokens (B) gain, which is at most 0 (DAPO, Yu et al. 2025, eq. 13).
+
+    An answer that was cut off loses all of `factor`, also where the model's context cut it and not `max_new_tokens`.
+    """
+    buffer = spec.buffer * max_new_tokens
+    over = ((tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    return -spec.factor * torch.where(truncated, 1.0, over)
+
+
+def _with_critic(critic: CriticSpec, rewards: Tensor, values: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """GAE over trainable tokens (N), and what the critic should have said.
+
+    The end of an answer is the end of the episode, also where the limit on new tokens was: nothing follows it, and a
+    value in its place would reward answers for being long.
+    """
+    following = torch.cat((values[1:], values.new_zeros(1)))
+    found, returns = gae(
+        rewards[:, None],
+        values[:, None],
+        following[:, None],
+        terminated=last[:, None],
+        truncated=torch.zeros_like(last)[:, None],
+        gamma=critic.gamma,
+        lam=critic.lam,
+    )
+    return found[:, 0], returns[:, 0]
+
+
+def _with_baseline(
+    algorithm: AlgorithmSpec, rewards: Tensor, groups: Tensor, places: Tensor, per_token: Tensor, returns: Tensor
+) -> Tensor:
+    """What follows each trainable token (N), less a baseline that does not depend on it, divided by a scale."""
+    if algorithm.baseline == "none":
+        return returns
+    if algorithm.baseline == "batch":  # REINFORCE++: over all tokens
+        if algorithm.scale == "batch_std":
+            return batch_normalise(returns, eps=EPS)
+        return returns - returns.mean()
+    # The baseline is of whole answers: their rewards and all that their tokens got.
+    extra = per_token.new_zeros(len(rewards)).index_add(0, places, per_token)
+    seen = torch.zeros_like(rewards, dtype=torch.bool).index_fill(0, places, True)
+    totals = torch.where(seen, extra, rewards)
+    if algorithm.baseline == "leave_one_out":
+        centred = leave_one_out(totals, groups)
+    else:
+        centred = group_normalise(totals, groups, scale="none")
+    # What came before a token is no consequence of it. Without rewards of tokens this adds exactly 0.
+    found = centred[places] + (returns - totals[places])
+    return found / _divisor(algorithm, rewards, centred, groups)[places]
+
+
+def _divisor(algorithm: AlgorithmSpec, rewards: Tensor, centred: Tensor, groups: Tensor) -> Tensor:
+    """What the advantages of each sequence (B) are divided by; standard deviations are of the population."""
+    if algorithm.scale == "none":
+        return torch.ones_like(rewards)
+    if algorithm.scale == "group_std":
+        _, group = torch.unique(groups, return_inverse=True)
+        squares = group_normalise(rewards, groups, scale="none").square()
+        deviation = sequence_means(squares, group, len(rewards))[group].sqrt()
+    else:
+        of = rewards if algorithm.scale == "batch_std" else centred
+        deviation = of.std(correction=0).expand_as(rewards)
+    return torch.where(deviation > EPS, deviation + EPS, 1.0)

@@ -1,0 +1,125 @@
+"""The critic: what it expects before each token, and how it learns from what came."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.data.packing import micro_batches
+from palestra.lm.batch import Batch, forward
+from palestra.lm.engine import Loss, LossFunction, TrainEngine
+from palestra.lm.model import Output, Transformer
+from palestra.lm.moe import router_terms
+from palestra.lm.optim import Optimiser
+from palestra.lm.ranks import Ranks
+from palestra.lm.value_head import ScalarModel
+from palestra.rl.losses import value_loss
+from palestra.spec.algorithm import AlgorithmSpec, CriticSpec
+from palestra.spec.kinds.posttrain import PosttrainTrain
+from palestra.spec.optim import AdamWSpec
+
+
+class Critic:
+    """A model of its own with a value head, and its optimizer."""
+
+    def __init__(self, transformer: Transformer, algorithm: AlgorithmSpec, train: PosttrainTrain):
+        if algorithm.critic is None:
+            raise ValueError(f"{algorithm.preset} with `baseline: {algorithm.baseline}` has no critic")
+        model = ScalarModel(transformer)
+        updates = train.steps * train.minibatches * train.epochs
+        optim = AdamWSpec(name="adamw", lr=algorithm.critic.lr, weight_decay=0.0)
+        self._loss = value_loss_function(algorithm.critic)
+        self.engine = TrainEngine(
+            model,
+            Optimiser(model, optim, updates),
+            Ranks(),
+            micro_tokens=train.micro_tokens,
+            flops_per_token=transformer.shape.flops_per_token(transformer.shape.context),
+        )
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """What it expects (T) before each trained token of a batch: the `values` of `with_advantages`."""
+        engine, found = self.engine, torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        assert isinstance(engine.model, ScalarModel)
+        for part in micro_batches(batch.lengths, max(engine.micro_tokens, max(batch.lengths))):
+            values, _ = expected(engine.model, batch.select(part).to(engine.device))
+            found[batch.token_index(part)] = values.to(found.device)
+        return found
+
+    def learn(self, batch: Batch, progress: float) -> dict[str, float]:
+        """One optimizer step on a (mini)batch of `with_advantages`; what people look at, under critic/."""
+        sums = self.engine.forward_backward(batch, self._loss, value_denominator(batch))
+        row = value_averages(sums) | self.engine.optim_step(progress)
+        return {f"critic/{name}": value for name, value in row.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Its weights and those of its optimizer."""
+        return {"model": dict(self.engine.model.state_dict()), "engine": self.engine.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.engine.ranks.scatter(state["model"], self.engine.model)
+        self.engine.load_state(state["engine"])
+
+
+def expected(model: ScalarModel, batch: Batch) -> tuple[Tensor, Output]:
+    """What the critic expects (T) before each token that is trained, 0 elsewhere; and the transformer's output.
+
+    Before token t it has read tokens up to t - 1. What it says after t knows t: as a baseline for t that would take
+    away the very difference that t made.
+    """
+    output = forward(model.transformer, batch)
+    asked = batch.predicted  # never the first of a sequence
+    values = model.value(output.hidden.index_select(0, asked - 1))
+    return values.new_zeros(len(batch.tokens)).index_copy(0, asked, values), output
+
+
+def value_loss_function(critic: CriticSpec) -> LossFunction:
+    """Squared errors, summed over trained tokens, for batches of `with_advantages`; divide by `value_denominator`."""
+
+    def loss(model: ScalarModel, batch: Batch) -> Loss:
+        values, output = expected(model, batch)
+        trained = batch.loss_mask > 0
+        returns, before = (torch.where(trained, batch.per_token[name], 0.0) for name in ("returns", "values"))
+        losses = torch.where(trained, value_loss(values, returns, before, critic.clip), 0.0)
+        now = values.detach()
+        clipped = torch.zeros_like(trained) if critic.clip is None else (now - before).abs() > critic.clip
+        terms = {
+            "tokens": trained,
+            "value": now,
+            "return": returns,
+            "return_squared": returns.square(),
+            "error": returns - now,
+            "error_squared": (returns - now).square(),
+            "clipped": clipped,
+        }
+        sums = {name: torch.where(trained, term, 0).to(now.dtype).sum() for name, term in terms.items()}
+        return Loss(losses.sum(), sums, router_terms(model.transformer, output.router, batch))
+
+    return loss
+
+
+def value_denominator(batch: Batch) -> float:
+    """What the sum of a (mini)batch's value losses is divided by: its trained tokens, at least 1."""
+    return max(1.0, float(len(batch.predicted)))
+
+
+def value_averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """What people look at, from what an engine gives for `value_loss_function`: sums, all divided by one number.
+
+    Means over the trained tokens of `value` and `return`, the share `clipped`, and `explained`: how much of the
+    returns' variance the critic foresaw, 1 being all of it and 0 what the best constant does, or where there is none.
+    The loss, and what routers say, stay as they are.
+    """
+    found = {name: float(value) for name, value in sums.items()}
+    tokens = found.pop("tokens")
+    share = 1.0 / tokens if tokens else 0.0
+    summed = ("value", "return", "return_squared", "error", "error_squared", "clipped")
+    mean = {name: found.pop(name) * share for name in summed}
+    variance = mean["return_squared"] - mean["return"] ** 2
+    unexplained = mean["error_squared"] - mean["error"] ** 2
+    varied = variance > 1e-6 * mean["return_squared"]  # less is the rounding of equal returns
+    explained = 1.0 - unexplained / variance if varied else 0.0
+    return {**found, "explained": explained, **{name: mean[name] for name in ("value", "return", "clipped")}}

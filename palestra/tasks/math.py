@@ -1,0 +1,172 @@
+"""MATH: competition problems whose answers are expressions (arXiv:2103.03874); AIME: those with whole numbers."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from palestra.data.readers import Row
+from palestra.errors import UsageError
+from palestra.tasks.final_answers import Extraction, judge_math
+from palestra.tasks.math_answers import cut, last_boxed
+from palestra.tasks.math_equal import import_values, memory_capped, require_math_verify
+from palestra.tasks.prompts import Example, Layout, PromptArgs, ask, shown, stops_of
+from palestra.tasks.rows import files_of, load_rows, text_of
+from palestra.tasks.task import Task
+from palestra.tasks.types import Answer, Message, Problem, Verdict
+
+LAYOUT = Layout("Problem:\n{question}\n\nSolution:")
+
+
+class MathArgs(PromptArgs):
+    """What the task is told."""
+
+    source: str | None = None
+    """A file, folder, URL or name on the Hub, with `problem` and `solution` or `answer`; null takes the 12,500 of
+    EleutherAI/hendrycks_math; math500 under `PALESTRA_DATA`, or HuggingFaceH4/MATH-500, has 500 of its test split."""
+    extraction: Extraction = "flexible"
+    r"""What counts as the answer: the last `\boxed`, else what follows `####` or "answer is"; flexible, where there is
+    none of these, the last formula or number."""
+    levels: list[Annotated[int, Field(ge=1, le=5)]] | None = Field(default=None, min_length=1)
+    """Only problems of these levels, 1 to 5; null means all."""
+    subjects: list[str] | None = Field(default=None, min_length=1)
+    """Only problems of these subjects, such as algebra or counting_and_probability; null means all."""
+
+
+class Math(Task[MathArgs]):
+    """Problems of competitions, in LaTeX. The ids count within a subject, before anything is left out."""
+
+    Args = MathArgs
+    isolated: ClassVar[bool] = True
+    stop: ClassVar[tuple[str, ...]] = ("Problem:", "\n\n\n")
+
+    def __init__(self, args: MathArgs, name: str):
+        super().__init__(args, name)
+        self._capped = False
+        require_math_verify(name)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer; none in a conversation."""
+        return stops_of(self.args, self.stop)
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """The rows of a split, of the levels and subjects that the args name."""
+        rows = self._numbered(split)
+        examples = self._examples(rows if split == "train" or not self.args.shots else self._numbered("train"))
+        subjects, levels = self.args.subjects, self.args.levels
+        known = {row["subject"] for row in rows.values()}
+        if unknown := set(subjects or ()) - known:
+            raise UsageError(
+                f"{self.name}: there is no subject {', '.join(sorted(unknown))}; there is {', '.join(sorted(known))}"
+            )
+        return [
+            Problem(self.id(split, name), self._prompt(row["problem"], examples), row)
+            for name, row in rows.items()
+            if (levels is None or row["level"] in levels) and (subjects is None or row["subject"] in subjects)
+        ]
+
+    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+        """Whether the answer ends with what is equal to the reference."""
+        with memory_capped(self._capped):
+            return judge_math(problem.row["answer"], cut(answer.text, self.stops), self.args.extraction)
+
+    def warm_up(self) -> None:
+        """Import sympy, and from now on keep to little memory: called in a process that only judges."""
+        import_values()
+        self._capped = True
+
+    def _prompt(self, question: str, examples: Sequence[Example]) -> str | tuple[Message, ...]:
+        return ask(self.args, LAYOUT, question, shown(self.args, examples, question))
+
+    def _examples(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Example]:
+        worked = (Example(row["problem"], row["solution"]) for row in rows.values() if "solution" in row)
+        return list(islice(worked, self.args.shots + 1))  # one more, because a question is not its own example
+
+    def _numbered(self, split: str) -> dict[str, dict[str, Any]]:
+        """All rows of a split by what identifies each, whatever is asked for."""
+        files = (f"hendrycks_math_*_{split}.json", *files_of(split))
+        rows = load_rows(self.args.source, default="EleutherAI/hendrycks_math", folder="math", files=files)
+        counted: Counter[str] = Counter()
+        found = {}
+        for number, row in enumerate(rows):
+            known = _known(row, number, f"{self.name}, split {split}")
+            given = str(row.get("unique_id") or "").removesuffix(".json")  # MATH-500: test/precalculus/807.json
+            name = "/".join(given.split("/")[-2:]) or f"{known['subject']}/{counted[known['subject']]}"
+            found[name] = known
+            counted[known["subject"]] += 1
+        return found
+
+
+class AimeArgs(PromptArgs):
+    """What the task is told."""
+
+    source: str | None = None
+    """A file, folder, URL or name on the Hub, with `problem` and `answer`; null takes the 30 of 2024."""
+    extraction: Extraction = "flexible"
+    """As for `math`."""
+
+
+class Aime(Task[AimeArgs]):
+    """Problems of the American Invitational Mathematics Examination, with answers from 0 to 999; to evaluate on."""
+
+    Args = AimeArgs
+    splits: ClassVar[tuple[str, ...]] = ("test",)
+    isolated: ClassVar[bool] = True
+    stop: ClassVar[tuple[str, ...]] = Math.stop
+
+    def __init__(self, args: AimeArgs, name: str):
+        super().__init__(args, name)
+        self._capped = False
+        require_math_verify(name)
+        if args.shots:
+            raise UsageError(f"{name}: it has no train split, so `shots` must be 0")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer; none in a conversation."""
+        return stops_of(self.args, self.stop)
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """All rows."""
+        rows = load_rows(
+            self.args.source,
+            default="HuggingFaceH4/aime_2024",  # which calls its only split train
+            folder="math_eval/aime24",
+            files=(*files_of("test"), *files_of("train")),
+        )
+        found = []
+        for number, row in enumerate(rows):
+            known = _known(row, number, f"{self.name}, split {split}")
+            prompt = ask(self.args, LAYOUT, known["problem"])
+            found.append(Problem(self.id(split, row.get("id", number)), prompt, known))
+        return found
+
+    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+        """Whether the answer ends with the right number."""
+        with memory_capped(self._capped):
+            return judge_math(problem.row["answer"], cut(answer.text, self.stops), self.args.extraction)
+
+    def warm_up(self) -> None:
+        """As of `Math`."""
+        import_values()
+        self._capped = True
+
+
+def _known(row: Row, number: int, where: str) -> dict[str, Any]:
+    """A row under one set of names; the answer is what the solution has in its last box, unless the row says it."""
+    solution = str(row.get("solution") or "")
+    boxed = last_boxed(solution)
+    answer = text_of(row, "answer", number, where) if boxed is None or "answer" in row else boxed
+    level = re.fullmatch(r"(?:Level )?([1-5])", str(row.get("level", "")))
+    subject = str(row.get("type") or row.get("subject") or "other").lower().replace("&", "and")
+    return {
+        "problem": text_of(row, "problem", number, where),
+        "answer": answer.strip(),
+        **({"solution": solution} if solution else {}),
+        "level": None if level is None else int(level[1]),
+        "subject": "_".join(subject.split()),
+    }

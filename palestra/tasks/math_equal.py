@@ -1,0 +1,160 @@
+r"""Whether two mathematical answers are the same: by their normal forms, and where those differ by their values.
+
+Structure is compared here, part by part: `(1,2)` is not `(2,1)`, `\{1,2\}` is `2, 1`, `[0,1)` is not `[0,1]`. What is
+left are expressions, of which `palestra.tasks.math_values` compares the values.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from palestra.errors import MissingExtra
+from palestra.tasks.math_forms import Form, form, plain_text
+
+log = logging.getLogger("palestra.tasks")
+
+VALUES = ("number", "percent", "expression")  # kinds of forms that have a value
+PLACES = 6  # decimal places with which a rounded value counts as the value
+MEMORY = 1 << 30  # bytes that a comparison may take
+
+
+def same_answer(gold: str, answer: str) -> bool | None:
+    """Whether an answer says the same as the reference; None where nobody can tell, which is not the same."""
+    return _same(form(gold), form(answer))
+
+
+def require_math_verify(task: str) -> None:
+    """Say at once, without the second that importing it takes, that it is not there."""
+    if find_spec("math_verify") is None:
+        raise MissingExtra(f"the task {task}", "eval")
+
+
+def import_values() -> ModuleType:
+    """Import what a first comparison of expressions needs."""
+    try:
+        return import_module("palestra.tasks.math_values")
+    except ImportError as error:
+        raise MissingExtra("comparing mathematical answers", "eval") from error
+
+
+@contextmanager
+def memory_capped(capped: bool) -> Iterator[None]:
+    """Let this process have little more memory than it has, on Linux: some numbers fill it before their time is up."""
+    if not capped or sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0])
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = now * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _same(gold: Form, answer: Form) -> bool | None:
+    if str(gold) == str(answer):
+        return True
+    kinds = gold.kind, answer.kind
+    if kinds == ("assignment", "assignment") and gold.value == answer.value:
+        return _same(gold.parts[0], answer.parts[0])
+    if "relation" in kinds or kinds == ("assignment", "assignment"):
+        return _same_relation(gold, answer)
+    if "assignment" in kinds:
+        return _same(*(one.parts[0] if one.kind == "assignment" else one for one in (gold, answer)))
+    if set(kinds) <= {"number", "percent"}:
+        return _same_number(gold, answer)
+    if "text" in kinds:  # also `\text{AB}` and `AB`, never an anagram
+        return _words(gold) == _words(answer) != ""
+    if "digits" in kinds:
+        digits = [str(one.value).split("_") for one in (gold, answer)]
+        return digits[0][0] == digits[1][0] and kinds[0] != kinds[1]  # the base may be left out
+    if set(kinds) <= set(VALUES):
+        return _same_value(gold, answer)
+    if kinds[0] == kinds[1] and kinds[0] in ("list", "union"):
+        return _same_set(gold.parts, answer.parts)
+    if kinds[0] == kinds[1] and gold.value == answer.value:  # sequences with the same brackets, matrices of one shape
+        return _all_same(gold.parts, answer.parts)
+    if set(kinds) == {"list", "sequence"} and "()" in (gold.value, answer.value):  # brackets forgotten
+        return _all_same(gold.parts, answer.parts)
+    return False
+
+
+def _all_same(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+    return len(gold) == len(answer) and all(_same(*pair) for pair in zip(gold, answer, strict=True))
+
+
+def _same_set(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+    left = list(answer)
+    for one in gold:
+        found = next((at for at, other in enumerate(left) if _same(one, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def _words(one: Form) -> str:
+    """What may be the same as a text: another one, or letters that look like a product."""
+    if one.kind == "text":
+        return str(one.value)
+    return plain_text(str(one.value)) if one.kind == "expression" and str(one.value).isalpha() else ""
+
+
+def _same_number(gold: Form, answer: Form) -> bool:
+    """50 % is 50 as it was asked for, and 0.5 as a number; a value may be rounded to `PLACES` and more."""
+    right, said = _meant(gold), _meant(answer)
+    if gold.kind == answer.kind == "percent":
+        right, said = right[:1], said[:1]
+    return any(one == other or _rounded(one, other, answer.places) for one in right for other in said)
+
+
+def _meant(number: Form) -> tuple[Fraction, ...]:
+    assert isinstance(number.value, Fraction)
+    return (number.value, number.value / 100) if number.kind == "percent" else (number.value,)
+
+
+def _rounded(value: Fraction, said: Fraction, places: int) -> bool:
+    return places >= PLACES and 2 * abs(value - said) * 10**places <= 1
+
+
+def _same_relation(gold: Form, answer: Form) -> bool | None:
+    """Whether one is the other times a number: `y=2x+1` and `4x-2y+2=0`. An inequality keeps its direction."""
+    right, said = _sides(gold), _sides(answer)
+    if right is None or said is None or right[0] != said[0]:
+        return False
+    positive = right[0] not in ("=", r"\neq")
+    return _told(lambda values: values.proportional(right[1], said[1], positive=positive))
+
+
+def _sides(one: Form) -> tuple[str, tuple[str | Fraction, str | Fraction]] | None:
+    """The sign and the two sides of a relation between two expressions."""
+    sides = (Form("expression", one.value), *one.parts) if one.kind == "assignment" else one.parts
+    if one.kind not in ("assignment", "relation") or len(sides) != 2 or any(side.kind not in VALUES for side in sides):
+        return None
+    return str(one.value) if one.kind == "relation" else "=", (sides[0].value, sides[1].value)
+
+
+def _same_value(gold: Form, answer: Form) -> bool | None:
+    tolerance = Fraction(1, 2 * 10**answer.places) if answer.places >= PLACES else Fraction(0)
+    return _told(lambda values: values.equal(gold.value, answer.value, tolerance))
+
+
+def _told(compare: Callable[[ModuleType], bool | None]) -> bool | None:
+    """What a comparison says; None where sympy cannot make it, for which each of its parts has errors of its own."""
+    values = import_values()
+    try:
+        return compare(values)
+    except Exception:
+        log.debug("two answers could not be compared", exc_info=True)
+        return None

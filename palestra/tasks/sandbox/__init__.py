@@ -1,0 +1,22 @@
+"""Where code that nobody has read is run: alone, in a process that can neither harm nor see anything else.
+
+A `Sandbox` has one level, which every verdict on code records:
+
+- `namespaces`: a process, user, network and mount namespace of its own. It sees no other process, has no network, and
+  of the file system only Python and the system's libraries, read-only, and an empty `/tmp` of its own in memory.
+- `uid`: for root where namespaces are not allowed, as in most containers. A user that nobody else is, a folder of its
+  own; where the kernel has Landlock (5.13), nothing else of the file system but Python, read-only. It can fill the disk
+  by many files until it is killed.
+- `weak`: neither. It runs as the user who asked, who is protected by what is below alone. Tests that have to run in
+  the candidate's own process are `weak` too, wherever that is: code can then say of itself that it passed.
+
+At all levels there are limits (`Limits`) on memory, processor time, threads, output and files, a wall clock, and on
+Linux a filter of system calls: no new processes, no programs, no sockets, no signals to others, no tracing, no shared
+memory, no kernel interfaces that a function could not need. The first two levels are refused where there is no filter.
+"""
+
+from palestra.tasks.sandbox.levels import LEVELS, Level
+from palestra.tasks.sandbox.limits import Limits
+from palestra.tasks.sandbox.sandbox import Outcome, Output, Sandbox
+
+__all__ = ["LEVELS", "Level", "Limits", "Outcome", "Output", "Sandbox"]

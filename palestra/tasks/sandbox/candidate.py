@@ -1,0 +1,102 @@
+"""The side of the program, locked in: it runs code that nobody has read, and calls its functions for the tests.
+
+What happens here proves nothing: the code owns this process, down to the bytes that it sends.
+"""
+
+import atexit
+import io
+import linecache
+import os
+import random
+import sys
+import threading
+import traceback
+from types import ModuleType
+from typing import Any
+
+from palestra.tasks.sandbox.literals import Channel, NotPlain
+
+NAME = "<program>"
+
+
+def read_all(number: int) -> str:
+    """The text of a file, which is then closed."""
+    with open(number, encoding="utf-8", errors="surrogatepass", newline="") as file:
+        return file.read()
+
+
+def load(source: str, name: str) -> ModuleType:
+    """Run source as a module of that name. What it draws at random is the same every time, so that a verdict is too."""
+    random.seed(0)
+    module = ModuleType(name)
+    sys.modules[name] = module
+    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)  # for its tracebacks
+    exec(compile(source, NAME, "exec", dont_inherit=True, optimize=0), module.__dict__)
+    return module
+
+
+def serve_calls(code: int, channel: int) -> None:
+    """Load the code, say whether that worked, then answer calls: `[name, args, kwargs]`."""
+    tests = Channel(channel)
+    try:
+        module = load(read_all(code), "candidate")
+    except BaseException as error:
+        tests.send(failure(error))
+        return
+    tests.send({"value": None})
+    while True:
+        try:
+            name, args, kwargs = tests.receive()
+        except EOFError:
+            return
+        answer = _answer(module, name, args, kwargs)
+        try:
+            tests.send(answer)
+        except NotPlain as error:
+            tests.send(failure(error))
+
+
+def run_program(code: int) -> int:
+    """Run the code as `python program.py` would, and return its exit code."""
+    status = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a program that is killed has said what it printed
+    try:
+        load(read_all(code), "__main__")
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        status = 1
+        inner = error.__traceback__
+        while inner is not None and inner.tb_frame.f_code.co_filename != NAME:
+            inner = inner.tb_next
+        traceback.print_exception(type(error), error, inner)
+    threading._shutdown()  # pyrefly: ignore  # as the interpreter does at its end: waits for the program's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return status & 0xFF
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """An exception as it crosses: the names of its built-in classes, nearest first, and what it says."""
+    names = [base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"]
+    try:
+        text = str(error)[:500]
+    except Exception:  # a class of the program's own, which can do what it likes here
+        text = ""
+    return {"raised": names, "type": type(error).__name__[:100], "message": text}
+
+
+def _answer(module: ModuleType, name: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if name not in module.__dict__:
+            raise NameError(f"name {name!r} is not defined")
+        value = module.__dict__[name](*args, **kwargs)
+    except (SystemExit, KeyboardInterrupt):
+        os._exit(1)
+    except BaseException as error:
+        return failure(error)
+    return {"value": value}

@@ -1,0 +1,234 @@
+"""A warm server as the process that it serves holds it: started, given files to run, listened to, ended."""
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from palestra.errors import PalestraError, UsageError
+from palestra.tasks.sandbox.filesystem import import_path, readable
+from palestra.tasks.sandbox.levels import Level
+from palestra.tasks.sandbox.limits import Limits
+
+START_SECONDS = 60.0  # for a server to start, on a busy machine
+GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to say how it ended
+BOOT = """
+import json, sys
+asked = json.loads(sys.argv.pop())
+sys.path[:] = asked["path"]
+from palestra.tasks.sandbox.server import main
+main(asked)
+"""
+# Nothing of this process's environment; a fixed seed, so that sets have one order and a verdict is one.
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
+
+class Client:
+    """One server, which runs one thing at a time."""
+
+    def __init__(self, strongest: Level, weakest: Level):
+        self._folder = tempfile.mkdtemp(prefix="palestra_sandbox_")
+        os.chmod(self._folder, 0o711)  # a user that nobody is has to reach the folder of a run in it
+        self._control, theirs = socket.socketpair()
+        self._buffer, self._runs = b"", 0
+        modules = import_path()
+        asked = {
+            "control": theirs.fileno(),
+            "parent": os.getpid(),
+            "path": [path for path in sys.path if path],
+            "modules": modules,
+            "readable": readable(modules),
+            "folder": self._folder,
+            "strongest": strongest,
+            "weakest": weakest,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, json.dumps(asked)],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            hello = self._reply(time.monotonic() + START_SECONDS, Files())
+            if hello["level"] is None:
+                raise UsageError(_refusal(weakest, hello["reasons"]))
+        except BaseException:
+            self.end()
+            raise
+        self.level: Level = hello["level"]
+        if self.level == "namespaces":
+            os.rmdir(self._folder)  # its root is elsewhere by now, and nothing is left behind by a kill
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server."""
+        return self._process.pid
+
+    def run(self, kind: str, seconds: float, limits: Limits, given: list[int], files: "Files") -> dict[str, Any]:
+        """Run something with its files, read its pipes, and return how it ended."""
+        self._runs += 1
+        request = {"run": self._runs, "kind": kind, "seconds": seconds, "limits": asdict(limits)}
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], given)
+        except OSError as error:
+            raise PalestraError(f"the sandbox's server is gone: {self._last_words()}") from error
+        files.given_away()
+        reply = self._reply(time.monotonic() + seconds + GRACE_SECONDS, files)
+        files.drain()
+        if reply["broken"]:
+            raise PalestraError(f"a program could not be locked in: {reply['broken'].strip()}")
+        return reply
+
+    def end(self) -> None:
+        """End it, and with it what it runs."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _reply(self, deadline: float, files: "Files") -> dict[str, Any]:
+        """The next line from the server; pipes are read while it is waited for."""
+        killed = False
+        with selectors.PollSelector() as selector:  # not select(), which knows no file beyond the 1024th
+            selector.register(self._control, selectors.EVENT_READ)
+            for number in files.reading():
+                selector.register(number, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise PalestraError("the sandbox's server does not answer; the next call starts another")
+                for key, _ in selector.select(left):
+                    if key.fd == self._control.fileno():
+                        self._hear()
+                    elif not files.read(key.fd):
+                        selector.unregister(key.fd)
+                if files.overflown and not killed:
+                    killed = True
+                    self._control.sendall(json.dumps({"kill": self._runs}).encode() + b"\n")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _hear(self) -> None:
+        try:
+            data = self._control.recv(1 << 16)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise PalestraError(f"the sandbox's server is gone: {self._last_words()}")
+        self._buffer += data
+
+    def _last_words(self) -> str:
+        self._process.kill()
+        said = b"" if self._process.stderr is None else self._process.stderr.read()
+        return said.decode(errors="replace").strip() or f"it ended with {self._process.wait()} and said nothing"
+
+
+@dataclass
+class Pipe:
+    """What comes out of a run through a pipe."""
+
+    most: int
+    """Bytes that are read of it."""
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def text(self) -> str:
+        """What came."""
+        return self.data.decode("utf-8", "replace")
+
+
+class Files:
+    """The files of a run: what it is given, and the pipes that are read while it is at work."""
+
+    def __init__(self) -> None:
+        self._given: list[int] = []
+        self._open: dict[int, Pipe] = {}
+        self.overflown = False
+        """Whether more came than is read."""
+
+    def written(self, text: str) -> int:
+        """A file without a name, with a text in it."""
+        if hasattr(os, "memfd_create"):
+            number = os.memfd_create("sandbox")
+        else:
+            with tempfile.TemporaryFile() as file:
+                number = os.dup(file.fileno())
+        self._given.append(number)
+        data = text.encode("utf-8", "surrogatepass")
+        while data:
+            data = data[os.write(number, data) :]
+        os.lseek(number, 0, os.SEEK_SET)  # its reader goes on from where its writer is
+        return number
+
+    def pipe(self, most: int) -> tuple[int, Pipe]:
+        """The writing end of a pipe, and what comes out of it."""
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._given.append(writing)
+        self._open[reading] = pipe = Pipe(most)
+        return writing, pipe
+
+    def given_away(self) -> None:
+        """Close what the server has now."""
+        while self._given:
+            os.close(self._given.pop())
+
+    def reading(self) -> list[int]:
+        """The pipes that may still bring something."""
+        return list(self._open)
+
+    def read(self, number: int) -> bool:
+        """Read what is there; False where nothing more will come, or none of it is wanted."""
+        pipe = self._open[number]
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(number, 1 << 16)
+            pipe.data += data
+            if len(pipe.data) > pipe.most:
+                self.overflown = True
+                del pipe.data[pipe.most :]
+            if not data or self.overflown:
+                os.close(number)
+                del self._open[number]
+                return False
+        return True
+
+    def drain(self) -> None:
+        """Read what is left of a run that is over: all its writers are gone."""
+        for number in self.reading():
+            while self.read(number):
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.given_away()
+        for number in self._open:
+            os.close(number)
+        self._open.clear()
+
+
+def _refusal(weakest: Level, reasons: list[str]) -> str:
+    tried = "; ".join(reasons) or "it is not Linux, or no machine whose system calls are known"
+    advice = (
+        "Allow user namespaces (Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu: sysctl "
+        "kernel.apparmor_restrict_unprivileged_userns=0), or run as root in a container"
+    )
+    if weakest != "weak":
+        advice += ", or accept a weak sandbox with `args: {sandbox: weak}`"
+    return f"code cannot be run safely on this machine ({tried}). {advice}."

@@ -1,0 +1,75 @@
+"""What a program in the sandbox may read, and the root of the file system that shows it nothing else."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from palestra.tasks.sandbox.kernel import (
+    BIND,
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    PRIVATE,
+    RDONLY,
+    REC,
+    REMOUNT,
+    bind_read_only,
+    mount,
+    pivot_root,
+)
+from palestra.tasks.sandbox.limits import Limits
+
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+INODES = 1000  # files in the /tmp of a program
+
+
+def import_path() -> list[str]:
+    """Where a program finds modules: the standard library and installed packages, and no folder of anybody's work."""
+    import sysconfig
+
+    places = sysconfig.get_paths()
+    kept = [os.path.realpath(places[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found = [path for path in sys.path if path and _inside(os.path.realpath(path), kept)]
+    return list(dict.fromkeys(found))
+
+
+def readable(modules: Sequence[str]) -> list[str]:
+    """The files and folders that a program may read, none of them inside another."""
+    libraries = [os.path.join(prefix, "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]
+    wanted = [path for path in dict.fromkeys([*LIBRARIES, *libraries, *modules]) if os.path.exists(path)]
+    return [path for path in wanted if not any(path != other and _inside(path, [other]) for other in wanted)]
+
+
+def enter_root(folder: str, paths: Sequence[str]) -> None:
+    """Make a file system in memory, mounted at `folder`, the root; it has `paths` and `/tmp`, all read-only."""
+    mount("none", "/", None, REC | PRIVATE)
+    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    for path in [*paths, *(device for device in DEVICES if os.path.exists(device))]:
+        _show(path, folder, paths)
+    os.makedirs(folder + "/tmp", exist_ok=True)  # it is there already if a path begins with it
+    pivot_root(folder)
+    mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+
+
+def mount_tmp(limits: Limits) -> None:
+    """A `/tmp` in memory, of this process alone."""
+    mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV | NOEXEC, f"size={limits.files}m,nr_inodes={INODES},mode=1777")
+
+
+def _show(path: str, root: str, others: Sequence[str]) -> None:
+    """Put a path under a new root at its own place; a link stays one where what it leads to is there too."""
+    target = root + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path) and _inside(os.path.realpath(path), others):
+        os.symlink(os.readlink(path), target)
+    elif os.path.isdir(path):
+        os.mkdir(target)
+        bind_read_only(path, target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        bind_read_only(path, target, device=path in DEVICES)
+
+
+def _inside(path: str, folders: Sequence[str]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)

@@ -1,0 +1,103 @@
+"""The filter of system calls (seccomp) that a program in the sandbox runs under; it cannot be taken off."""
+
+import ctypes
+import errno
+import struct
+from functools import cache
+
+from palestra.tasks.sandbox.kernel import MACHINE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, THREAD, prctl
+
+# Refused, by name: numbers on x86-64 and on 64-bit ARM; None where a machine has no such call.
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    # programs
+    "execve": (59, 221), "execveat": (322, 281), "uselib": (134, None),
+    # the network and sockets of services; socketpair is left, for asyncio
+    "socket": (41, 198),
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # memory that no limit counts, or that outlives its process
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semctl": (66, 191), "msgget": (68, 186), "msgctl": (71, 187),
+    "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    # the machine, and wide doors to the kernel
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
+    "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89), "syslog": (103, 116),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "personality": (135, 92),
+    "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
+}  # fmt: skip
+NO_FORK: tuple[tuple[int | None, int | None], ...] = ((57, None), (58, None))  # fork, vfork
+CLONE, CLONE3 = (56, 220), (435, 435)
+KILL, TGKILL, PRLIMIT, AFFINITY, PRCTL = (62, 129), (234, 131), (302, 261), (203, 122), (157, 167)
+AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+X32 = 0x40000000  # a second table of calls on x86-64
+
+# Classic BPF over `struct seccomp_data`: the call's number at 0, the machine at 4, arguments of 8 bytes from 16.
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+MODE_FILTER = 2
+
+Step = tuple[int, int, int, int]  # code, how far to jump where true, where false, value
+
+
+class Program(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+
+def available() -> bool:
+    """Whether the calls of this machine are known here."""
+    return MACHINE is not None
+
+
+@cache
+def program(own: int) -> bytes:
+    """The filter for a process with id `own`: signals and limits are its own only."""
+    assert MACHINE is not None
+    refuse, again = (RETURN, 0, 0, ERRNO | errno.EPERM), (RETURN, 0, 0, ERRNO | errno.EAGAIN)
+    allow = (RETURN, 0, 0, ALLOW)
+    steps: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (RETURN, 0, 0, KILL_PROCESS)]
+    steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
+
+    def on(numbers: tuple[int | None, int | None], *then: Step) -> None:
+        number = numbers[MACHINE or 0]
+        if number is not None:
+            steps.extend([(EQUAL, 0, len(then), number), *then])
+
+    def only(numbers: tuple[int, int], argument: int, *values: int) -> None:
+        """Allow a call where an argument, an int, is one of these."""
+        tests = [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
+        on(numbers, (LOAD, 0, 0, 16 + 8 * argument), *tests, refuse, allow)
+
+    on(CLONE, (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, THREAD), again, allow)
+    on(CLONE3, (RETURN, 0, 0, ERRNO | errno.ENOSYS))  # its flags cannot be read here; glibc then takes clone
+    for numbers in NO_FORK:
+        on(numbers, again)
+    only(KILL, 0, own)
+    only(TGKILL, 0, own)
+    only(PRLIMIT, 0, 0, own)
+    only(AFFINITY, 0, 0)
+    on(PRCTL, (LOAD, 0, 0, 16), (EQUAL, 0, 1, PR_SET_PDEATHSIG), refuse, allow)
+    for numbers in REFUSED.values():
+        on(numbers, refuse)
+    return b"".join(struct.pack("HBBI", *step) for step in [*steps, allow])
+
+
+def install(code: bytes) -> None:
+    """Put this process under a filter, for good."""
+    steps = Program(len(code) // 8, code)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(steps))

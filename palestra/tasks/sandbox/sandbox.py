@@ -1,0 +1,196 @@
+"""The sandbox as the rest of the house holds it: programs and tests go in, plain data comes out."""
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from palestra.errors import PalestraError, UsageError
+from palestra.tasks.sandbox.client import Client, Files
+from palestra.tasks.sandbox.levels import LEVELS, Level
+from palestra.tasks.sandbox.limits import Limits
+
+MOST_RESULT = 1 << 20  # bytes that tests may report
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of tests."""
+
+    status: Literal["passed", "failed", "timeout", "error"]
+    """`error`: the tests themselves are at fault."""
+    passed: tuple[bool, ...]
+    """Of each test."""
+    level: Level
+    """How well the code was locked in; `weak` where it ran in one process with its tests."""
+    seconds: float
+    note: str = ""
+    """What went wrong first."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program wrote."""
+
+    stdout: str
+    stderr: str
+    status: Literal["ok", "error", "timeout", "output", "killed"]
+    """`error`: an exit code other than 0; `output`: it wrote too much; `killed`: a signal, such as of a bad address."""
+    code: int
+    """Its exit code; below 0, the signal that ended it."""
+    level: Level
+    seconds: float
+
+
+class Sandbox:
+    """Runs code that nobody has read. Close it, or use it in a `with` block; its processes end with this one's anyway.
+
+    It may be used from several threads, and from asyncio by `asyncio.to_thread`. `workers` programs run at a time, one
+    a core if null, and further calls wait. Its level is the best between `strongest` and `weakest` that this machine
+    allows; where there is none, using it raises a UsageError.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        weakest: Level = "uid",
+        strongest: Level = "namespaces",
+    ):
+        if LEVELS.index(strongest) > LEVELS.index(weakest):
+            raise UsageError(f"no level is at most {strongest} and at least {weakest}: they are {', '.join(LEVELS)}")
+        self._limits, self._weakest, self._strongest = limits or Limits(), weakest, strongest
+        self._free = threading.Semaphore(workers or os.cpu_count() or 1)
+        self._idle: queue.LifoQueue[Client] = queue.LifoQueue()
+        self._owner, self._closed = os.getpid(), False
+
+    def start(self) -> Level:
+        """Start a first server now, so that the first program need not wait, and return the level."""
+        with self._client() as client:
+            return client.level
+
+    def run_tests(
+        self,
+        code: str,
+        tests: Sequence[str],
+        entry_points: Sequence[str],
+        timeout: float = 5.0,
+        *,
+        setup: str = "",
+        together: bool = False,
+    ) -> Outcome:
+        """Run tests, each some Python source, against code that runs alone in another process.
+
+        The functions `entry_points` of the code are stubs for the tests: arguments and results cross as plain values.
+        `setup` is source that runs before the tests, beside them. `timeout` is in seconds of wall clock for it all.
+        With `together` the tests run in the code's own process, and prove little.
+        """
+        if not tests or not all(test.strip() for test in tests):
+            raise UsageError("there is no test, or an empty one: any code would pass; give a problem tests")
+        started = time.monotonic()
+        asked = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
+        with self._client() as client, Files() as files:
+            writing, result = files.pipe(MOST_RESULT)
+            given = [files.written(code), files.written(asked), writing]
+            reply = client.run("together" if together else "tests", timeout, self._limits, given, files)
+            level: Level = "weak" if together else client.level
+        lines = _lines(result.text)
+        passed = [False] * len(tests)
+        for line in lines:
+            if type(line.get("test")) is int and 0 <= line["test"] < len(tests):
+                passed[line["test"]] = line.get("passed") is True
+        status, note = _judged(reply, lines, passed, together)
+        return Outcome(status, tuple(passed), level, time.monotonic() - started, note)
+
+    def run_program(self, code: str, stdin: str = "", timeout: float = 5.0) -> Output:
+        """Run a program as `python program.py` would, with a text as its stdin."""
+        started = time.monotonic()
+        with self._client() as client, Files() as files:
+            most = self._limits.output << 10
+            (out, stdout), (err, stderr) = files.pipe(most), files.pipe(most)
+            given = [files.written(code), files.written(stdin), out, err]
+            reply = client.run("program", timeout, self._limits, given, files)
+            level = client.level
+        (ended,) = reply["status"]
+        return Output(
+            stdout.text,
+            stderr.text,
+            status="output" if files.overflown
+            else "timeout" if reply["why"] == "timeout"
+            else "killed" if ended < 0
+            else "error" if ended
+            else "ok",
+            code=ended,
+            level=level,
+            seconds=time.monotonic() - started,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End its servers; one that is at work ends when it is done."""
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Client]:
+        if self._owner != os.getpid():
+            raise PalestraError(
+                "a sandbox belongs to the process that made it; a process forked from that makes its own"
+            )
+        with self._free:
+            if self._closed:
+                raise PalestraError("the sandbox is closed")
+            client = None
+            with contextlib.suppress(queue.Empty):
+                client = self._idle.get_nowait()
+            client = client or Client(self._strongest, self._weakest)
+            try:
+                yield client
+            except BaseException:
+                client.end()  # nobody knows what it is at
+                raise
+            self._idle.put(client)
+            if self._closed:
+                self.close()
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    """The lines of a report. Where code and tests shared a process, anything may be in it."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if type(value := json.loads(line)) is dict:
+                found.append(value)
+    return found
+
+
+def _judged(
+    reply: dict[str, Any], lines: list[dict[str, Any]], passed: list[bool], together: bool
+) -> tuple[Literal["passed", "failed", "timeout", "error"], str]:
+    """The status of tests, and what went wrong first."""
+    ended = next((str(line["ended"]) for line in lines if "ended" in line), None)
+    note = next((str(line["why"]) for line in lines if line.get("why")), "")[:1000]
+    if ended == "done" and all(passed):
+        return "passed", ""
+    if not together and (ended == "error" or any(line.get("broken") for line in lines)):
+        return "error", note
+    if ended is not None:
+        return "failed", note
+    if reply["why"] == "timeout":
+        return "timeout", note or "it took too long"
+    if together:
+        return "failed", note or "the code ended its process"
+    return "error", note or f"the process of the tests ended with {reply['status'][-1]}"

@@ -1,0 +1,252 @@
+"""The losses of all presets once more, from their papers, with loops over answers and tokens in NumPy's FP64.
+
+Nothing is shared with the package: these functions read trajectories, not batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from palestra.rollout.types import Group
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Row:
+    """An answer: its reward, and where in the packed batch its trained tokens are."""
+
+    reward: float
+    group: int
+    at: list[int]
+    behaviour: list[float]
+    cut_off: bool
+    length: int
+
+
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """One of each answer."""
+    rows, start = [], 0
+    for number, group in enumerate(groups):
+        for t in group.trajectories:
+            at = [i for i, drawn in enumerate(t.loss_mask) if drawn and np.isfinite(t.logprobs[i])]
+            rows.append(
+                Row(
+                    t.reward,
+                    number,
+                    [start + i for i in at],
+                    [t.logprobs[i] for i in at],
+                    t.stop_reason == "length",
+                    sum(t.loss_mask),
+                )
+            )
+            start += len(t.tokens)
+    return rows
+
+
+def reference_loss(preset, rows, now, held, *, anchor, reference, values, max_new_tokens) -> float:
+    """The loss of a batch; `now` are log-probabilities (T) by the policy, `held` the same without a gradient."""
+    given = {"anchor": anchor, "reference": reference, "values": values, "max_new_tokens": max_new_tokens}
+    return {
+        "grpo": grpo,
+        "dr_grpo": dr_grpo,
+        "dapo": dapo,
+        "gspo": gspo,
+        "cispo": cispo,
+        "rloo": rloo,
+        "reinforce_pp": reinforce_pp,
+        "lite_ppo": lite_ppo,
+        "sapo": sapo,
+        "m2po": m2po,
+        "dppo": dppo,
+        "scalerl": scalerl,
+        "ppo": ppo,
+    }[preset](rows, now, held, **given)
+
+
+def grpo(rows, now, held, *, reference, **_):
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    total = 0.0
+    for row, a in zip(rows, advantages, strict=True):
+        each = [
+            surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
+            - 0.04 * (np.exp(reference[i] - now[i]) - (reference[i] - now[i]) - 1)
+            for i, mu in zip(row.at, row.behaviour, strict=True)
+        ]
+        total += sum(each) / len(each) if each else 0.0
+    return -total / answers(rows)
+
+
+def dr_grpo(rows, now, held, *, max_new_tokens, **_):
+    advantages = by_group(rows, lambda r, others: r - np.mean(others))
+    total = sum(
+        surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
+        for row, a in zip(rows, advantages, strict=True)
+        for i, mu in zip(row.at, row.behaviour, strict=True)
+    )
+    return -total / (len(rows) * max_new_tokens)
+
+
+def dapo(rows, now, held, *, max_new_tokens, **_):
+    shaped = []
+    for row in rows:
+        cache = 0.2 * max_new_tokens
+        over = row.length - (max_new_tokens - cache)
+        punished = 1.0 if row.cut_off or over > cache else over / cache if over > 0 else 0.0
+        shaped.append(row.reward - punished)
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS), shaped)
+    total = sum(
+        surrogate(np.exp(now[i] - mu), a, 0.2, 0.28)
+        for row, a in zip(rows, advantages, strict=True)
+        for i, mu in zip(row.at, row.behaviour, strict=True)
+    )
+    return -total / tokens(rows)
+
+
+def gspo(rows, now, held, **_):
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    total = 0.0
+    for row, a in zip(rows, advantages, strict=True):
+        if row.at:
+            log_ratio = sum(now[i] - mu for i, mu in zip(row.at, row.behaviour, strict=True)) / len(row.at)
+            total += surrogate(np.exp(log_ratio), a, 3e-4, 4e-4)
+    return -total / answers(rows)
+
+
+def cispo(rows, now, held, **_):
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    total = sum(
+        min(np.exp(held[i] - mu), 5.0) * a * now[i]
+        for row, a in zip(rows, advantages, strict=True)
+        for i, mu in zip(row.at, row.behaviour, strict=True)
+    )
+    return -total / tokens(rows)
+
+
+def rloo(rows, now, held, *, max_new_tokens, **_):
+    total = 0.0
+    for place, row in enumerate(rows):
+        others = [r.reward for j, r in enumerate(rows) if r.group == row.group and j != place]
+        a = row.reward - np.mean(others) if others else 0.0
+        total += sum(np.exp(now[i] - mu) * a for i, mu in zip(row.at, row.behaviour, strict=True))
+    return -total / (len(rows) * max_new_tokens)
+
+
+def reinforce_pp(rows, now, held, *, reference, **_):
+    following = []
+    for row in rows:
+        for k in range(len(row.at)):
+            costs = [mu - reference[i] for i, mu in zip(row.at[k:], row.behaviour[k:], strict=True)]
+            following.append(row.reward - 0.001 * sum(costs))
+    mean, std = np.mean(following), np.std(following)
+    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True)]
+    total = sum(
+        surrogate(np.exp(now[i] - mu), (g - mean) / (std + EPS), 0.2, 0.2)
+        for (i, mu), g in zip(flat, following, strict=True)
+    )
+    return -total / tokens(rows)
+
+
+def lite_ppo(rows, now, held, **_):
+    std = np.std([row.reward for row in rows])
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std + EPS))
+    total = sum(
+        surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
+        for row, a in zip(rows, advantages, strict=True)
+        for i, mu in zip(row.at, row.behaviour, strict=True)
+    )
+    return -total / tokens(rows)
+
+
+def sapo(rows, now, held, **_):
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    total = 0.0
+    for row, a in zip(rows, advantages, strict=True):
+        tau = 1.0 if a > 0 else 1.05
+        each = [
+            4 / tau / (1 + np.exp(-tau * (np.exp(now[i] - mu) - 1))) * a
+            for i, mu in zip(row.at, row.behaviour, strict=True)
+        ]
+        total += sum(each) / len(each) if each else 0.0
+    return -total / answers(rows)
+
+
+def m2po(rows, now, held, *, anchor, **_):
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    left = sorted(((anchor[i] - mu) ** 2, i) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True))
+    while len(left) > 1 and sum(square for square, _ in left) / len(left) > 0.04:
+        left.pop()
+    kept = {i for _, i in left}
+    total = sum(
+        np.exp(now[i] - mu) * a
+        for row, a in zip(rows, advantages, strict=True)
+        for i, mu in zip(row.at, row.behaviour, strict=True)
+        if i in kept
+    )
+    return -total / tokens(rows)
+
+
+def dppo(rows, now, held, **_):
+    advantages = by_group(rows, lambda r, others: r - np.mean(others))
+    total = 0.0
+    for row, a in zip(rows, advantages, strict=True):
+        for i, mu in zip(row.at, row.behaviour, strict=True):
+            moved = np.exp(held[i]) - np.exp(mu)
+            if not ((a > 0 and moved > 0.2) or (a < 0 and moved < -0.2)):
+                total += np.exp(now[i] - mu) * a
+    return -total / tokens(rows)
+
+
+def scalerl(rows, now, held, **_):
+    advantages = by_group(rows, lambda r, others: r - np.mean(others))
+    advantages = [a / (np.std(advantages) + EPS) for a in advantages]
+    sums: dict[int, list[float]] = {}
+    for row, a in zip(rows, advantages, strict=True):
+        for i, mu in zip(row.at, row.behaviour, strict=True):
+            sums.setdefault(row.group, []).append(min(np.exp(held[i] - mu), 5.0) * a * now[i])
+    return -float(np.mean([np.mean(each) for each in sums.values()]))
+
+
+def ppo(rows, now, held, *, values, **_):
+    found, flat = [], []
+    for row in rows:
+        expected = [values[i] for i in row.at] + [0.0]
+        rewards = [0.0] * (len(row.at) - 1) + [row.reward]
+        advantage, reversed_ = 0.0, []
+        for k in reversed(range(len(row.at))):
+            advantage = rewards[k] + 1.0 * expected[k + 1] - expected[k] + 1.0 * 1.0 * advantage
+            reversed_.append(advantage)
+        found += reversed_[::-1]
+        flat += list(zip(row.at, row.behaviour, strict=True))
+    mean, std = np.mean(found), np.std(found)
+    total = sum(
+        surrogate(np.exp(now[i] - mu), (a - mean) / (std + EPS), 0.2, 0.2)
+        for (i, mu), a in zip(flat, found, strict=True)
+    )
+    return -total / tokens(rows)
+
+
+def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
+    """PPO's, to be maximised."""
+    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+
+def by_group(rows, formula, rewards=None) -> list[float]:
+    """formula(reward, all rewards of its group) of each row."""
+    rewards = [row.reward for row in rows] if rewards is None else rewards
+    found = []
+    for row, reward in zip(rows, rewards, strict=True):
+        others = [r for other, r in zip(rows, rewards, strict=True) if other.group == row.group]
+        found.append(formula(reward, others) if max(others) > min(others) else 0.0)
+    return found
+
+
+def tokens(rows) -> int:
+    """Trained tokens of a batch."""
+    return sum(len(row.at) for row in rows)
+
+
+def answers(rows) -> int:
+    """Answers of which a token is trained."""
+    return sum(bool(row.at) for row in rows)

@@ -1,0 +1,303 @@
+"""The executor with real workflows on a real loop: coroutines that wait, answer, fail."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from palestra.errors import PalestraError
+from palestra.rollout.executor import Executor
+from palestra.rollout.loop import LoopThread
+from palestra.rollout.types import Group, Trajectory
+from palestra.runs.tree import flatten, unflatten
+from palestra.spec.tasks import TasksSpec
+from palestra.tasks.registry import make_task
+from palestra.tasks.stream import Prompts
+from palestra.tasks.types import Problem, Status, Verdict
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as thread:
+        yield thread
+
+
+def prompts(seed: int = 0) -> Prompts:
+    spec = TasksSpec.model_validate({"train": [{"task": "arithmetic", "args": {"digits": 2}}]})
+    return Prompts(spec, {"arithmetic": make_task("arithmetic", {"digits": 2})}, seed)
+
+
+def answer(version: int, reward: float = 1.0, status: Status = Status.CORRECT) -> Trajectory:
+    verdict = Verdict(reward, status, note="made here")
+    return Trajectory((1, 2), (False, True), (0.0, -1.0), (-1, version), reward, verdict, "eos", "2", ((1, 2),))
+
+
+class World:
+    """Workflows whose end is decided here, and the executor they run under."""
+
+    def __init__(self, loop: LoopThread, **settings: object):
+        self.started: list[tuple[int, int]] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.open = True
+        self.loop = loop
+        self.prompts = prompts()
+        self.delays = lambda number: 0.0
+        self.answers = lambda number, attempt, version: [answer(version, 1.0), answer(version, 0.0)]
+        self.executor = Executor(
+            self.prompts,
+            self.start,
+            **{"loop": loop, "batch": 4, "samples": 2, **settings},  # type: ignore[arg-type]
+        )
+
+    def start(self, problem: Problem, number: int, attempt: int) -> object:
+        self.started.append((number, attempt))
+        version = self.executor.version
+
+        async def workflow() -> list[Trajectory]:
+            if not self.open:
+                await self.gates.setdefault(number, asyncio.Event()).wait()
+            await asyncio.sleep(self.delays(number))
+            return self.answers(number, attempt, version)
+
+        return workflow()
+
+    def release(self, *numbers: int) -> None:
+        for number in numbers:
+            self.loop.loop.call_soon_threadsafe(self.gates[number].set)
+
+    def take(self) -> list[Group]:
+        return self.executor.take(_rest)[0]
+
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.started]
+
+
+def _rest(seconds: float) -> bool:
+    time.sleep(0.001)
+    return False
+
+
+def settle(world: World, seconds: float = 0.05) -> None:
+    """Let released workflows end and be taken in."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        world.executor.collect()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "version", "batch", "room"), [(2, 0, 4, 12), (0, 0, 4, 4), (2, 5, 4, 32), (4, 1, 3, 18)]
+)
+def test_admit_when_nothing_is_taken_follows_the_staleness_formula(loop, staleness, version, batch, room):
+    world = World(loop, staleness=staleness, batch=batch)
+    world.open = False
+    world.executor.publish(version)
+    world.executor.admit()
+    assert world.numbers() == list(range(room))
+    world.executor.admit()
+    assert len(world.started) == room
+
+
+def test_admit_with_a_limit_on_running_starts_no_more(loop):
+    world = World(loop, staleness=3, running=5)
+    world.open = False
+    world.executor.admit()
+    assert len(world.started) == 5
+    world.release(2)
+    settle(world)
+    world.executor.admit()
+    assert len(world.started) == 6
+
+
+def test_take_gives_groups_by_number_whatever_ends_first(loop):
+    world = World(loop)
+    world.delays = lambda number: 0.03 if number % 2 == 0 else 0.0
+    assert [group.number for group in world.take()] == [0, 1, 2, 3]
+    world.executor.publish(1)
+    assert [group.number for group in world.take()] == [4, 5, 6, 7]
+
+
+def test_take_with_filtered_groups_refills_and_is_always_full(loop):
+    world = World(loop, filter=lambda group: "odd" if group.number % 2 else None)
+    taken, filtered = world.executor.take(_rest)
+    assert [group.number for group in taken] == [0, 2, 4, 6]
+    assert [group.number for group in filtered] == [1, 3, 5]
+    assert world.executor.reasons == {"odd": 3}
+    assert world.executor.metrics()["fate/filtered"] == 3
+    assert world.executor.metrics()["fate/trained"] == 4
+
+
+def test_take_at_staleness_zero_does_not_depend_on_timing(loop):
+    def run(seed: int) -> list[list[int]]:
+        world, draws = World(loop, filter=lambda group: "third" if group.number % 3 == 0 else None), random.Random(seed)
+        delays = [draws.random() * 0.01 for _ in range(100)]
+        world.delays = lambda number: delays[number]
+        found = []
+        for version in range(4):
+            found.append([group.number for group in world.take()])
+            world.executor.publish(version + 1)
+        return found
+
+    assert run(0) == run(1) == run(2)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_take_when_asynchronous_never_gives_answers_older_than_the_bound(loop, staleness):
+    world, draws = World(loop, staleness=staleness), random.Random(staleness)
+    delays = [draws.choice([0.0, 0.0, 0.02, 0.05]) for _ in range(400)]
+    world.delays = lambda number: delays[number]
+    trained: list[int] = []
+    for version in range(12):
+        groups = world.take()
+        assert len(groups) == 4
+        assert all(version - t.oldest <= staleness for group in groups for t in group.trajectories)
+        trained += [group.number for group in groups]
+        world.executor.publish(version + 1)
+    assert len(set(trained)) == len(trained) == 48
+    assert world.executor.metrics()["fate/stale"] == 0  # it waits instead
+    assert max(group.version for group in groups) > 0
+
+
+def test_take_with_a_group_about_to_be_too_old_waits_for_it(loop):
+    world = World(loop, staleness=1, batch=2)
+    world.open = False
+    world.executor.admit()
+    assert world.numbers() == [0, 1, 2, 3]
+    world.release(1, 2, 3)
+    settle(world)
+    assert [group.number for group in world.take()] == [1, 2]  # 0 may still be one version behind
+    world.executor.publish(1)
+    world.executor.admit()
+    world.release(4, 5)
+    settle(world)
+    threading.Timer(0.2, lambda: world.release(0)).start()
+    began = time.monotonic()
+    assert [group.number for group in world.take()] == [0, 3]
+    assert time.monotonic() - began >= 0.15
+
+
+def test_take_with_on_stale_drop_asks_the_prompt_again_with_its_number(loop):
+    world = World(loop, staleness=1, batch=2, on_stale="drop")
+    world.open = False
+    world.executor.admit()
+    world.release(1, 2, 3)
+    settle(world)
+    assert [group.number for group in world.take()] == [1, 2]
+    world.executor.publish(1)
+    world.executor.admit()
+    world.release(4, 5)
+    settle(world)
+    assert [group.number for group in world.take()] == [3, 4]
+    world.executor.publish(2)
+    world.open = True
+    world.release(0)
+    settle(world)
+    taken = world.take()
+    assert world.executor.metrics()["fate/stale"] == 1
+    assert (0, 1) in world.started  # the same number, another attempt
+    world.executor.publish(3)
+    assert 0 in [group.number for group in [*taken, *world.take()]]
+
+
+def test_settle_with_an_answer_that_could_not_be_judged_leaves_a_partial_group(loop):
+    world = World(loop)
+    world.answers = lambda number, attempt, version: [answer(version), answer(version, 0.0, Status.ERROR)]
+    groups = world.take()
+    assert [len(group.trajectories) for group in groups] == [1] * 4
+    assert [group.asked for group in groups] == [2] * 4
+
+
+def test_take_when_a_workflow_fails_raises_with_its_own_error(loop):
+    world = World(loop)
+
+    def broken(number: int, attempt: int, version: int) -> list[Trajectory]:
+        raise ZeroDivisionError("in the workflow")
+
+    world.answers = broken
+    with pytest.raises(PalestraError, match="ZeroDivisionError: in the workflow") as raised:
+        world.take()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def test_take_with_failures_allowed_counts_and_replaces_them(loop):
+    world = World(loop, failures=2)
+
+    def sometimes(number: int, attempt: int, version: int) -> list[Trajectory]:
+        if number in (1, 2):
+            raise ValueError("no")
+        return [answer(version)]
+
+    world.answers = sometimes
+    assert [group.number for group in world.take()] == [0, 3, 4, 5]
+    assert world.executor.metrics()["fate/failed"] == 2
+
+
+def test_admit_with_prompts_that_are_too_long_counts_and_goes_on(loop):
+    world = World(loop)
+    start = world.start
+    world.executor._start = lambda problem, number, attempt: None if number < 3 else start(problem, number, attempt)
+    assert [group.number for group in world.take()] == [3, 4, 5, 6]
+    assert world.executor.metrics()["fate/too_long"] == 3
+
+
+def test_admit_when_every_prompt_is_too_long_says_so(loop):
+    world = World(loop)
+    world.executor._start = lambda problem, number, attempt: None
+    with pytest.raises(PalestraError, match="all too long"):
+        world.take()
+
+
+def _saved(executor: Executor) -> dict:
+    """The state as a checkpoint keeps it."""
+    tree, leaves = flatten(executor.state())
+    return unflatten(json.loads(json.dumps(tree)), {leaf.key: leaf.carrier for leaf in leaves})
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_state_after_kills_at_random_moments_trains_each_prompt_exactly_once(loop, staleness, seed):
+    draws = random.Random(seed)
+    world = World(loop, staleness=staleness)
+    delays = [draws.choice([0.0, 0.005, 0.02]) for _ in range(2000)]
+    world.delays = lambda number: delays[number]
+    kept, chain, version = None, [], 0
+    durable: list[tuple[int, str]] = []
+    while version < 16:
+        groups = world.take()
+        chain += [(group.number, group.problem.id) for group in groups]
+        version += 1
+        world.executor.publish(version)
+        world.executor.admit()
+        if draws.random() < 0.5:
+            kept, durable = (_saved(world.executor), version), list(chain)
+        if draws.random() < 0.3:  # killed: another process goes on from the last checkpoint
+            world = World(loop, staleness=staleness)
+            world.delays = lambda number: delays[number]
+            chain, version = list(durable), 0
+            if kept is not None:
+                world.executor.load_state(kept[0])
+                version = kept[1]
+    numbers = [number for number, _ in chain]
+    assert len(numbers) == len(set(numbers)) == 16 * 4
+    reference = prompts()
+    ids = {number: reference.draw(number).id for number in range(max(numbers) + 1)}
+    assert all(ids[number] == id for number, id in chain)
+    if staleness == 0:
+        assert numbers == list(range(64))
+    else:  # none is lost: all numbers below the oldest one at work are trained
+        state = world.executor.state()
+        open_ = [number for number, _ in state["unfinished"]] + [one["number"] for one in state["ready"]]
+        assert set(range(state["next"])) == set(numbers) | set(open_)
+
+
+def test_describe_names_what_has_run_longest(loop):
+    world = World(loop)
+    world.open = False
+    world.executor.admit()
+    text = world.executor.describe()
+    assert "0 of 4 groups are ready, 4 run" in text
+    assert "number 0 (arithmetic/train/" in text
