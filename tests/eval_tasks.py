@@ -67,7 +67,7 @@ class Fragile(Letters):
         if path.exists() and Fragile.judged == int(path.read_text()):
             path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        if problem.row["number"] == 0 and Path(os.environ["EVAL_KILL"] + ".fail").exists():
+        if problem.row["number"] % 4 == 0 and Path(os.environ["EVAL_KILL"] + ".fail").exists():
             raise MemoryError("not now")
         return super().judge(problem, answer)
 

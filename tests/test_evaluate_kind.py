@@ -72,6 +72,7 @@ def test_run_folder_holds_the_scores_and_all_that_they_depend_on(tmp_path, model
     assert {"eval/accuracy", "eval/pass@4", "eval/truncated", "eval/centred"} <= row.keys()
     assert found.summary()["eval/accuracy"] == row["eval/accuracy"]
     assert report["model"]["folder"] == str(model)
+    assert "the first prompt of small, 5 tokens:\n" in (session_of(found) / "log.txt").read_text()
     assert report["model"]["dtype"] == "fp32"
     assert report["model"]["tokenizer_sha256"] == TOKENIZER.fingerprint
     decoding = {"samples": 4, "k": [1, 4], "temperature": 1.0, "max_new_tokens": 8, "top_p": 1.0, "top_k": None}

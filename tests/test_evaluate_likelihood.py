@@ -85,7 +85,7 @@ def test_scores_equal_a_plain_loop_and_choose_as_it_does():
         encoded = encode_item(TOKENIZER, item, CONTEXT)
         expected = [plain_logprob(model, option)[0] for option in encoded]
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
-        assert one.tokens == tuple(len(option.answer) for option in item.options)  # a token a letter
+        assert one.tokens == tuple(1 + len(option.answer) for option in item.options)  # the space before it, letters
         assert one.chosen("sum") == expected.index(max(expected))
         means = [value / size for value, size in zip(expected, one.tokens, strict=True)]
         assert one.chosen("token") == means.index(max(means))
@@ -111,7 +111,7 @@ def test_scores_equal_those_of_transformers(tmp_path):
 def test_written_is_what_greedy_decoding_writes():
     model = small_model()
     engine = Engine(model, eos=frozenset(), tokenizer=TOKENIZER)
-    contexts = [item.options[0].context for item in some_items(30)]
+    contexts = [item.options[0].context.rstrip() for item in some_items(30)]
     requests = [Request(tuple(TOKENIZER.encode(c)), Sampling(temperature=0, max_new_tokens=4)) for c in contexts]
     texts = [result.generations[0].text or "" for result in engine.run(requests)]
     usable = [(c, t) for c, t in zip(contexts, texts, strict=True) if len(TOKENIZER.encode(t)) == 4]
@@ -167,39 +167,42 @@ def test_weights_that_compute_no_numbers_are_an_error():
 # ---- the border between context and answer
 
 
-def test_token_over_the_border_belongs_to_the_answer():
+def test_white_space_before_the_answer_and_a_token_over_the_border_belong_to_the_answer():
     tokenizer = bpe()
     (encoded, _) = encode_item(tokenizer, choice("Question: is it? Answer: ", "yes", "no"), 99)
     assert encoded.tokens == tokenizer.encode("Question: is it? Answer: yes")
     assert [tokenizer.piece(token) for token in encoded.tokens[encoded.start :]] == [b" yes"]
+    (alone, _) = encode_item(TOKENIZER, choice("Is it. ", "yes", "no"), 99)
+    assert TOKENIZER.decode(alone.tokens[alone.start :]) == " yes"
+    # "Answer" is one token: with a border inside it, all of it is scored.
+    (inside,) = encode_item(tokenizer, choice("Question: Ans", "wer: yes"), 99)
+    assert tokenizer.piece(inside.tokens[inside.start]).strip() == b"Answer"
 
 
 def test_answers_to_one_context_are_scored_from_the_same_token():
     tokenizer = bpe()
-    # " yes" is a token, " (" is not: alone, the second answer would be spared the space that the first one pays for.
-    first, second = encode_item(tokenizer, choice("Answer: ", "yes", "(x"), 99)
+    # "Answer" is a token, "Ansx" is not: alone, the second would be spared the letters that the first one pays for.
+    first, second = encode_item(tokenizer, choice("Question: Ans", "wer:", "x"), 99)
     assert first.start == second.start
-    scored = [b"".join(map(tokenizer.piece, one.tokens[one.start :])) for one in (first, second)]
-    assert scored == [b" yes", b" (x"]
     assert first.tokens[: first.start] == second.tokens[: second.start]
+    scored = [b"".join(map(tokenizer.piece, one.tokens[one.start :])).strip() for one in (first, second)]
+    assert scored == [b"Answer:", b"Ansx"]
 
 
 @given(
     st.text("yesno Answer:(é€", max_size=12),
-    st.lists(st.text("yesno (é€\n", min_size=1, max_size=6), min_size=1, max_size=3),
+    st.lists(st.text("yesno(é€", min_size=1, max_size=6), min_size=1, max_size=3),
 )
-def test_scored_tokens_hold_all_of_the_answer_and_no_token_too_many(context, answers):  # fmt: skip
+def test_scored_tokens_hold_all_of_the_answer_and_no_token_too_many(context, answers):
     tokenizer = bpe_once()
     for option, one in zip(answers, encode_item(tokenizer, choice(context, *answers), 99), strict=True):
         whole = tokenizer.encode(context + option)
         assert one.tokens[-len(whole) :] == whole
         assert one.start >= 1
         before = b"".join(map(tokenizer.piece, one.tokens[len(one.tokens) - len(whole) : one.start]))
-        assert context.encode().startswith(before)
-        if len(answers) == 1 and one.start < len(one.tokens) - 1:
-            # Had it begun one token later, some of the answer would not be scored.
-            longer = before + tokenizer.piece(one.tokens[one.start])
-            assert len(longer) > len(context.encode()) or not context.encode().startswith(longer)
+        assert context.rstrip().encode().startswith(before)
+        if len(answers) == 1:  # had it begun one token later, some of the answer would not be scored
+            assert len(before + tokenizer.piece(one.tokens[one.start])) > len(context.rstrip().encode())
 
 
 _BPE: list[Tokenizer] = []
@@ -226,11 +229,13 @@ def test_long_context_loses_its_beginning_and_is_counted():
     assert [len(one.tokens) for one in encoded] == [CONTEXT, CONTEXT]
     whole = TOKENIZER.encode(item.options[0].context + "xyz")
     assert encoded[0].tokens == whole[-CONTEXT:]
-    assert [TOKENIZER.decode(one.tokens[one.start :]) for one in encoded] == ["xyz", "w"]
+    assert [TOKENIZER.decode(one.tokens[one.start :]) for one in encoded] == [" xyz", " w"]
     suite = suite_of([item, choice("short ", "a", "b")])
     assert likelihood_outcome(suite, score_suite(small_model(), TOKENIZER, suite)).cut == 1
     with pytest.raises(UsageError, match="leaves no room for a token before it"):
         encode_item(TOKENIZER, choice("a", "b" * CONTEXT, "c"), CONTEXT)
+    with pytest.raises(UsageError, match=r"some, item 1: an answer of 200 tokens"):
+        score_suite(small_model(), TOKENIZER, suite_of([item, choice("a", "b" * 200, "c")]))
     assert len(encode_item(TOKENIZER, choice("a", "b" * (CONTEXT - 1), "c"), CONTEXT)[0].tokens) == CONTEXT
 
 

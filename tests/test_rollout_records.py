@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ENVIRONMENT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import GROUPS, NUMBERS, group, trajectory
 
@@ -69,6 +69,7 @@ def training(step: int, *numbers: int, fate: str = "trained") -> list[Record]:
     return [Record(group([0.0, 1.0], number), fate, step) for number in numbers]
 
 
+@settings(max_examples=40)
 @given(st.lists(some_records(), max_size=3))
 def test_records_of_any_content_come_back_bit_for_bit(tmp_path_factory: Any, given: list[Record]) -> None:
     path = written(tmp_path_factory.mktemp("records") / FILE, *given)
@@ -192,8 +193,9 @@ answer = Trajectory((1, 2), (False, True), (0.0, -0.1), (-1, 0), 1.0, Verdict(1.
 batch = SimpleNamespace(per_token={"advantages": numpy.ones(6)}, lengths=[2, 2, 2])  # as torch's, in less time
 
 path, first, kill = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-with Session.open(path) as session, Recording(session) as recording:
+with Session.open(path) as session:
     found = session.restore()
+    recording = Recording(session)
     start = 0 if found is None else found.step
     assert start == first, start
     for step in range(start + 1, 9):
@@ -211,7 +213,7 @@ with Session.open(path) as session, Recording(session) as recording:
 
 def test_recording_killed_and_resumed_holds_each_step_once(tmp_path: Path) -> None:
     folder = session(tmp_path / "s").path
-    for first, kill in ((0, 2), (0, 5), (3, 5), (3, 7), (6, 0)):
+    for first, kill in ((0, 2), (0, 5), (3, 7), (6, 0)):
         done = subprocess.run(
             [sys.executable, "-c", CHILD, str(folder), str(first), str(kill)],
             env=ENVIRONMENT,

@@ -56,8 +56,10 @@ def test_code_is_in_a_text_it_is_found_whole(text: str):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  \n", "I do not know.", "yes", "42", "```python\n```", "```python\nthis is no code\n```", "[BEGIN][DONE]"]
-    + ["```cpp\nint f(int x) { return x; }\n```", "def f(x", "x y z " * 100, "(" * 10000, "\0"],
+    [
+        *("", "  \n", "I do not know.", "yes", "42", "```python\n```", "```python\nthis is no code\n```"),
+        *("[BEGIN][DONE]", "```cpp\nint f(int x) { return x; }\n```", "def f(x", "x y z " * 100, "(" * 10000, "\0"),
+    ],
 )
 def test_text_without_code_gives_none(text: str):
     assert extract_code(text, ["f"]) is None
@@ -92,7 +94,9 @@ def test_very_long_text_takes_no_time():
         extract_code(text, ["f"])
 
 
-PROMPT = 'import math\n\n\ndef base(x):\n    return x * 10\n\n\ndef f(x):\n    """ Add one.\n    >>> f(1)\n    2\n    """\n'
+PROMPT = (
+    'import math\n\n\ndef base(x):\n    return x * 10\n\n\ndef f(x):\n    """ Add one.\n    >>> f(1)\n    2\n    """\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ PROMPT = 'import math\n\n\ndef base(x):\n    return x * 10\n\n\ndef f(x):\n    "
         "def f(x):\n    return x + 1\n",
         "\ndef f(x):\n    return x + 1\n",
         "```python\ndef f(x):\n    return x + 1\n```",
-        "Here it is:\n```python\nimport math\n\ndef f(x):\n    return helper(x)\n\ndef helper(x):\n    return x + 1\n```\nDone.",
+        f"Here it is:\n```python\nimport math\n\n{CODE}```\nDone.",
         "```python\n    return x + 1\n```",
         "```python\ndef f(x):\n    return 0\n```\nNo:\n```python\ndef f(x):\n    return x + 1\n```\n```\n>>> f(1)\n```",
         "```python\n" + PROMPT + "    return x + 1\n```",
@@ -157,7 +161,9 @@ def test_entry_point_is_called_like_a_builtin_the_solution_tells():
         (["assert f(g(1)) == {**f(2)}"], "def f(a): return 1\ndef g(a): return 1", False),
     ],
 )
-def test_tests_need_objects_of_the_code_or_give_it_functions_they_are_weak(tests: list[str], reference: str, weak: bool):
+def test_tests_need_objects_of_the_code_or_give_it_functions_they_are_weak(
+    tests: list[str], reference: str, weak: bool
+):
     assert bool(inspect_tests(tests, reference=reference).weak) == weak
 
 

@@ -5,6 +5,7 @@ import json
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,11 @@ def test_mbpp_weak_rows_are_left_out_of_training_unless_asked_for(tmp_path: Path
     ("text", "status", "tests"),
     [
         ("def add_one(a):\n    return a + 1\n", Status.CORRECT, 1.0),
-        ("```python\ndef add_one(a):\n    return helper(a)\n\ndef helper(a):\n    return a + 1\n```", Status.CORRECT, 1.0),
+        (
+            "```python\ndef add_one(a):\n    return helper(a)\n\ndef helper(a):\n    return a + 1\n```",
+            Status.CORRECT,
+            1.0,
+        ),
         ("def add_one(a):\n    return 2\n", Status.WRONG, 1 / 3),
         ("def other(a):\n    return a + 1\n", Status.WRONG, 0.0),
         ("import sys\nsys.exit(0)", Status.WRONG, 0.0),
@@ -131,8 +136,16 @@ def test_tests_of_a_row_are_at_fault_the_verdict_is_error(tmp_path: Path):
 
 
 def test_mbpp_sanitised_rows_are_read(tmp_path: Path):
-    given = {"source_file": "a", "task_id": 11, "prompt": "Do.", "code": "def g(a): return a", "test_imports": ["import math"]}
-    (tmp_path / "sanitized-mbpp.json").write_text(json.dumps([{**given, "test_list": ["assert math.isclose(g(2), 2)"]}]))
+    given = {
+        "source_file": "a",
+        "task_id": 11,
+        "prompt": "Do.",
+        "code": "def g(a): return a",
+        "test_imports": ["import math"],
+    }
+    (tmp_path / "sanitized-mbpp.json").write_text(
+        json.dumps([{**given, "test_list": ["assert math.isclose(g(2), 2)"]}])
+    )
     task = make_task("mbpp", {"source": str(tmp_path), "timeout": LONG})
     (problem,) = task.problems("test")
     assert problem.row["entry_points"] == ["g"]
@@ -191,7 +204,12 @@ def test_answers_are_judged_in_workers_hangs_and_cheats_do_not_stop_it(tmp_path:
     source = rows(tmp_path / "mbpp.jsonl", ADD)
     use = TaskUse(task="mbpp", args={"source": source, "timeout": 2.0})
     (problem,) = make_task("mbpp", use.args).problems("train")
-    texts = ["def add_one(a): return a + 1", "while True: pass", "import os; os._exit(0)", "import os; os.kill(-1, 9)"]
+    texts = [
+        "def add_one(a): return a + 1",
+        "def add_one(a):\n    while True: pass",
+        "import os; os._exit(0)",
+        "import os; os.kill(-1, 9)",
+    ]
 
     async def main() -> list[Verdict]:
         with Judges([use], workers=2, timeout=60.0) as judges:
@@ -250,7 +268,7 @@ def test_mbpp_reference_solutions_are_judged_nearly_all_pass(step: int):
     failed = {p.id: v for p, v in zip(problems, verdicts, strict=True) if v.status != Status.CORRECT}
     assert len(failed) <= 0.01 * len(problems), failed
     # The same solutions against the tests of another problem.
-    wrong = all_judged(task, [(one, other.row["solution"]) for one, other in zip(problems, problems[1:], strict=False)])
+    wrong = all_judged(task, [(one, other.row["solution"]) for one, other in pairwise(problems)])
     counts = Counter(verdict.status for verdict in wrong)
     assert counts[Status.CORRECT] <= 0.01 * len(wrong), counts
     assert counts[Status.ERROR] == 0

@@ -51,8 +51,10 @@ def test_tests_of_a_function_each_is_told(sandbox: Sandbox):
 
 @pytest.mark.parametrize(
     "value",
-    ["2", "-0.0", "1e300", "'ä\\ud800\\0'", "b'\\x00\\xff'", "None", "True", "3j", "10**30", "[1, (2, {3: {4}})]"]
-    + ["(1,)", "()", "{'a': [1.5, None], (1, 2): frozenset({3})}", "float('inf')"],
+    [
+        *("2", "-0.0", "1e300", "'ä\\ud800\\0'", "b'\\x00\\xff'", "None", "True", "3j", "10**30", "float('inf')"),
+        *("(1,)", "()", "[1, (2, {3: {4}})]", "{'a': [1.5, None], (1, 2): frozenset({3})}"),
+    ],
 )
 def test_plain_value_goes_there_and_back_it_is_the_same(sandbox: Sandbox, value: str):
     code = "def f(x): return [x, repr(x)]"
@@ -71,14 +73,17 @@ def test_values_of_the_library_that_compare_as_plain_ones_cross_as_those(sandbox
         if kind == "numpy":
             import numpy
             return [numpy.int64(3), numpy.float64(0.5), numpy.bool_(True)]
-        return {"counter": Counter("aab"), "ordered": OrderedDict(a=2, b=1), "default": defaultdict(int, a=2, b=1)}[kind]
+        kinds = {"counter": Counter("aab"), "ordered": OrderedDict(a=2, b=1), "default": defaultdict(int, a=2, b=1)}
+        return kinds[kind]
     """
     tests = [f"assert f({kind!r}) == {{'a': 2, 'b': 1}}" for kind in ("counter", "ordered", "default")]
     numbers = "v = f('numpy')\nassert v == [3, 0.5, True] and [type(n) for n in v] == [int, float, bool]"
     assert passes(sandbox, textwrap.dedent(code), *tests, numbers)
 
 
-@pytest.mark.parametrize("value", ["iter([2])", "range(2)", "object()", "f", "bytearray(b'a')", "[lambda: 2]", "{1: type}"])
+@pytest.mark.parametrize(
+    "value", ["iter([2])", "range(2)", "object()", "f", "bytearray(b'a')", "[lambda: 2]", "{1: type}"]
+)
 def test_value_that_is_not_plain_is_returned_the_test_fails_with_its_name(sandbox: Sandbox, value: str):
     outcome = sandbox.run_tests(f"def f(x): return {value}", ["assert f(1) == 2 or True"], ["f"], LONG)
     assert outcome.status == "failed"
@@ -94,7 +99,11 @@ def test_function_raises_tests_can_expect_it(sandbox: Sandbox):
         return b"".decode("ascii") if x else b"\\xff".decode("ascii")
     """
     expects = "def expects(kind, x):\n try: f(x)\n except kind as error: return str(error)\n assert False"
-    tests = ["assert expects(ValueError, 1) == 'one'", "assert 'two' in expects(KeyError, 2)", "expects(LookupError, 2)"]
+    tests = [
+        "assert expects(ValueError, 1) == 'one'",
+        "assert 'two' in expects(KeyError, 2)",
+        "expects(LookupError, 2)",
+    ]
     assert passes(sandbox, textwrap.dedent(code), *tests, "expects(ValueError, 0)", setup=expects)
     assert not passes(sandbox, textwrap.dedent(code), "expects(TypeError, 1)", setup=expects)
     outcome = sandbox.run_tests(textwrap.dedent(code), ["f(1)"], ["f"], LONG)
@@ -188,7 +197,9 @@ def test_program_reads_and_writes_like_a_script(sandbox: Sandbox):
 def test_program_fails_its_traceback_shows_its_own_lines(sandbox: Sandbox):
     output = sandbox.run_program("def g():\n    return 1 / 0\ng()\n", timeout=LONG)
     assert (output.status, output.code, output.stdout) == ("error", 1, "")
-    assert output.stderr.startswith('Traceback (most recent call last):\n  File "<program>", line 3, in <module>\n    g()')
+    assert output.stderr.startswith(
+        'Traceback (most recent call last):\n  File "<program>", line 3, in <module>\n    g()'
+    )
     assert output.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "return 1 / 0" in output.stderr
     assert "palestra" not in output.stderr
@@ -218,7 +229,8 @@ def test_program_crashes_it_is_told_apart_from_an_error(sandbox: Sandbox):
 
 
 def test_modules_are_imported_the_library_and_packages_are_there(sandbox: Sandbox):
-    program = "import sqlite3, xml.dom.minidom, asyncio, zoneinfo, ssl, numpy\nprint(numpy.arange(3).sum(), asyncio.run(asyncio.sleep(0, 5)))"
+    program = "import sqlite3, xml.dom.minidom, asyncio, zoneinfo, ssl, numpy\n"
+    program += "print(numpy.arange(3).sum(), asyncio.run(asyncio.sleep(0, 5)))"
     output = sandbox.run_program(program, timeout=LONG)
     assert (output.stdout, output.stderr) == ("3 5\n", "")
 
@@ -228,7 +240,9 @@ def test_limits_are_given_they_bind():
         output = small.run_program("a = bytearray(199 << 20)", timeout=LONG)
         assert "MemoryError" in output.stderr
         assert small.run_program("print('a' * 2000)", timeout=LONG).status == "output"
-        assert "File too large" in small.run_program("open('/tmp/a', 'wb').write(b'a' * (3 << 20))", timeout=LONG).stderr
+        assert (
+            "File too large" in small.run_program("open('/tmp/a', 'wb').write(b'a' * (3 << 20))", timeout=LONG).stderr
+        )
 
 
 def test_threads_share_a_sandbox_each_gets_its_own_answer(sandbox: Sandbox):
@@ -287,28 +301,26 @@ def test_server_is_killed_the_call_fails_and_the_next_has_another():
 
 def test_process_that_owns_the_sandbox_is_killed_nothing_of_it_lives_on(tmp_path: Path):
     program = """
-    import sys, threading
     from palestra.tasks.sandbox import Sandbox
-    made = Sandbox(workers=2)
+    made = Sandbox(workers=1)
     made.start()
-    print(made._idle.queue[0].pid, flush=True)
-    for _ in range(2):
-        threading.Thread(target=made.run_tests, args=("def f(x):\\n while True: pass", ["f(1)"], ["f"], 1000.0)).start()
+    print("started", flush=True)
+    made.run_tests("def f(x):\\n while True: pass", ["f(1)"], ["f"], 1000.0)
     """
-    owner = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert owner.stdout is not None
-    owner.stdout.readline()
-    process = psutil.Process(owner.pid)
-    # Two servers, each with a program and its tests.
-    assert until(lambda: len(process.children(recursive=True)) == 6)
-    family = process.children(recursive=True)
-    owner.kill()
-    owner.communicate()
+    ) as owner:
+        try:
+            assert owner.stdout is not None
+            owner.stdout.readline()
+            process = psutil.Process(owner.pid)
+            assert until(lambda: len(process.children(recursive=True)) == 3)  # a server, a program and its tests
+            family = process.children(recursive=True)
+        finally:
+            owner.kill()
     assert until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
     assert list(tmp_path.iterdir()) == []
 
@@ -343,9 +355,19 @@ def test_forked_process_uses_the_sandbox_of_its_parent_it_is_told(sandbox: Sandb
 def test_environment_of_the_parent_is_not_there(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PALESTRA_SECRET_TOKEN", "hidden")
     with Sandbox(workers=1) as made:
-        found = json.loads(made.run_program("import os, json; print(json.dumps(dict(os.environ)))", timeout=LONG).stdout)
+        found = json.loads(
+            made.run_program("import os, json; print(json.dumps(dict(os.environ)))", timeout=LONG).stdout
+        )
     assert "hidden" not in found.values()
-    assert set(found) <= {"LANG", "PYTHONUTF8", "PYTHONHASHSEED", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HOME", "TMPDIR"} | {"LC_CTYPE"}
+    assert set(found) <= {
+        "LANG",
+        "PYTHONUTF8",
+        "PYTHONHASHSEED",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "HOME",
+        "TMPDIR",
+    } | {"LC_CTYPE"}
 
 
 def test_levels_in_the_wrong_order_are_refused():

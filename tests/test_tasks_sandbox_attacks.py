@@ -22,7 +22,9 @@ ATTACKS = {
     "sys_exit_in_the_call": "import sys\ndef f(x): sys.exit(0)",
     "os_exit_in_the_call": "import os\ndef f(x): os._exit(0)",
     "keyboard_interrupt_in_the_call": "def f(x): raise KeyboardInterrupt",
-    "exit_after_the_first_answer": "import os\nn = 0\ndef f(x):\n global n\n n += 1\n return 2 if n == 1 else os._exit(0)",
+    "exit_after_the_first_answer": (
+        "import os\nn = 0\ndef f(x):\n global n\n n += 1\n return 2 if n == 1 else os._exit(0)"
+    ),
     "exec_of_a_program_that_succeeds": "import os\nos.execv('/bin/true', ['true'])",
     "abort": "import os\ndef f(x): os.abort()",
     "bad_address": "import ctypes\ndef f(x): ctypes.string_at(0)",
@@ -64,19 +66,24 @@ ATTACKS = {
     "value_of_many_objects": "def f(x): return [[] for _ in range(1_300_000)]",
     # forging what goes between the processes
     "junk_to_every_file": (
-        "import os\nline = b'{\"test\": 0, \"passed\": true}\\n{\"test\": 1, \"passed\": true}\\n{\"ended\": \"done\"}\\n'\n"
+        "import os, json\nlines = [dict(test=0, passed=True), dict(test=1, passed=True), dict(ended='done', why='')]\n"
+        "line = b''.join(json.dumps(one).encode() + b'\\n' for one in lines)\n"
         "for n in range(64):\n try: os.write(n, line)\n except OSError: pass\ndef f(x): return 0"
     ),
     "forged_replies": (
         "import os, struct\ndef frame(data): return struct.pack('!I', len(data)) + data\n"
-        "for n in range(3, 64):\n for data in (b'{\"dict\": [[\"value\", true]]}', b'{\"object\": []}', b'[', b'null'):\n"
+        "replies = b'{\"dict\": [[\"value\", true]]}', b'{\"object\": []}', b'[', b'null'\n"
+        "for n in range(3, 64):\n for data in replies:\n"
         "  try: os.write(n, frame(data) * 3)\n  except OSError: pass\ndef f(x): return 0"
     ),
     "endless_message": (
         "import os\nfor n in range(3, 64):\n try:\n  while True: os.write(n, b'\\xff' * 1000)\n except OSError: pass\n"
         "def f(x): return 0"
     ),
-    "half_a_message": "import os\ndef f(x):\n for n in range(3, 64):\n  try: os.write(n, b'\\0\\0')\n  except OSError: pass\n os._exit(0)",
+    "half_a_message": (
+        "import os\ndef f(x):\n for n in range(3, 64):\n  try: os.write(n, b'\\0\\0')\n  except OSError: pass\n"
+        " os._exit(0)"
+    ),
     "closed_files": "import os\ndef f(x):\n os.closerange(0, 64)\n return x + 1",
     # using it all up
     "endless_loop": "def f(x):\n while True: pass",
@@ -84,7 +91,8 @@ ATTACKS = {
     "sleep": "import time\ndef f(x): time.sleep(1e6)",
     "endless_loop_in_c": "def f(x): return sum(iter(int, 1))",
     "signals_ignored": (
-        "import signal\nfor s in range(1, 65):\n try: signal.signal(s, signal.SIG_IGN)\n except (OSError, ValueError): pass\n"
+        "import signal\nfor s in range(1, 65):\n"
+        " try: signal.signal(s, signal.SIG_IGN)\n except (OSError, ValueError): pass\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ndef f(x):\n while True: pass"
     ),
     "exceptions_swallowed": "def f(x):\n while True:\n  try:\n   while True: pass\n  except BaseException: pass",
@@ -92,7 +100,9 @@ ATTACKS = {
     "endless_errors": "import sys\ndef f(x):\n while True: sys.stderr.write('a' * 10000)",
     "ten_gigabytes": "def f(x):\n a = bytearray(10 << 30)\n return x + 1",
     "ten_gigabytes_in_pieces": "def f(x):\n a = []\n while True: a.append(bytearray(1 << 20))",
-    "ten_gigabytes_mapped": "import mmap\ndef f(x):\n m = mmap.mmap(-1, 10 << 30)\n m[:] = b'a' * len(m)\n return x + 1",
+    "ten_gigabytes_mapped": (
+        "import mmap\ndef f(x):\n m = mmap.mmap(-1, 10 << 30)\n m[:] = b'a' * len(m)\n return x + 1"
+    ),
     "fork_bomb": "import os\ndef f(x):\n while True: os.fork()",
     "fork_bomb_in_c": "import ctypes\ndef f(x):\n while ctypes.CDLL(None).fork() >= 0: pass\n return 0",
     "thread_bomb": (
@@ -107,8 +117,12 @@ ATTACKS = {
     "forked_child_in_a_session_of_its_own": (
         "import os, time\ndef f(x):\n if os.fork() == 0:\n  os.setsid()\n  time.sleep(1e6)\n return 0"
     ),
-    "started_program": "import subprocess\ndef f(x):\n subprocess.Popen(['sleep', '1000'], start_new_session=True)\n return 0",
-    "multiprocessing": "import multiprocessing, time\ndef f(x):\n multiprocessing.Process(target=time.sleep, args=(1e6,)).start()",
+    "started_program": (
+        "import subprocess\ndef f(x):\n subprocess.Popen(['sleep', '1000'], start_new_session=True)\n return 0"
+    ),
+    "multiprocessing": (
+        "import multiprocessing, time\ndef f(x): multiprocessing.Process(target=time.sleep, args=(1e6,)).start()"
+    ),
     "threads_that_outlive": (
         "import threading\ndef spin():\n while True: pass\n"
         "for _ in range(4): threading.Thread(target=spin).start()\ndef f(x): return 0"
@@ -321,7 +335,11 @@ def test_function_ends_loops_of_a_test_early_it_does_not_pass(sandbox: Sandbox):
 def test_death_is_caught_by_a_test_that_expects_any_error_it_does_not_pass(sandbox: Sandbox):
     test = "try:\n f(-1)\nexcept:\n pass\nelse:\n assert False"
     assert sandbox.run_tests("def f(x): raise ValueError", [test], ["f"], 20.0).status == "passed"
-    for code in ("import os\ndef f(x): os._exit(0)", "def f(x): return object()", "import os\ndef f(x): os.closerange(3, 9)"):
+    for code in (
+        "import os\ndef f(x): os._exit(0)",
+        "def f(x): return object()",
+        "import os\ndef f(x): os.closerange(3, 9)",
+    ):
         assert sandbox.run_tests(code, [test], ["f"], 20.0).status == "failed"
 
 
@@ -334,4 +352,8 @@ def test_output_has_no_end_the_program_is_killed_soon(sandbox: Sandbox):
 
 
 def test_memory_is_asked_for_the_program_sees_an_error(sandbox: Sandbox):
-    assert tried(sandbox, "bytearray(10 << 30)", "bytearray(1 << 20)", "list(range(10**9))") == ["MemoryError", "done", "MemoryError"]
+    assert tried(sandbox, "bytearray(10 << 30)", "bytearray(1 << 20)", "list(range(10**9))") == [
+        "MemoryError",
+        "done",
+        "MemoryError",
+    ]

@@ -1,7 +1,6 @@
 """Values between a program and its tests: plain ones come through exactly, forged bytes give plain ones or an error."""
 
 import json
-import math
 import socket
 from typing import Any
 
@@ -42,22 +41,15 @@ json_values = st.recursive(
 )
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal, with the same types all the way down, and NaN equal to itself."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, float):
-        return one == other and math.copysign(1, one) == math.copysign(1, other) or (one != one and other != other)
-    if isinstance(one, complex):
-        return same(one.real, other.real) and same(one.imag, other.imag)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return len(one) == len(other) and all(map(same, one, other)) and all(map(same, one.values(), other.values()))
-    if isinstance(one, set | frozenset):
-        # NaN is equal to nothing, and types that are equal count as one: the texts tell.
-        return sorted(map(repr, one)) == sorted(map(repr, other))
-    return one == other
+def written(value: Any) -> str:
+    """A text that two values share if they are the same, types and all, whatever the order of their sets."""
+    if isinstance(value, list | tuple):
+        return f"{type(value)}{[written(one) for one in value]}"
+    if isinstance(value, dict):
+        return f"{type(value)}{[(written(key), written(one)) for key, one in value.items()]}"
+    if isinstance(value, set | frozenset):
+        return f"{type(value)}{sorted(written(one) for one in value)}"
+    return f"{type(value)}{value!r}"
 
 
 def only_plain(value: Any) -> bool:
@@ -70,7 +62,7 @@ def only_plain(value: Any) -> bool:
 
 @given(values)
 def test_plain_value_is_encoded_and_decoded_it_is_the_same(value: Any):
-    assert same(decode(encode(value)), value)
+    assert written(decode(encode(value))) == written(value)
 
 
 @given(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
@@ -84,9 +76,11 @@ def test_bytes_of_anybody_are_decoded_they_give_a_plain_value_or_are_refused(dat
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[", b"{}", b'{"a": 1}', b'{"int": 5}', b'{"int": "x"}', b'{"set": [[]]}', b'{"dict": [[1]]}', b"nul", b"\xff"]
-    + [b'{"dict": [[[], 1]]}', b'{"tuple": "ab"}', b'{"complex": [1]}', b'{"int": "1", "bytes": "00"}', b"[" * 10**6]
-    + [b'{"tuple": [' * 10**5, b"1" * 5000, b'{"bytes": "0"}', b'{"__class__": []}'],
+    [
+        *(b"", b"[", b"{}", b'{"a": 1}', b'{"int": 5}', b'{"int": "x"}', b'{"set": [[]]}', b'{"dict": [[1]]}', b"nul"),
+        *(b"\xff", b'{"dict": [[[], 1]]}', b'{"tuple": "ab"}', b'{"complex": [1]}', b'{"int": "1", "bytes": "00"}'),
+        *(b"[" * 10**6, b'{"tuple": [' * 10**5, b"1" * 5000, b'{"bytes": "0"}', b'{"__class__": []}'),
+    ],
 )
 def test_bytes_that_are_no_value_are_refused(data: bytes):
     with pytest.raises(Malformed):

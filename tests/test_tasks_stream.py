@@ -139,7 +139,7 @@ MIXES: list[dict[str, Any]] = [
     scores=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75]), min_size=1, max_size=20),
     at=st.integers(0, 60),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_state_taken_at_any_time_goes_on_with_the_same_prompts(
     how: dict[str, Any], seed: int, scores: list[float], at: int
 ) -> None:

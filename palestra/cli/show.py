@@ -21,6 +21,7 @@ NEXT = {
     "control": ("watch it", "palestra enjoy"),
     "sft": ("talk to it", "palestra chat"),
     "dpo": ("talk to it", "palestra chat"),
+    "posttrain": ("read answers", "palestra rollouts"),
 }
 """What people do next with a run of a kind."""
 

@@ -98,10 +98,10 @@ class Encoded:
 def encode_item(tokenizer: Tokenizer, item: Item, context: int) -> list[Encoded]:
     """The options of an item as tokens, at most `context` each.
 
-    A context and its answer are tokenised as the one text that they are, and a token that holds some of both, such as
-    " yes" after "Answer: ", is part of the answer: a border that the tokenizer would not make scores tokens that the
-    model never saw. Answers to one context are all scored from the same token on, so that what one of them shares with
-    its context is not left out for the others.
+    A context and its answer are tokenised as the one text that they are: a border that the tokenizer would not make
+    scores tokens that the model never saw. White space before the answer is scored with it, as in lm-eval, because most
+    tokenizers join them (" yes"); so is any token that holds some of both. Answers to one context are all scored from
+    the same token on, so that what one of them shares with its context is not left out for the others.
     """
     whole = [_tokenised(tokenizer, option) for option in item.options]
     if item.one_context:
@@ -167,7 +167,8 @@ def likelihood_metrics(outcomes: dict[str, LikelihoodOutcome]) -> dict[str, floa
 def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
     """The tokens of context and answer, and which of them is the first with some of the answer."""
     tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
-    start = next((index for index, (_, end) in enumerate(places) if end > len(option.context)), None)
+    border = len(option.context.rstrip())
+    start = next((index for index, (_, end) in enumerate(places) if end > border), None)
     if start is None:
         raise UsageError(f"the answer {option.answer!r:.80} has no tokens in the tokenizer {tokenizer.name}")
     return [*tokenizer.beginning, *tokens], start + len(tokenizer.beginning)

@@ -1,6 +1,7 @@
 """The kind `evaluate`: how good a model is at tasks, and how likely it finds given answers."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 
-from palestra.data.chat import end_of_turn
 from palestra.errors import Interrupted, UsageError
 from palestra.evaluate.answers import Evaluation, evaluate_tasks
 from palestra.evaluate.choices import Suite, load_suite
@@ -47,6 +47,8 @@ from palestra.tasks.judging import Judges
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
 from palestra.track.sinks import require_sinks
+
+log = logging.getLogger("palestra.evaluate")
 
 ANSWERS, SCORES = "answers.jsonl", "likelihood.jsonl"
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "dtype")
@@ -136,6 +138,10 @@ class _Evaluating:
         """All of it; the report comes last."""
         precision, start = named_dtype(self.spec.dtype), self.asked.start
         assert start.folder is not None
+        for one in self.asked.questions:
+            prompt = setup["tasks"][one.label]
+            shown = (one.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
+            log.info("the first prompt of %s, %d tokens:\n%s", *shown)
         loaded, _ = open_model(start.folder, self.launch.root, dtype=precision, param_dtype=precision)
         scores = self._scores(loaded.model) if self.asked.suites else {}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
@@ -211,10 +217,8 @@ class _Evaluating:
 
 def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
-    start = trained_start(model, launch.root, chat=False)
+    start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
-    if any(one.chat for one in questions) and (turn := end_of_turn(start.tokenizer)) is not None:
-        start = replace(start, eos=tuple(sorted({*start.eos, turn})))
     suites = [load_suite(use, seed) for use in spec.likelihood]
     return Asked(start, questions, suites, spec.eval.greedy + bool(spec.eval.samples))
 

@@ -1,9 +1,12 @@
 """The kind `posttrain`: a language model trained on rewards that can be checked."""
 
+import logging
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,16 +42,19 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.introduction import introduce, self_test
 from palestra.posttrain.learner import Aside, Learner
-from palestra.posttrain.trainer import Parts, train
+from palestra.posttrain.trainer import Learns, Parts, train
 from palestra.rollout.executor import Executor
 from palestra.rollout.filters import make_filter
 from palestra.rollout.loop import LoopThread
+from palestra.rollout.replay import Replay, find_rollouts
 from palestra.rollout.start import Starter
+from palestra.rollout.types import Group
 from palestra.rollout.workflows import make_workflow
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import clear_write_errors
+from palestra.runs.store import clear_write_errors, read_json, write_json
+from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.load import resolved
 from palestra.tasks.judging import Judges
@@ -58,12 +64,37 @@ from palestra.track.sinks import require_sinks
 
 load = load_lm
 
-FIXED = ("kind", "model", "tasks.train", "tasks.mix", "optim.name", "train.prompts_per_step", "algorithm.baseline")
+log = logging.getLogger("palestra.posttrain")
+
+TasksKind = PosttrainSpec | DistillSpec
+"""The specs of models that answer tasks to learn from it."""
+MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], Parts]
+"""All that the loop works with, for a spec; the stack closes it."""
+
+FIXED = ("kind", "model", "tasks.train", "tasks.mix", "optim.name", "train.prompts_per_step", "algorithm.baseline",
+         "rollout.replay")  # fmt: skip
 """What checkpoints depend on."""
+REPLAY = "replay.json"
 
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarise and plot the trial."""
+    return run_tasks(spec, launch, run_session, FIXED)
+
+
+def run_session(folder: Path, launch: Launch) -> None:
+    """Train the one seed whose session folder this is."""
+    run_tasks_session(folder, launch, _parts)
+
+
+def run_tasks(
+    spec: TasksKind,
+    launch: Launch,
+    session: Callable[[Path, Launch], None],
+    fixed: Sequence[str],
+    check: Callable[[Start], object] = lambda start: None,
+) -> Run:
+    """Train every seed of a spec that has tasks; `check` finds out whether it can run, before it has a folder."""
     device_of(spec)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
@@ -74,13 +105,17 @@ def run(spec: PosttrainSpec, launch: Launch) -> Run:
     _context(meant, start)
     with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root):
         Prompts(spec.tasks, judges.tasks, spec.seed)
+    if spec.rollout.replay is not None and launch.resume is None:
+        for seed in spec.seeds:
+            find_rollouts(spec.rollout.replay, launch.root, seed, spec.train.steps)
+    check(start)
     keep_start(launch.init)
     cuda = device_of(spec).type == "cuda"
     trial = run_sessions(
         spec,
         launch,
-        run_session,
-        fixed=FIXED,
+        session,
+        fixed=fixed,
         threads=spec.threads or max(1, (os.cpu_count() or 1) // (1 if cuda else spec.max_session)),
         total=spec.train.steps,
         unit="steps",
@@ -91,34 +126,48 @@ def run(spec: PosttrainSpec, launch: Launch) -> Run:
     return trial
 
 
-def run_session(folder: Path, launch: Launch) -> None:
-    """Train the one seed whose session folder this is."""
+def run_tasks_session(folder: Path, launch: Launch, make_parts: MakeParts) -> None:
+    """Train one seed of a spec that has tasks."""
     session = Session.open(folder)
     spec = resolved(session.spec_data)
-    assert isinstance(spec, PosttrainSpec)
+    assert isinstance(spec, PosttrainSpec | DistillSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
     try:
         with session, compile_cache(spec.train.compile_cache), ExitStack() as stack:
             spec = settled(spec, session, launch.init)
             start = trained_start(spec.model, launch.root, chat=True)
-            train(spec, session, _parts(spec, session, start, launch, stack), show=launch.show)
+            train(spec, session, make_parts(spec, session, start, launch, stack), show=launch.show)
     finally:
         torch.set_num_threads(threads)
 
 
 def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> Parts:
-    """All that the loop works with; `stack` closes it."""
-    device, seed = device_of(spec), session.seed
-    model = build_model(spec, start, seed, device)
-    learner = _learner(spec, start, model, seed)
+    model = build_model(spec, start, session.seed, device_of(spec))
+    learner = _learner(spec, start, model, session.seed)
+    prompts, chosen = spec.train.prompts_per_step, make_filter(spec.algorithm.filters)
+    return assemble(spec, session, start, launch, stack, learner, prompts=prompts, filter=chosen)
+
+
+def assemble(
+    spec: TasksKind,
+    session: Session,
+    start: Start,
+    launch: Launch,
+    stack: ExitStack,
+    learner: Learns,
+    *,
+    prompts: int,
+    filter: Callable[[Group], str | None] = lambda group: None,
+) -> Parts:
+    """All that the loop works with, `prompts` of them answered in a batch; `stack` closes it."""
+    seed = session.seed
     context, max_prompt = _context(spec, start)
-    writer = _writer(spec, start, learner, context)
+    writer = _writer(spec, start, learner.engine, context)
     generator = LocalGenerator(writer, drive="caller")
     loop = stack.enter_context(LoopThread())
     judges = stack.enter_context(Judges(spec.tasks.train, workers=spec.rollout.verifiers, root=launch.root))
     held_out = stack.enter_context(Judges(spec.tasks.eval, workers=spec.rollout.verifiers, root=launch.root))
-    prompts = Prompts(spec.tasks, judges.tasks, seed)
     starter = Starter(
         tasks=judges.tasks,
         workflow=make_workflow(spec.rollout.workflow),
@@ -131,19 +180,20 @@ def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, 
         context=context,
         max_prompt=max_prompt,
     )
-    executor = Executor(
-        prompts,
+    executor = _replay(spec, session, start, launch.root) or Executor(
+        Prompts(spec.tasks, judges.tasks, seed),
         starter,
         loop=loop,
-        batch=spec.train.prompts_per_step,
+        batch=prompts,
         samples=spec.rollout.group,
         staleness=spec.rollout.staleness,
         on_stale=spec.rollout.on_stale,
         running=spec.rollout.running,
         failures=spec.rollout.failures,
-        filter=make_filter(spec.algorithm.filters),
+        filter=filter,
     )
-    executor.wake = generator.wake
+    if isinstance(executor, Executor):
+        executor.wake = generator.wake
     asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
     use = spec.tasks.train[0]
     first = starter.episode(judges.tasks[use.label].problems(use.split)[0], 0)
@@ -163,10 +213,13 @@ def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, 
         return pumped(generator, work).metrics if asked else {}
 
     def begin() -> dict[str, float]:
+        if isinstance(executor, Replay):  # there is no generator to compare with
+            log.info("the rollouts are those of %s: none are generated", executor.path)
+            return {}
         introduce(first, start.tokenizer)
         return self_test(first, writer, learner.engine)
 
-    keeper = Keeper(model, start, Ranks())
+    keeper = Keeper(learner.engine.transformer, start, Ranks())
     return Parts(learner, executor, writer, generator, keeper, evaluate, loop, begin)
 
 
@@ -192,11 +245,11 @@ def _learner(spec: PosttrainSpec, start: Start, model: Transformer, seed: int) -
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, aside=aside)
 
 
-def _writer(spec: PosttrainSpec, start: Start, learner: Learner, context: int) -> Engine:
+def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) -> Engine:
     """The engine that generates, with weights of its own in the precision of the arithmetic."""
-    dtype, device = DTYPES[spec.train.precision], learner.engine.device
+    dtype, device = DTYPES[spec.train.precision], engine.device
     model = empty_model(start.shape, dtype, dtype, device)
-    model.load_state_dict(learner.engine.weights())
+    model.load_state_dict(engine.weights())
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
     rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
@@ -213,7 +266,18 @@ def _writer(spec: PosttrainSpec, start: Start, learner: Learner, context: int) -
     )
 
 
-def _context(spec: PosttrainSpec, start: Start) -> tuple[int, int]:
+def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Replay | None:
+    """The rollouts of another run, if the spec asks for them; their file is written down at the first start."""
+    if spec.rollout.replay is None:
+        return None
+    pinned = session.path / REPLAY
+    if not pinned.exists():
+        found = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
+        write_json(pinned, {"rollouts": str(found)})
+    return Replay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
+
+
+def _context(spec: TasksKind, start: Start) -> tuple[int, int]:
     """The most tokens that the model reads, and the longest prompt."""
     rollout, reads = spec.rollout, start.shape.context
     if rollout.max_new_tokens >= reads:

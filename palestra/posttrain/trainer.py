@@ -1,31 +1,35 @@
 """Trains one session on rewards: generate and judge, learn, publish, evaluate, log, save, until the steps are done."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from palestra.errors import Interrupted
 from palestra.generate.engine import Engine
 from palestra.generate.local import LocalGenerator
+from palestra.lm.batch import Batch
+from palestra.lm.engine import TrainEngine
 from palestra.lm.speed import profiled
-from palestra.posttrain.learner import Learner
 from palestra.posttrain.metrics import group_metrics, silence
 from palestra.rollout.executor import Executor
 from palestra.rollout.loop import LoopThread
-from palestra.rollout.records import Recording
+from palestra.rollout.records import FILE, Recording
+from palestra.rollout.replay import Replay
+from palestra.rollout.types import Group
 from palestra.rollout.watch import LoopLag, Watchdog
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
+from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
 
 log = logging.getLogger("palestra.posttrain")
 
-HEADLINE = ("reward", "eval/accuracy")
+HEADLINE = ("eval/accuracy", "reward")
 STALL_SECONDS = 60.0
 """Without progress for so long, the log tells who waits for whom."""
 
@@ -42,12 +46,35 @@ class Keeper(Protocol):
         ...
 
 
+class Learns(Protocol):
+    """Takes groups, moves the weights: `Learner` by rewards, `Distiller` by what a teacher says."""
+
+    engine: TrainEngine
+
+    def prepare(self, groups: Sequence[Group], step: int) -> Batch:
+        """The groups packed, first and in their order, with `advantages` of every token."""
+        ...
+
+    def learn(self, batch: Batch, step: int, between: Callable[[], object]) -> dict[str, float]:
+        """Every optimizer step on a batch; what people look at."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All besides the weights of the model that is trained."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        ...
+
+
 @dataclass
 class Parts:
     """What the loop works with."""
 
-    learner: Learner
-    executor: Executor
+    learner: Learns
+    executor: Executor | Replay
+    """Where groups come from."""
     writer: Engine
     """The engine that generates."""
     generator: LocalGenerator
@@ -58,9 +85,11 @@ class Parts:
     """Where workflows run."""
     introduce: Callable[[], dict[str, float]]
     """Before the first step: shows a prompt, and compares the trainer's log-probabilities with the generator's."""
+    silence: Callable[[Sequence[Group], dict[str, float]], str | None] = silence
+    """Why nothing is learned in a step, where nothing is."""
 
 
-def train(spec: PosttrainSpec, session: Session, parts: Parts, *, show: bool = True) -> None:
+def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, show: bool = True) -> None:
     """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
     learner, executor, hooks = parts.learner, parts.executor, load_hooks(spec.hooks)
     step, tokens = _restore(session, parts)
@@ -119,8 +148,9 @@ def train(spec: PosttrainSpec, session: Session, parts: Parts, *, show: bool = T
             reasons = checkpoints.reasons(before, counters)
             evaluated, row = last or due(spec.every.eval, before, counters), {}
             if evaluated or due(spec.every.log, before, counters):
-                row = group_metrics(groups, filtered, step - 1) | learned | executor.metrics() | lag.take()
-                why = silence(groups, row)
+                judged = group_metrics(groups, filtered, step - 1) if groups else {}  # none where answers are given
+                row = judged | learned | executor.metrics() | lag.take()
+                why = parts.silence(groups, row)
                 if why is not None:
                     log.warning("step %d: nothing is learned: %s", step, why)
             if evaluated:
@@ -155,6 +185,7 @@ def _interrupted(step: int, session: Session) -> Interrupted:
 
 def _restore(session: Session, parts: Parts) -> tuple[int, int]:
     """Continue from the newest checkpoint: the steps and tokens so far."""
+    session.follow(FILE, lambda: None)  # cut back also where it was killed before its first checkpoint
     saved = session.restore()
     if saved is None:
         parts.writer.publish(parts.learner.engine.weights(), 0)

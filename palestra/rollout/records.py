@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from palestra.errors import PalestraError
 from palestra.rollout.types import Group, Trajectory
+from palestra.runs.checkpoint import metas
 from palestra.runs.session import Session
 from palestra.tasks.types import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink
@@ -30,16 +31,17 @@ class Record:
     fate: str
     """trained or filtered."""
     step: int
-    """The step that trained on it, or before which it was left out; counted as the caller counts."""
+    """The step that trained on it, or before which it was left out."""
     advantages: tuple[tuple[float, ...], ...] = ()
     """For each trajectory one number a token, 0 where nothing is trained; none where it was left out."""
 
 
 class Recording:
-    """Writes the rollouts of a session as they are used; on resume they end where the checkpoint does."""
+    """Writes the rollouts of a session as they are used; opened after `session.restore()`, which cuts them back."""
 
     def __init__(self, session: Session):
-        self._sink = JsonlSink(session.path / FILE, append=True)
+        # Without a checkpoint to go on from the run begins anew, and its rollouts with it.
+        self._sink = JsonlSink(session.path / FILE, append=bool(metas(session.path)))
         session.follow(FILE, self._sink.flush)
 
     def __enter__(self) -> Self:
@@ -53,7 +55,7 @@ class Recording:
         self._sink.close()
 
     def write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
-        """What a step trained on, in its order, after what was left out before; `batch` holds `groups` packed."""
+        """What a step trained on, in its order, after what was left out before; `batch` begins with `groups` packed."""
         for group in filtered:
             write(self._sink, Record(group, "filtered", step))
         values, start, places = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)

@@ -22,7 +22,7 @@ log = logging.getLogger("palestra.runs")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINE_STYLES = ("-", "--", ":")  # one palette after another
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
-GRID_LIMIT = 24  # metrics in one picture
+GRID_LIMIT = 30  # metrics in one picture
 AXES = {"frame": "environment frames", "tokens": "training tokens", "step": "training steps"}
 POSITION = {"seed", "step", "frame", "tokens"}  # columns of metrics.jsonl that say where, not what
 
@@ -77,9 +77,11 @@ def trial_plots(run: Run) -> list[Path]:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
     x, first = _counted_by({key for row in rows for key in row}), headline(run)
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
-    others = [(key, curve) for key in metrics if key != first and (curve := _curve(rows, key, x))][:GRID_LIMIT]
+    drawn = [(key, curve) for key in metrics if key != first and (curve := _curve(rows, key, x))]
+    # What never changes fills a page and says nothing; where all else is a point, points are drawn.
+    others = [(key, curve) for key, curve in drawn if curve.ys.min() < curve.ys.max()] or drawn
     if others:
-        written += _save(_grid(others, x), run.path / "plots" / "metrics")
+        written += _save(_grid(others[:GRID_LIMIT], x), run.path / "plots" / "metrics")
     return written
 
 

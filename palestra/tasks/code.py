@@ -70,6 +70,13 @@ def parse(code: str) -> ast.Module | None:
     return parsed if isinstance(parsed, ast.Module) else None
 
 
+def syntax_tree(code: str) -> ast.Module:
+    """The syntax tree of code; SyntaxError, ValueError, RecursionError or MemoryError where it has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as of "\\d": the code's own business
+        return ast.parse(code)
+
+
 def defines(code: str, names: Collection[str]) -> bool:
     """Whether code binds all names at its top level, and at least one."""
     tree = parse(code)
@@ -128,9 +135,7 @@ def _longest(text: str, least: int = 0) -> str | None:
 def _parsed(code: str) -> ast.Module | int:
     """The syntax tree of code, or the line where it stops being code; 0 where that is not known."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as of "\d": the code's own business
-            return ast.parse(code)
+        return syntax_tree(code)
     except SyntaxError as error:
         return error.lineno or 0
     except (ValueError, RecursionError, MemoryError):  # the last two: nested too deeply

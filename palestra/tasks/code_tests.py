@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from palestra.tasks.code import top_level_names
+from palestra.tasks.code import syntax_tree, top_level_names
 from palestra.tasks.sandbox import Sandbox
 from palestra.tasks.task import TaskArgs
 from palestra.tasks.types import Status, Verdict
@@ -21,6 +21,8 @@ STATUSES = {
     "timeout": Status.TIMEOUT,
     "error": Status.ERROR,
 }
+
+BUILT_IN_FUNCTIONS = {name for name in dir(builtins) if callable(getattr(builtins, name))}
 
 
 class CodeArgs(TaskArgs):
@@ -52,8 +54,8 @@ class Needs:
 
 def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") -> Needs:
     """Find what tests need; `reference` is a right solution, which tells its own names from those of the language."""
-    tree = ast.parse("\n".join([setup, *tests]))
-    solution = ast.parse(reference)
+    tree = syntax_tree("\n".join([setup, *tests]))
+    solution = syntax_tree(reference)
     own = top_level_names(solution)
     imports = {name: source for node in ast.walk(solution) for name, source in _imported(node)}
     used = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
@@ -101,8 +103,7 @@ def shared_sandbox(kind: Literal["strict", "weak"]) -> Sandbox:
 def why_weak(tree: ast.Module, entry_points: Sequence[str]) -> str:
     """Why tests cannot call functions of the code from another process, as far as their source shows; else empty."""
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    functions |= {name for name in dir(builtins) if callable(getattr(builtins, name))} - _bound(tree)
-    functions |= set(entry_points)
+    functions |= BUILT_IN_FUNCTIONS - _bound(tree) | set(entry_points)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             return f"the tests have a class of their own, {node.name}"

@@ -1,11 +1,10 @@
 """The task `humaneval`: functions to be completed from a signature and a docstring (Chen et al., arXiv:2107.03374)."""
 
-import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.tasks.code import complete_code
+from palestra.tasks.code import complete_code, syntax_tree
 from palestra.tasks.code_tests import CodeArgs, judge_code, shared_sandbox, why_weak
 from palestra.tasks.rows import load_rows, text_of
 from palestra.tasks.task import Task
@@ -53,8 +52,8 @@ class HumanEval(Task[CodeArgs]):
         # The tests may use the prompt's other functions: those are taken from the prompt, not from the answer.
         setup = f"{prompt}    pass\n"
         try:
-            ast.parse(setup)
-            weak = why_weak(ast.parse(test), ["candidate"])
+            syntax_tree(setup)
+            weak = why_weak(syntax_tree(test), ["candidate"])
         except SyntaxError as error:
             raise UsageError(f"{self.name}, row {place + 1}: its prompt or test is no Python: {error}") from error
         row = {

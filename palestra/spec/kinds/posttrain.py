@@ -82,6 +82,8 @@ class RolloutSpec(Model):
     """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
     verifiers: int | None = Field(default=None, ge=1)
     """Processes that judge answers where judging can hang; null takes half of the cores."""
+    replay: str | None = Field(default=None, min_length=1)
+    """Train on the rollouts of another run, step for step, without generating: a run, or its rollouts.jsonl; null."""
 
 
 class PosttrainTrain(ComputeSpec):

@@ -15,8 +15,23 @@ Linux a filter of system calls: no new processes, no programs, no sockets, no si
 memory, no kernel interfaces that a function could not need. The first two levels are refused where there is no filter.
 """
 
-from palestra.tasks.sandbox.levels import LEVELS, Level
-from palestra.tasks.sandbox.limits import Limits
-from palestra.tasks.sandbox.sandbox import Outcome, Output, Sandbox
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from palestra.tasks.sandbox.levels import LEVELS, Level
+    from palestra.tasks.sandbox.limits import Limits
+    from palestra.tasks.sandbox.sandbox import Outcome, Output, Sandbox
+
+_LAZY = {"LEVELS": "levels", "Level": "levels", "Limits": "limits"} | dict.fromkeys(
+    ("Outcome", "Output", "Sandbox"), "sandbox"
+)
 __all__ = ["LEVELS", "Level", "Limits", "Outcome", "Output", "Sandbox"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on use: what the server never loads, the programs that it forks need not copy."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -9,7 +9,6 @@ import linecache
 import os
 import random
 import sys
-import threading
 import traceback
 from types import ModuleType
 from typing import Any
@@ -21,8 +20,11 @@ NAME = "<program>"
 
 def read_all(number: int) -> str:
     """The text of a file, which is then closed."""
-    with open(number, encoding="utf-8", errors="surrogatepass", newline="") as file:
-        return file.read()
+    data = b""
+    while more := os.read(number, 1 << 20):
+        data += more
+    os.close(number)
+    return data.decode("utf-8", "surrogatepass")
 
 
 def load(source: str, name: str) -> ModuleType:
@@ -73,7 +75,8 @@ def run_program(code: int) -> int:
         while inner is not None and inner.tb_frame.f_code.co_filename != NAME:
             inner = inner.tb_next
         traceback.print_exception(type(error), error, inner)
-    threading._shutdown()  # pyrefly: ignore  # as the interpreter does at its end: waits for the program's threads
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()  # as the interpreter does at its end: waits for the program's threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -42,7 +42,11 @@ def readable(modules: Sequence[str]) -> list[str]:
 
 
 def enter_root(folder: str, paths: Sequence[str]) -> None:
-    """Make a file system in memory, mounted at `folder`, the root; it has `paths` and `/tmp`, all read-only."""
+    """Make a file system in memory the root; it has `paths` and `/tmp`, all read-only.
+
+    It is mounted at `folder`, which is then removed, so that a kill leaves nothing behind.
+    """
+    outside = os.open(os.path.dirname(folder), os.O_PATH)
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     for path in [*paths, *(device for device in DEVICES if os.path.exists(device))]:
@@ -50,6 +54,8 @@ def enter_root(folder: str, paths: Sequence[str]) -> None:
     os.makedirs(folder + "/tmp", exist_ok=True)  # it is there already if a path begins with it
     pivot_root(folder)
     mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+    os.rmdir(os.path.basename(folder), dir_fd=outside)
+    os.close(outside)
 
 
 def mount_tmp(limits: Limits) -> None:

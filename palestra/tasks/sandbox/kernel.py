@@ -11,7 +11,6 @@ RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 409
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 AT_RECURSIVE, MNT_DETACH = 0x8000, 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38  # linux/prctl.h
-CAPABILITY_VERSION_3 = 0x20080522
 
 # Numbers of calls on x86-64 and on 64-bit ARM.
 MACHINE = {"x86_64": 0, "aarch64": 1, "arm64": 1}.get(platform.machine())
@@ -19,6 +18,8 @@ CLONE, CAPSET, PIVOT_ROOT, MOUNT_SETATTR = (56, 220), (126, 91), (155, 41), (442
 
 # Calls that hold the interpreter lock: between a clone and what Python does after it, nothing else may run.
 LIBC = ctypes.PyDLL(None, use_errno=True)
+THIS_PROCESS = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the interface, linux/capability.h
+NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
 
 
 class MountAttributes(ctypes.Structure):
@@ -89,8 +90,7 @@ def pivot_root(new: str) -> None:
 
 def drop_capabilities() -> None:
     """Give up every right of root."""
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    call(CAPSET, header, (ctypes.c_uint32 * 6)(), what="capset")
+    call(CAPSET, THIS_PROCESS, NO_CAPABILITIES, what="capset")
 
 
 def prctl(option: int, *values: int) -> None:

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -145,7 +145,7 @@ class Sandbox:
         self.close()
 
     @contextlib.contextmanager
-    def _client(self) -> Iterator[Client]:
+    def _client(self) -> Generator[Client]:
         if self._owner != os.getpid():
             raise PalestraError(
                 "a sandbox belongs to the process that made it; a process forked from that makes its own"

@@ -27,11 +27,12 @@ from palestra.tasks.sandbox.examiner import examine, examine_together
 from palestra.tasks.sandbox.levels import Attempt, Ground, attempts, lock_in
 from palestra.tasks.sandbox.limits import Limits
 
-# What programs like to import; loaded once, it costs them nothing.
+# What programs like to import; loaded once, it costs them nothing. Not threading: what it does after a fork takes as
+# long as the fork, and it is quickly imported.
 WARM = (
     "abc", "array", "bisect", "cmath", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum",
-    "fractions", "functools", "hashlib", "heapq", "io", "itertools", "math", "operator", "queue", "random", "re",
-    "statistics", "string", "struct", "textwrap", "threading", "time", "typing", "unicodedata",
+    "fractions", "functools", "hashlib", "heapq", "io", "itertools", "math", "operator", "random", "re", "statistics",
+    "string", "struct", "textwrap", "time", "typing", "unicodedata",
 )  # fmt: skip
 LOCKED = b"+"  # the first byte from a process that is locked in; anything else says why it is not
 MOST_FILES = 1 << 16
@@ -181,7 +182,8 @@ class Server:
             try:
                 for number in SIGNALS:
                     signal.signal(number, signal.SIG_DFL)
-                os.environ.update(HOME=scratch, TMPDIR=scratch)
+                if os.environ["TMPDIR"] != scratch:
+                    os.environ["HOME"] = os.environ["TMPDIR"] = scratch
                 alive = server[0] if server else None
                 lock_in(self._ground, limits, seconds, role=job.role, scratch=scratch, server=alive)
             except BaseException as error:
@@ -228,14 +230,16 @@ def choose(ways: list[Attempt], folder: str, paths: list[str]) -> tuple[Ground |
 
 def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
     """Why a way does not work, or None."""
+    trial = os.path.join(folder, "trial")
+    os.mkdir(trial, 0o711)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            ground = way.prepare(folder, paths)
+            ground = way.prepare(trial, paths)
             inner = kernel.clone(ground.namespaces)
             if inner == 0:
-                scratch = "/tmp" if ground.level == "namespaces" else folder
+                scratch = "/tmp" if ground.level == "namespaces" else trial
                 lock_in(ground, Limits(), 5.0, role=CANDIDATE, scratch=scratch, server=None)
                 os.write(writing, LOCKED)
                 os._exit(0)
@@ -245,6 +249,7 @@ def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
+    shutil.rmtree(trial, ignore_errors=True)
     with open(reading, "rb") as file:
         data = file.read()
     return None if data[:1] == LOCKED else data.decode(errors="replace").strip() or "it did not work"
@@ -252,6 +257,13 @@ def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
 
 def main(asked: dict[str, Any]) -> None:
     """Serve the process that started this one; `asked` is what `palestra.tasks.sandbox.client` wrote."""
+    try:
+        _serve(asked)
+    finally:
+        shutil.rmtree(asked["folder"], ignore_errors=True)
+
+
+def _serve(asked: dict[str, Any]) -> None:
     for ignored in SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     for name in WARM:
@@ -271,7 +283,4 @@ def main(asked: dict[str, Any]) -> None:
         filter.program(1)  # kept for all processes: each is the first in its namespace
     gc.collect()
     gc.freeze()
-    try:
-        Server(control, ground, asked["folder"], asked["parent"]).serve()
-    finally:
-        shutil.rmtree(asked["folder"], ignore_errors=True)
+    Server(control, ground, asked["folder"], asked["parent"]).serve()

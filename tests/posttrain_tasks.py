@@ -1,0 +1,74 @@
+"""Tasks for tests of post-training: prompts of letters, and judges that a random model pleases now and then."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from palestra.tasks.task import Task, TaskArgs
+from palestra.tasks.types import Answer, Problem, Status, Verdict
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+class LetterArgs(TaskArgs):
+    size: int = 40
+    """Problems of a split."""
+    pause: float = 0.0
+    """Judging takes up to so many seconds, each time other ones: what a run gives must not depend on it."""
+    score: float | None = None
+    """What every answer gets; null judges it."""
+    chat: bool = False
+    """Prompts as conversations."""
+
+
+class Letters(Task[LetterArgs]):
+    """Right is an answer whose first letter is of the first half of the alphabet."""
+
+    Args = LetterArgs
+    stop = (".",)
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        shift = 0 if split == "test" else 13
+        texts = ["".join(ALPHABET[(i * 7 + j * j + shift) % 26] for j in range(5)) for i in range(self.args.size)]
+        prompts: list[Any] = [({"role": "user", "content": text},) if self.args.chat else text for text in texts]
+        return [Problem(self.id(split, i), prompt, {"place": i}) for i, prompt in enumerate(prompts)]
+
+    # A judge may also be asynchronous; the type of `Task.judge` speaks of the others.
+    def judge(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:  # type: ignore[override]
+        verdict = self.verdict(problem, answer.text)
+        return _later(verdict, self.args.pause) if self.args.pause else verdict
+
+    def verdict(self, problem: Problem, text: str) -> Verdict:
+        if self.args.score is not None:
+            return Verdict(self.args.score, Status.CORRECT if self.args.score > 0 else Status.WRONG)
+        letter = text[:1].lower()
+        if not letter or letter not in ALPHABET:
+            return Verdict(0.0, Status.UNPARSABLE)
+        right = letter < "n"
+        return Verdict(float(right), Status.CORRECT if right else Status.WRONG, {"early": float(letter < "e")})
+
+
+class Moody(Letters):
+    """Gives every verdict there is, by the first character: it fails, and so some groups have fewer answers."""
+
+    def verdict(self, problem: Problem, text: str) -> Verdict:
+        letter = text[:1].lower()
+        if letter and letter in "aeiou":
+            raise ValueError("no vowels")
+        if letter and letter in "xyzbcd":
+            return Verdict(0.0, Status.TIMEOUT, note="too long")
+        return super().verdict(problem, text)
+
+
+class Halves(Letters):
+    """All answers to a prompt have the same reward, which differs from prompt to prompt."""
+
+    def verdict(self, problem: Problem, text: str) -> Verdict:
+        score = float(problem.row["place"] % 2)
+        return Verdict(score, Status.CORRECT if score else Status.WRONG)
+
+
+async def _later(verdict: Verdict, most: float) -> Verdict:
+    await asyncio.sleep(random.SystemRandom().random() * most)
+    return verdict
