@@ -11,7 +11,7 @@ AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 .PHONY: quickstart test test-slow lint docs bench clean
 
 quickstart: $(VENV)/.train
-	$(BIN)/palestra train examples/control/ppo_cartpole_fast.yaml
+	$(BIN)/python examples/quickstart/run.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" || $(AGAIN)

@@ -10,10 +10,11 @@ processes counted: with `cores` it tells what the machine could do with nothing 
 import argparse
 import json
 import os
-import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+import psutil
 
 from palestra.tasks.sandbox import Sandbox
 
@@ -49,8 +50,7 @@ def measure(run: Callable[[Sandbox, int], None], workers: int, seconds: float) -
         list(pool.map(lambda first: run(sandbox, first), range(4 * workers)))  # starts all servers
         before, started = _processor(), time.monotonic()
         count = sum(pool.map(thread, range(workers)))
-        took, level = time.monotonic() - started, sandbox.start()
-    spent = _processor() - before  # of ended processes too, the servers among them
+        took, spent, level = time.monotonic() - started, _processor() - before, sandbox.start()
     return {
         "programs_per_s": round(count / took, 1),
         "cpu_ms": round(1000 * spent / count, 2),
@@ -64,8 +64,10 @@ def measure(run: Callable[[Sandbox, int], None], workers: int, seconds: float) -
 
 
 def _processor() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    """Seconds of processor time that this process, its servers and all programs that have ended took."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in (here, *here.children())]
+    return sum(sum(used[:4]) for used in times) - sum(times[0][2:4])  # of this process not its ended servers
 
 
 def main() -> None:

@@ -129,6 +129,13 @@ def serve(
     start(model, dtype=dtype, device=device, root=Path(root), **settings)
 
 
+def evaluate(model: str | Path, *, root: str | Path = "runs", quiet: bool = False, **settings: Any) -> Run:
+    """Evaluate a model on tasks, or on rows with given answers; `settings` are those of `palestra eval`."""
+    from palestra.spec.kinds.evaluate import evaluation  # here, because no other call needs it
+
+    return run(evaluation(model, **settings), root=root, quiet=quiet)
+
+
 def fetch_model(name: str, target: str | Path) -> Path:
     """Download a small real model into a Hugging Face folder; one that is there already is kept."""
     with _missing_extra():

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from palestra.data.chat import end_of_turn
 from palestra.data.shuffle import Permutation, stream_key
 from palestra.generate.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch
-from palestra.lm.engine import TrainEngine
+from palestra.lm.engine import TrainEngine, logprobs
+from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
@@ -25,12 +27,16 @@ from palestra.tasks.stream import Prompts
 from palestra.tasks.types import Answer
 
 
-def plain_loop(spec: PosttrainSpec, folder: Path, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def plain_loop(
+    spec: PosttrainSpec, folder: Path, seed: int = 0
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """For each step its groups and its loss; and the last weights."""
     (found, tokenizer), train, rollout, algorithm = open_model(folder), spec.train, spec.rollout, spec.algorithm
     optimiser = Optimiser(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
     learner = TrainEngine(found.model, optimiser, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
-    writer = Engine(deepcopy(found.model), eos=frozenset(found.eos), tokenizer=tokenizer)
+    ends = frozenset({*found.eos, end_of_turn(tokenizer)})  # a model that chats may also end its turn
+    reference = deepcopy(found.model)
+    writer = Engine(deepcopy(found.model), eos=ends, tokenizer=tokenizer)
     use, longest, updates = spec.tasks.train[0], rollout.max_new_tokens, 0
     task = make_task(use.task, use.args, use.label)
     prompts, number, rows = Prompts(spec.tasks, {use.label: task}, seed), 0, []
@@ -49,7 +55,8 @@ def plain_loop(spec: PosttrainSpec, folder: Path, seed: int = 0) -> tuple[list[d
             number += 1
         batch = pack(groups, algorithm)
         anchor = learner.logprobs(batch, temperature=rollout.temperature) if algorithm.needs_anchor else None
-        batch = with_advantages(batch, algorithm, max_new_tokens=longest, anchor=anchor)
+        held = _scored(reference, batch, spec) if algorithm.needs_reference else None
+        batch = with_advantages(batch, algorithm, max_new_tokens=longest, anchor=anchor, reference=held)
         for epoch in range(train.epochs):
             for part in _minibatches(batch, train.minibatches, stream_key(seed, "minibatches", step, epoch)):
                 loss = policy_loss(algorithm, rollout.temperature)
@@ -59,6 +66,10 @@ def plain_loop(spec: PosttrainSpec, folder: Path, seed: int = 0) -> tuple[list[d
         writer.publish(learner.weights(), step + 1)
         rows.append({"groups": groups, "filtered": filtered, "loss": fmean(losses), "batch": batch})
     return rows, learner.weights()
+
+
+def _scored(model: Transformer, batch: Batch, spec: PosttrainSpec) -> torch.Tensor:
+    return logprobs(model, batch, micro_tokens=spec.train.micro_tokens, temperature=spec.rollout.temperature)
 
 
 def _minibatches(batch: Batch, parts: int, key: int) -> list[Batch]:

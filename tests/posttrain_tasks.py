@@ -1,8 +1,10 @@
 """Tasks for tests of post-training: prompts of letters, and judges that a random model pleases now and then."""
 
 import asyncio
+import os
 import random
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
 from palestra.tasks.task import Task, TaskArgs
@@ -72,3 +74,18 @@ class Halves(Letters):
 async def _later(verdict: Verdict, most: float) -> Verdict:
     await asyncio.sleep(random.SystemRandom().random() * most)
     return verdict
+
+
+class Signalling(Letters):
+    """Sends itself the signal in the file PALESTRA_LAB/signal, as `number answers`, at so many answers judged."""
+
+    judged = 0
+
+    def verdict(self, problem: Problem, text: str) -> Verdict:
+        Signalling.judged += 1
+        path = Path(os.environ["PALESTRA_LAB"]) / "signal"
+        if path.exists() and Signalling.judged >= int(path.read_text().split()[1]):
+            number = int(path.read_text().split()[0])
+            path.unlink()
+            os.kill(os.getpid(), number)
+        return super().verdict(problem, text)

@@ -85,6 +85,7 @@ def test_rollouts_that_were_asked_for_are_shown_the_newest_last(
     make_run(tmp_path, RECORDS)
     text = shown(capsys, tmp_path, **asked)
     assert answers(text) == expected
+    assert text.count("── ") == len({one.split()[0] for one in expected}), "no prompt without an answer"
     assert ("no rollouts match" in text) == (not expected)
     assert ("there are more" in text) == ("limit" in asked)
 

@@ -254,6 +254,19 @@ def test_threads_share_a_sandbox_each_gets_its_own_answer(sandbox: Sandbox):
     assert sandbox._idle.qsize() <= 2
 
 
+def test_many_programs_are_run_no_file_stays_open():
+    with Sandbox(workers=1) as made:
+        counts = []
+        for _ in range(2):
+            for _ in range(10):
+                made.run_program("print(1)", timeout=LONG)
+                made.run_tests("def f(x): return x", ["assert f(1) == 1"], ["f"], LONG)
+                made.run_tests("import os; os._exit(0)", ["assert f(1) == 1"], ["f"], LONG, together=True)
+            processes = psutil.Process(), psutil.Process(made._idle.queue[0].pid)
+            counts.append([process.num_fds() for process in processes])
+        assert counts[0] == counts[1]
+
+
 def test_sandbox_is_used_from_asyncio_the_loop_goes_on(sandbox: Sandbox):
     async def main() -> int:
         asked = [asyncio.to_thread(sandbox.run_program, "import time; time.sleep(0.3)", "", LONG) for _ in range(2)]

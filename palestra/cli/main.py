@@ -114,6 +114,23 @@ def list_(
 
 
 @app.command()
+def rollouts(
+    run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
+    status: Annotated[
+        str | None, typer.Option(help="Only answers judged correct, wrong, unparsable, timeout or error.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only answers to this task.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only answers of this step.", min=0)] = None,
+    limit: Annotated[int, typer.Option(help="How many answers at most, the newest.", min=1)] = 20,
+    runs: Root = RUNS,
+) -> None:
+    """Read what a model answered in post-training, with verdicts and advantages."""
+    from palestra.cli.rollouts import show_rollouts
+
+    show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
+
+
+@app.command()
 def diff(a: str, b: str, runs: Root = RUNS) -> None:
     """Show what differs between the specs and the results of two runs."""
     from palestra.cli.show import show_diff
@@ -205,8 +222,64 @@ def serve(
     )
 
 
+@app.command(name="eval")
+def evaluate(
+    model: Model,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", "-t", help="A task to answer, such as gsm8k; may be repeated.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="The split of the tasks; by default test.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="Problems of each task at most; by default all.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Answers drawn for each problem, for pass@k.")] = 0,
+    k: Annotated[
+        str | None, typer.Option(metavar="K,K", help="Which pass@k to report; by default 1 and all of the samples.")
+    ] = None,
+    args: Annotated[
+        list[str] | None, typer.Option("--arg", "-a", metavar="KEY=VALUE", help="What the tasks are told.")
+    ] = None,
+    likelihood: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Rows with given answers to score; may be repeated.")
+    ] = None,
+    greedy: Annotated[bool, typer.Option(help="Score the most likely answer.")] = True,
+    temperature: Annotated[float | None, typer.Option(help="Of the answers that are drawn; by default 1.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default 512.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the answers that are drawn.")] = 0,
+    name: Annotated[str | None, typer.Option(help="The folder under runs/; by default eval_MODEL.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    runs: Root = RUNS,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Evaluate a model on tasks: greedy accuracy and pass@k, with everything that the numbers depend on."""
+    from palestra.api import evaluate as start
+    from palestra.cli.evaluation import numbers, pairs, show_evaluation
+
+    found = start(
+        model,
+        tasks=task or [],
+        likelihood=likelihood or [],
+        split=split,
+        args=pairs(args or []),
+        problems=problems,
+        samples=samples,
+        k=None if k is None else numbers(k),
+        greedy=greedy,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        name=name,
+        dtype=dtype,
+        device=device,
+        root=runs,
+        quiet=quiet,
+    )
+    show_evaluation(found)
+
+
 models = typer.Typer(help="Get models and bring them into the Hugging Face format.", no_args_is_help=True)
 app.add_typer(models, name="model")
+data = typer.Typer(help="Datasets.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 
 @models.command()
@@ -241,6 +314,19 @@ def _variables(given: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{text!r} is not VAR=VALUE", param_hint="--set")
         pairs[name] = value
     return pairs
+
+
+@data.command(name="push")
+def push(
+    source: Annotated[str, typer.Argument(help="A folder, or a dataset on the Hub.", metavar="SRC")],
+    url: Annotated[str, typer.Argument(help="Where to, such as s3://bucket/folder.")],
+) -> None:
+    """Copy a dataset to a URL, from where tasks and specs can read it."""
+    from palestra.data.sources import push as upload
+    from palestra.data.sources import resolve
+
+    record = upload(resolve(source, kind="dataset"), url)
+    typer.echo(f"{len(record.files)} files are at {url}")
 
 
 def main() -> None:

@@ -70,6 +70,11 @@ def _inline(value: Any) -> str:
 
 def show_result(run: Run) -> None:
     """What came of a run, where it is and what to do with it next."""
+    if run.spec["kind"] == "evaluate":
+        from palestra.cli.evaluation import show_evaluation  # which builds on this module
+
+        show_evaluation(run)
+        return
     summary = run.summary()
     lines = []
     for metric in ("eval/return", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):

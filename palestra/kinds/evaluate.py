@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from palestra.lm.shards import weight_files
 from palestra.rollout.workflows import make_workflow
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import read_json
+from palestra.runs.store import read_json, write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
@@ -146,6 +146,8 @@ class _Evaluating:
         scores = self._scores(loaded.model) if self.asked.suites else {}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = loaded.model.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics(scores)
         write_report(self.session.path, setup, evaluation, scores, metrics)
@@ -157,32 +159,35 @@ class _Evaluating:
 
     def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
         """By file."""
-        path, found = self.session.path / SCORES, {}
+        path, found, before = self.session.path / SCORES, {}, 0
         done = [Scored.read(row) for row in json_lines(path)]
         model = model.to(device_of(self.spec))
         with self.record.span("likelihood"), growing(path, map(_scored_line, done)) as append:
 
-            def keep(some: Iterable[Scored]) -> None:
+            def keep(some: Sequence[Scored]) -> None:
                 append("".join(map(_scored_line, some)))
+                self._tell(self.done + len(some))
                 self._look()
 
             for suite in self.asked.suites:
                 self._look()
-                scored = score_suite(model, self.asked.start.tokenizer, suite, done=done, keep=keep)
-                found[suite.label] = likelihood_outcome(suite, scored)
-                self._count(len(suite.items))
-        return found
+                found[suite.label] = score_suite(model, self.asked.start.tokenizer, suite, done=done, keep=keep)
+                before += len(suite.items)
+                self._tell(before)
+        # Once each, and in order: a chunk that a kill cut in two was scored again.
+        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
+        return {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in self.asked.suites}
 
     def _answers(self, model: Transformer) -> Evaluation:
         path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
         # A judge that failed may have been out of memory: it is asked again.
         done = [record for record in read_records(path) if not record.failed]
-        self._count(len(done))
+        self._tell(self.done + len(done))
         with self.record.span("answers"), growing(path, map(line, done)) as append:
 
             def keep(record: Record) -> None:
                 append(line(record))
-                self._count(1)
+                self._tell(self.done + 1)
 
             engine = _engine(self.spec, self.asked, model)
             generator = LocalGenerator(engine, drive="caller")
@@ -202,8 +207,8 @@ class _Evaluating:
             )
             return pumped(generator, work, self._look)
 
-    def _count(self, more: int) -> None:
-        self.done += more
+    def _tell(self, done: int) -> None:
+        self.done = done
         self.record.progress.update(self.done)
         self.session.progress(step=self.done)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from palestra.data.example import Example
 from palestra.errors import UsageError
 from palestra.evaluate.answers import evaluate_tasks
 from palestra.evaluate.pumping import pumped
@@ -18,7 +19,7 @@ from palestra.generate.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
 from palestra.kinds.keeper import Keeper
-from palestra.kinds.lm import load_lm, summary
+from palestra.kinds.lm import check_data, load_lm, summary
 from palestra.kinds.start import (
     DTYPES,
     Start,
@@ -32,7 +33,7 @@ from palestra.kinds.start import (
 )
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_cache, compile_for_training
-from palestra.lm.datasets import bytes_of_tokens, chat_data, mixture_of
+from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
@@ -43,6 +44,7 @@ from palestra.posttrain.critic import Critic
 from palestra.posttrain.introduction import introduce, self_test
 from palestra.posttrain.learner import Aside, Learner
 from palestra.posttrain.trainer import Learns, Parts, train
+from palestra.rollout.episode import encode_problem
 from palestra.rollout.executor import Executor
 from palestra.rollout.filters import make_filter
 from palestra.rollout.loop import LoopThread
@@ -79,7 +81,12 @@ REPLAY = "replay.json"
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarise and plot the trial."""
-    return run_tasks(spec, launch, run_session, FIXED)
+
+    def check(start: Start) -> None:
+        make_filter(spec.algorithm.filters)
+        _lessons(spec, start)
+
+    return run_tasks(spec, launch, run_session, FIXED, check)
 
 
 def run_session(folder: Path, launch: Launch) -> None:
@@ -103,8 +110,12 @@ def run_tasks(
     meant = starting_from(spec, launch.init)
     start = trained_start(meant.model, launch.root, chat=True)
     _context(meant, start)
-    with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root):
+    with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root) as held_out:
         Prompts(spec.tasks, judges.tasks, spec.seed)
+        for uses, tasks in ((spec.tasks.train, judges.tasks), (spec.tasks.eval, held_out.tasks)):
+            for use in uses:
+                encode_problem(tasks[use.label].problems(use.split)[0], start.tokenizer)
+    make_workflow(spec.rollout.workflow)
     if spec.rollout.replay is not None and launch.resume is None:
         for seed in spec.seeds:
             find_rollouts(spec.rollout.replay, launch.root, seed, spec.train.steps)
@@ -144,7 +155,10 @@ def run_tasks_session(folder: Path, launch: Launch, make_parts: MakeParts) -> No
 
 def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> Parts:
     model = build_model(spec, start, session.seed, device_of(spec))
-    learner = _learner(spec, start, model, session.seed)
+    lessons = _lessons(spec, start)
+    if lessons is not None:
+        check_data(session, lessons, start)
+    learner = _learner(spec, start, model, session.seed, lessons)
     prompts, chosen = spec.train.prompts_per_step, make_filter(spec.algorithm.filters)
     return assemble(spec, session, start, launch, stack, learner, prompts=prompts, filter=chosen)
 
@@ -198,7 +212,9 @@ def assemble(
     use = spec.tasks.train[0]
     first = starter.episode(judges.tasks[use.label].problems(use.split)[0], 0)
 
-    def evaluate(step: int) -> dict[str, float]:
+    def evaluate(look: Callable[[], None]) -> dict[str, float]:
+        if not asked:
+            return {}
         work = evaluate_tasks(
             generator,
             start.tokenizer,
@@ -210,7 +226,7 @@ def assemble(
             seed=seed,
             workflow=starter.workflow,
         )
-        return pumped(generator, work).metrics if asked else {}
+        return pumped(generator, work).metrics
 
     def begin() -> dict[str, float]:
         if isinstance(executor, Replay):  # there is no generator to compare with
@@ -223,7 +239,21 @@ def assemble(
     return Parts(learner, executor, writer, generator, keeper, evaluate, loop, begin)
 
 
-def _learner(spec: PosttrainSpec, start: Start, model: Transformer, seed: int) -> Learner:
+def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
+    """The conversations that are trained on beside the rewards."""
+    if spec.sft is None:
+        return None
+    if spec.sft.data.context > start.shape.context:
+        raise UsageError(
+            f"sft.data.context: {spec.sft.data.context} tokens are more than the {start.shape.context} that the model "
+            "reads"
+        )
+    return chat_data(spec.sft.data, start.tokenizer_folder)
+
+
+def _learner(
+    spec: PosttrainSpec, start: Start, model: Transformer, seed: int, lessons: Data[Example] | None
+) -> Learner:
     algorithm, device = spec.algorithm, model.embed.device
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
     critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
@@ -237,9 +267,8 @@ def _learner(spec: PosttrainSpec, start: Start, model: Transformer, seed: int) -
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
     )
     aside = None
-    if spec.sft is not None:
-        data = chat_data(spec.sft.data, start.tokenizer_folder)
-        mixture = mixture_of(data, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)
+    if spec.sft is not None and lessons is not None:
+        mixture = mixture_of(lessons, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)
         bytes_of = bytes_of_tokens(start.tokenizer, start.shape.vocab or 0)
         aside = Aside(NextToken(mixture, {}, bytes_of, batch=spec.sft.batch, eval_examples=1), spec.sft.weight)
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, aside=aside)

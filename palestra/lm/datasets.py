@@ -27,7 +27,7 @@ from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.spec.kinds.pretrain import PretrainData
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import BpeSpec, LmData, LmTrainSpec, Source, TextSource
+from palestra.spec.lm import BpeSpec, LmData, Source, TextSource
 
 Item = TypeVar("Item")
 Made = tuple[Dataset[Item], list[TokenStore]]  # examples, and the stores they are read from

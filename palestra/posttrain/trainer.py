@@ -12,7 +12,7 @@ from palestra.generate.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
-from palestra.lm.speed import profiled
+from palestra.lm.speed import Speed, profiled
 from palestra.posttrain.metrics import group_metrics, silence
 from palestra.rollout.executor import Executor
 from palestra.rollout.loop import LoopThread
@@ -79,8 +79,8 @@ class Parts:
     """The engine that generates."""
     generator: LocalGenerator
     keeper: Keeper
-    evaluate: Callable[[int], dict[str, float]]
-    """Metrics on what is not trained on, by the weights that are published."""
+    evaluate: Callable[[Callable[[], None]], dict[str, float]]
+    """Metrics on what is not trained on, by the weights that are published; calls what it is given as it gets on."""
     loop: LoopThread
     """Where workflows run."""
     introduce: Callable[[], dict[str, float]]
@@ -94,7 +94,7 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
     learner, executor, hooks = parts.learner, parts.executor, load_hooks(spec.hooks)
     step, tokens = _restore(session, parts)
     log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
-    checkpoints = CheckpointsDue(spec.every.checkpoint)
+    checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(learner.engine)
     with ExitStack() as stack:
         record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
         profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
@@ -122,7 +122,7 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
 
         if step == 0:
             with record.span("eval"):
-                row = parts.introduce() | parts.evaluate(0)
+                row = parts.introduce() | parts.evaluate(watchdog.progress)
             record.row(row, {"steps": 0, "tokens": 0}, headline=HEADLINE)
         last, saved = step >= spec.train.steps, step
         while not last:
@@ -149,19 +149,20 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
             evaluated, row = last or due(spec.every.eval, before, counters), {}
             if evaluated or due(spec.every.log, before, counters):
                 judged = group_metrics(groups, filtered, step - 1) if groups else {}  # none where answers are given
-                row = judged | learned | executor.metrics() | lag.take()
+                row = learned | judged | executor.metrics() | lag.take()
+                record.rates(speed.since_last(tokens))
                 why = parts.silence(groups, row)
                 if why is not None:
                     log.warning("step %d: nothing is learned: %s", step, why)
             if evaluated:
-                with record.span("eval"):
-                    row |= parts.evaluate(step)
+                with speed.paused(), record.span("eval"):
+                    row |= parts.evaluate(watchdog.progress)
             if row:
                 moment = Moment(step, tokens, row, learner.engine.model, session.path)
                 call_hooks(hooks, moment)
                 if moment.stop and not last:  # a hook ends the run here, as its last step would
                     last = True
-                    row |= {} if evaluated else parts.evaluate(step)
+                    row |= {} if evaluated else parts.evaluate(watchdog.progress)
                 record.row(row, counters, headline=HEADLINE)
             reasons |= ({"best"} if "eval/accuracy" in row else set()) | ({"temporary"} if last or stop else set())
             if reasons:

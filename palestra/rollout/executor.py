@@ -143,7 +143,8 @@ class Executor:
         found = {"rollout/running": float(len(self._running)), "rollout/ready": float(len(self._ready))}
         for fate in ("trained", "filtered", "stale", "failed", "too_long"):
             found[f"fate/{fate}"] = float(sum(n for (name, _), n in self.fates.items() if name == fate))
-        return found | {f"filtered/{reason}": float(n) for reason, n in self.reasons.items()}
+        found |= {f"filtered/{reason}": float(n) for reason, n in self.reasons.items()}
+        return found | self.prompts.metrics()
 
     def describe(self) -> str:
         """Who waits for whom."""
@@ -152,7 +153,7 @@ class Executor:
             f"version {self.version}: {len(self._ready)} of {self.batch} groups are ready, {len(self._running)} run, "
             f"{len(self._again)} wait to be asked again, room for {self._room()} more"
         ]
-        for order in sorted(self._running.values(), key=lambda order: order.since)[:8]:
+        for order in sorted(self._running.copy().values(), key=lambda order: order.since)[:8]:
             lines.append(f"  number {order.number} ({order.problem.id}) has run for {now - order.since:.1f} s")
         return "\n".join(lines)
 

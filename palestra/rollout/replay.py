@@ -25,7 +25,7 @@ class Replay:
         found = next(self._batches, None)
         if found is None:
             raise PalestraError(
-                f"{self.path} has rollouts of {self._steps} steps and no more: lower train.steps, or replay a longer run"
+                f"{self.path} has rollouts of {self._steps} steps: lower train.steps, or replay a longer run"
             )
         _, groups = found
         for group in groups:
@@ -71,7 +71,7 @@ def find_rollouts(ref: str, root: Path, seed: int, steps: int) -> Path:
     """
     path = Path(ref).expanduser()
     if not path.is_file():
-        sessions = {one.seed: one.path for one in open_run(ref, root).sessions()}
+        sessions = {one.seed: one.path for one in open_run(ref, root).sessions}
         if seed not in sessions and len(sessions) != 1:
             raise UsageError(
                 f"rollout.replay: {ref} has the seeds {', '.join(map(str, sorted(sessions)))} and not {seed}: name one "

@@ -22,7 +22,7 @@ log = logging.getLogger("palestra.runs")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINE_STYLES = ("-", "--", ":")  # one palette after another
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
-GRID_LIMIT = 30  # metrics in one picture
+GRID_LIMIT = 18  # metrics in one picture
 AXES = {"frame": "environment frames", "tokens": "training tokens", "step": "training steps"}
 POSITION = {"seed", "step", "frame", "tokens"}  # columns of metrics.jsonl that say where, not what
 

@@ -23,9 +23,9 @@ from palestra.spec.difference import Difference, differences
 
 HEARTBEAT_SECONDS = 2.0
 # Files that only grow and are cut back on resume, also when the resuming process does not follow them.
-APPEND_ONLY = ("metrics.jsonl", "trace.json")
-# A checkpoint is good without these: a user may have removed a large trace.
-DISPENSABLE = ("trace.json",)
+APPEND_ONLY = ("metrics.jsonl", "trace.json", "rollouts.jsonl")
+# A checkpoint is good without these: a user may have removed a large one.
+DISPENSABLE = ("trace.json", "rollouts.jsonl")
 
 log = logging.getLogger("palestra.runs")
 

@@ -130,7 +130,7 @@ CorrectionSpec = NoCorrectionSpec | TruncateSpec | MaskSpec
 
 
 class KlSpec(Model):
-    """Holding the policy near the model it started from."""
+    """How the policy is held near the model it started from."""
 
     where: Literal["none", "loss", "reward"] = "none"
     """Not at all, as a term of the loss, or taken off each token's reward."""

@@ -52,6 +52,9 @@ class Task(ABC, Generic[Args]):
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether an answer is right."""
 
+    def warm_up(self) -> None:
+        """Load what judging needs; a worker calls it once, before the first answer and outside its time."""
+
     def id(self, split: str, row: str | int) -> str:
         """The id of a problem."""
         return f"{self.name}/{split}/{row}"

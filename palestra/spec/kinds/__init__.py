@@ -38,6 +38,7 @@ KINDS: dict[str, Kind] = {
             ("dpo", "DpoSpec"),
             ("reward_model", "RewardModelSpec"),
             ("posttrain", "PosttrainSpec"),
+            ("evaluate", "EvaluateSpec"),
             ("distill", "DistillSpec"),
         )
     },

@@ -75,7 +75,7 @@ DistillLoss = Annotated[PolicyLossSpec | DivergenceSpec, Field(discriminator="ty
 
 
 class DistillTrain(ComputeSpec):
-    """How long and how to train."""
+    """How many batches, and of how many prompts."""
 
     steps: int = Field(ge=1)
     """Batches; each makes one optimizer step and one version of the weights."""

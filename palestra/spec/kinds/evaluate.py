@@ -15,7 +15,7 @@ from palestra.spec.tasks import TaskUse
 
 
 class EvaluatedModel(Model):
-    """The model to evaluate."""
+    """A trained model, and how conversations are written for it."""
 
     init: str = Field(min_length=1)
     """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id."""

@@ -58,7 +58,7 @@ WorkflowSpec = Annotated[SingleTurnSpec | MultiTurnSpec | ToolsSpec | CustomWork
 
 
 class RolloutSpec(Model):
-    """How answers are made."""
+    """How answers are made: how many, how long, how old they may get."""
 
     group: int = Field(default=8, ge=1)
     """Answers to each prompt."""
@@ -83,11 +83,11 @@ class RolloutSpec(Model):
     verifiers: int | None = Field(default=None, ge=1)
     """Processes that judge answers where judging can hang; null takes half of the cores."""
     replay: str | None = Field(default=None, min_length=1)
-    """Train on the rollouts of another run, step for step, without generating: a run, or its rollouts.jsonl; null."""
+    """Train on the rollouts of another run, step for step: the run, or its rollouts.jsonl; null generates."""
 
 
 class PosttrainTrain(ComputeSpec):
-    """How long and how to train."""
+    """How many batches, of what, in how many optimizer steps."""
 
     steps: int = Field(ge=1)
     """Batches; each makes one version of the weights."""
@@ -177,6 +177,11 @@ class PosttrainSpec(LanguageModelSpec):
         found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
         found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
         found += [Conflict(("algorithm", *path), reason) for path, reason in self.algorithm.problems()]
+        if self.sft is not None:
+            found += [Conflict(("sft", "data", *path), reason) for path, reason in self.sft.data.problems()]
+            if self.sft.data.eval or self.sft.data.holdout:
+                reason = "expected neither `eval` nor `holdout`: evaluation is on tasks"
+                found.append(Conflict(("sft", "data"), reason))
         if self.train.minibatches > self.train.prompts_per_step:
             reason = f"expected at most train.prompts_per_step = {self.train.prompts_per_step}"
             found.append(Conflict(("train", "minibatches"), reason))

@@ -3,7 +3,6 @@
 import builtins
 import json
 import os
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,7 +98,6 @@ def examine(tests: int, channel: int, result: int) -> None:
     program = Program(Channel(channel))
     stubs = {name: program.stub(name) for name in asked["entry_points"]}
     namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins, **stubs}
-    random.seed(0)  # a test that draws draws the same
     try:
         program.loaded()
     except Fault as fault:
@@ -122,7 +120,6 @@ def examine_together(code: int, tests: int, result: int) -> None:
     """Run tests in the program's own process, where the program can say what it likes of them."""
     asked = json.loads(read_all(tests))
     report = Report(result)
-    random.seed(0)
     try:
         namespace = load(read_all(code), "candidate").__dict__
     except BaseException as error:

@@ -3,12 +3,15 @@
 import ctypes
 import errno
 import struct
+import sys
 from functools import cache
 
 from palestra.tasks.sandbox.kernel import MACHINE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, THREAD, prctl
 
+Numbers = tuple[int | None, int | None]
+
 # Refused, by name: numbers on x86-64 and on 64-bit ARM; None where a machine has no such call.
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+REFUSED: dict[str, Numbers] = {
     # programs
     "execve": (59, 221), "execveat": (322, 281), "uselib": (134, None),
     # the network and sockets of services; socketpair is left, for asyncio
@@ -38,8 +41,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "personality": (135, 92),
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
 }  # fmt: skip
-NO_FORK: tuple[tuple[int | None, int | None], ...] = ((57, None), (58, None))  # fork, vfork
-CLONE, CLONE3 = (56, 220), (435, 435)
+FORK, VFORK, CLONE, CLONE3 = (57, None), (58, None), (56, 220), (435, 435)
 KILL, TGKILL, PRLIMIT, AFFINITY, PRCTL = (62, 129), (234, 131), (302, 261), (203, 122), (157, 167)
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 X32 = 0x40000000  # a second table of calls on x86-64
@@ -59,41 +61,45 @@ class Program(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the calls of this machine are known here."""
-    return MACHINE is not None
+    """Whether this is Linux, on a machine whose calls are known here."""
+    return sys.platform == "linux" and MACHINE is not None
 
 
 @cache
 def program(own: int) -> bytes:
     """The filter for a process with id `own`: signals and limits are its own only."""
     assert MACHINE is not None
-    refuse, again = (RETURN, 0, 0, ERRNO | errno.EPERM), (RETURN, 0, 0, ERRNO | errno.EAGAIN)
-    allow = (RETURN, 0, 0, ALLOW)
+    refuse, again, allow = (
+        (RETURN, 0, 0, ERRNO | errno.EPERM),
+        (RETURN, 0, 0, ERRNO | errno.EAGAIN),
+        (RETURN, 0, 0, ALLOW),
+    )
     steps: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
 
-    def on(numbers: tuple[int | None, int | None], *then: Step) -> None:
+    def on(numbers: Numbers, *then: Step) -> None:
         number = numbers[MACHINE or 0]
         if number is not None:
             steps.extend([(EQUAL, 0, len(then), number), *then])
 
-    def only(numbers: tuple[int, int], argument: int, *values: int) -> None:
+    def only(numbers: Numbers, argument: int, *values: int) -> None:
         """Allow a call where an argument, an int, is one of these."""
         tests = [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
         on(numbers, (LOAD, 0, 0, 16 + 8 * argument), *tests, refuse, allow)
 
     on(CLONE, (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, THREAD), again, allow)
     on(CLONE3, (RETURN, 0, 0, ERRNO | errno.ENOSYS))  # its flags cannot be read here; glibc then takes clone
-    for numbers in NO_FORK:
-        on(numbers, again)
+    on(FORK, again)
+    on(VFORK, again)
     only(KILL, 0, own)
     only(TGKILL, 0, own)
     only(PRLIMIT, 0, 0, own)
     only(AFFINITY, 0, 0)
     on(PRCTL, (LOAD, 0, 0, 16), (EQUAL, 0, 1, PR_SET_PDEATHSIG), refuse, allow)
-    for numbers in REFUSED.values():
-        on(numbers, refuse)
-    return b"".join(struct.pack("HBBI", *step) for step in [*steps, allow])
+    refused = [number for numbers in REFUSED.values() if (number := numbers[MACHINE]) is not None]
+    # One answer for all, at the end: the kernel compiles the filter for every process, and its length is what it takes.
+    steps += [(EQUAL, len(refused) - place, 0, number) for place, number in enumerate(refused)]
+    return b"".join(struct.pack("HBBI", *step) for step in [*steps, allow, refuse])
 
 
 def install(code: bytes) -> None:

@@ -18,7 +18,10 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 """From the strongest to the weakest."""
 
 OF_THE_SERVER = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
-OF_A_PROCESS = kernel.NEWPID | kernel.NEWNS | kernel.NEWIPC
+# By role: each is alone with its process ids, and the candidate has a /tmp; tests write no files. What processes could
+# leave behind in the server's namespace of shared memory, the filter refuses.
+CANDIDATE, TESTS = 0, 1
+OF_A_PROCESS = (kernel.NEWPID | kernel.NEWNS, kernel.NEWPID)
 FIRST_UID = 0x70000000  # no system gives these to people, services or containers
 FEW_UIDS = 40000  # where a container has 65,536 of them: above those of people, below `nobody`
 
@@ -28,8 +31,8 @@ class Ground:
     """What processes are locked in with."""
 
     level: Level
-    namespaces: int
-    """Flags of what each process gets for itself."""
+    namespaces: tuple[int, int]
+    """Flags of what the candidate and its tests get for themselves."""
     uids: tuple[int, int] | None
     """Users that nobody else is: for the candidate, and for its tests."""
     paths: tuple[str, ...]
@@ -48,7 +51,7 @@ class Attempt:
         """Bring the server to this level; `folder` is empty and its own."""
         uids = unused_uids() if os.geteuid() == 0 and self.level != "weak" and not self.own_users else None
         if self.level != "namespaces":
-            return Ground(self.level, 0, uids, tuple(paths))
+            return Ground(self.level, (0, 0), uids, tuple(paths))
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(OF_THE_SERVER | (kernel.NEWUSER if self.own_users else 0))
         if self.own_users:
@@ -62,17 +65,17 @@ class Attempt:
 
 def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
     """The ways to try, the best first."""
-    root, linux = os.geteuid() == 0, sys.platform == "linux" and filter.available()
-    ways = [Attempt("namespaces")] if linux and root else []
-    ways += [Attempt("namespaces", own_users=True)] if linux else []
-    ways += [Attempt("uid")] if linux and root else []
+    root, filtered = os.geteuid() == 0, filter.available()
+    ways = [Attempt("namespaces")] if filtered and root else []
+    ways += [Attempt("namespaces", own_users=True)] if filtered else []
+    ways += [Attempt("uid")] if filtered and root else []
     chosen = LEVELS[LEVELS.index(strongest) : LEVELS.index(weakest) + 1]
     return [way for way in [*ways, Attempt("weak")] if way.level in chosen]
 
 
 def lock_in(ground: Ground, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:
     """Take every right from this process, for good. `server` is a file of the process whose death ends this one."""
-    if ground.level == "namespaces":
+    if ground.level == "namespaces" and role == CANDIDATE:
         mount_tmp(limits)
     os.chdir(scratch)
     os.setpgid(0, 0)

@@ -24,11 +24,10 @@ from typing import Any, NoReturn
 from palestra.tasks.sandbox import filter, kernel
 from palestra.tasks.sandbox.candidate import run_program, serve_calls
 from palestra.tasks.sandbox.examiner import examine, examine_together
-from palestra.tasks.sandbox.levels import Attempt, Ground, attempts, lock_in
+from palestra.tasks.sandbox.levels import CANDIDATE, TESTS, Attempt, Ground, attempts, lock_in
 from palestra.tasks.sandbox.limits import Limits
 
-# What programs like to import; loaded once, it costs them nothing. Not threading: what it does after a fork takes as
-# long as the fork, and it is quickly imported.
+# What programs like to import; loaded once, it costs them nothing.
 WARM = (
     "abc", "array", "bisect", "cmath", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum",
     "fractions", "functools", "hashlib", "heapq", "io", "itertools", "math", "operator", "random", "re", "statistics",
@@ -36,8 +35,6 @@ WARM = (
 )  # fmt: skip
 LOCKED = b"+"  # the first byte from a process that is locked in; anything else says why it is not
 MOST_FILES = 1 << 16
-CANDIDATE, TESTS = 0, 1
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Server:
     def _start(self, job: Job, limits: Limits, seconds: float, scratch: str) -> Child:
         life, held = os.pipe()
         try:
-            pid = kernel.clone(self._ground.namespaces)
+            pid = kernel.clone(self._ground.namespaces[job.role])
             if pid == 0:
                 self._become(job, held, limits, seconds, scratch)
         except OSError:
@@ -180,8 +177,6 @@ class Server:
             _, _, _, held, *others = arrange([*job.streams, held, *job.keep, *self._self])
             kept, server = others[: len(job.keep)], others[len(job.keep) :]
             try:
-                for number in SIGNALS:
-                    signal.signal(number, signal.SIG_DFL)
                 if os.environ["TMPDIR"] != scratch:
                     os.environ["HOME"] = os.environ["TMPDIR"] = scratch
                 alive = server[0] if server else None
@@ -237,7 +232,7 @@ def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
     if child == 0:
         try:
             ground = way.prepare(trial, paths)
-            inner = kernel.clone(ground.namespaces)
+            inner = kernel.clone(ground.namespaces[CANDIDATE])
             if inner == 0:
                 scratch = "/tmp" if ground.level == "namespaces" else trial
                 lock_in(ground, Limits(), 5.0, role=CANDIDATE, scratch=scratch, server=None)
@@ -255,6 +250,18 @@ def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
     return None if data[:1] == LOCKED else data.decode(errors="replace").strip() or "it did not work"
 
 
+def warm_up() -> None:
+    """Load what programs like to import, and seed what they draw from: the same for each, so that verdicts are one."""
+    register = os.register_at_fork
+    os.register_at_fork = lambda **_: None  # `random` would draw a new seed after each fork, and take its time for it
+    try:
+        for name in WARM:
+            import_module(name)
+    finally:
+        os.register_at_fork = register
+    import_module("random").seed(0)
+
+
 def main(asked: dict[str, Any]) -> None:
     """Serve the process that started this one; `asked` is what `palestra.tasks.sandbox.client` wrote."""
     try:
@@ -264,10 +271,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def _serve(asked: dict[str, Any]) -> None:
-    for ignored in SIGNALS:
-        signal.signal(ignored, signal.SIG_IGN)
-    for name in WARM:
-        import_module(name)
+    warm_up()
     sys.path[:] = asked["modules"]
     control = socket.socket(fileno=asked["control"])
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -279,7 +283,7 @@ def _serve(asked: dict[str, Any]) -> None:
         return
     if sys.platform == "linux":
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    if ground.namespaces:
+    if ground.level == "namespaces":
         filter.program(1)  # kept for all processes: each is the first in its namespace
     gc.collect()
     gc.freeze()
