@@ -153,6 +153,10 @@ def test_policy_gradient_of_every_token_by_its_chance_is_that_of_the_exact_rever
         value, gradient = expected(drawn, limit)
         assert value.item() == pytest.approx(exact.item(), rel=1e-10)
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+    one = student.clone().requires_grad_()
+    terms = policy_terms(one, behaviour, teacher, None)
+    # Nothing flows through the advantage: the slope in log π is the term itself, draw by draw.
+    torch.testing.assert_close(torch.autograd.grad(terms.sum(), one)[0], terms.detach())
     bent = expected(behaviour, 0.5)[1]  # bounded weights are no longer exact
     assert (bent - wanted).norm() > 0.05 * wanted.norm()
 

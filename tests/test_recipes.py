@@ -186,7 +186,6 @@ def test_add_preset_followed_gives_a_preset_that_runs(follow: Callable[[str], Fo
     assert "magistral" in (page.folder / "docs" / "reference" / "spec.md").read_text()
     # Its test can fail: another scale is another algorithm.
     presets = page.folder / "palestra" / "spec" / "presets.py"
-    wrong = presets.read_text().replace('"scale": "advantage_std"', '"scale": "batch_std"', 1)
-    presets.write_text(wrong)
+    presets.write_text(presets.read_text().replace('"advantage_std"', '"batch_std"'))
     with pytest.raises(AssertionError, match="1 failed, 1 passed"):
         run("python -m pytest -q tests/test_posttrain_magistral.py", page.folder)

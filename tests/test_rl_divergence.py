@@ -112,6 +112,7 @@ def test_probabilities_that_round_to_zero_in_float32_leave_finite_numbers(name):
     assert (student.exp() == 0).any()
     assert (teacher.exp() == 0).any()
     found = value(student, teacher)
+    assert torch.isfinite(divergence.log_mixture(student, teacher, 0.5)).all()
     assert torch.isfinite(found).all()
     assert torch.isfinite(slope(student, teacher)).all()
     torch.testing.assert_close(found.double(), value(student.double(), teacher.double()), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -17,7 +18,8 @@ import psutil
 import pytest
 
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.sandbox import Limits, Sandbox
+from palestra.tasks.sandbox import Limits, Sandbox, client
+from palestra.tasks.sandbox.filesystem import import_path
 
 LONG = 30.0  # seconds of wall clock, for what takes none on a machine with nothing else to do
 
@@ -235,6 +237,19 @@ def test_modules_are_imported_the_library_and_packages_are_there(sandbox: Sandbo
     assert (output.stdout, output.stderr) == ("3 5\n", "")
 
 
+def test_python_is_in_tmp_modules_are_found_and_files_go_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "lies_in_tmp.py").write_text("value = 5")
+        modules = [*import_path(), folder]
+        monkeypatch.setattr(client, "import_path", lambda: modules)
+        with Sandbox(workers=1) as made:
+            program = "import lies_in_tmp, os, tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'a')\n"
+            program += "print(lies_in_tmp.value, os.getcwd() == tempfile.gettempdir(), os.getcwd().startswith('/tmp/'))"
+            output = made.run_program(program, timeout=LONG)
+            assert (output.stdout, output.stderr) == ("5 True False\n", "")
+
+
 def test_limits_are_given_they_bind():
     with Sandbox(workers=1, limits=Limits(memory=200, output=1, files=2)) as small:
         output = small.run_program("a = bytearray(199 << 20)", timeout=LONG)
@@ -357,6 +372,7 @@ def test_forked_process_uses_the_sandbox_of_its_parent_it_is_told(sandbox: Sandb
             sandbox.run_program("print(1)")
         except PalestraError as error:
             os.write(writing, str(error).encode())
+        sandbox.close()  # and this ends nothing of the parent's
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)

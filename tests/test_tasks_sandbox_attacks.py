@@ -138,7 +138,7 @@ ATTACKS = {
     "null_byte": "def f(x): return x + 1\0",
     "empty": "",
 }  # fmt: skip
-SHORT = 1.0  # seconds; enough for what ends by itself, on a busy machine too
+SHORT = 0.6  # seconds; what would end by itself later scores nothing either
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """What tasks of writing code share: their args, what tests need of the code, and the verdict of running them."""
 
 import ast
+import atexit
 import builtins
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,10 +96,16 @@ def judge_code(code: str | None, row: Mapping[str, Any], args: CodeArgs) -> Verd
     )
 
 
-@cache
 def shared_sandbox(kind: Literal["strict", "weak"]) -> Sandbox:
     """The one sandbox of this process for a kind of protection; it ends with the process."""
-    return Sandbox(weakest="weak" if kind == "weak" else "uid")
+    return _sandbox(kind, os.getpid())
+
+
+@cache
+def _sandbox(kind: Literal["strict", "weak"], process: int) -> Sandbox:
+    made = Sandbox(weakest="weak" if kind == "weak" else "uid")
+    atexit.register(made.close)
+    return made
 
 
 def why_weak(tree: ast.Module, entry_points: Sequence[str]) -> str:

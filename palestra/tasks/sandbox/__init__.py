@@ -2,11 +2,12 @@
 
 A `Sandbox` has one level, which every verdict on code records:
 
-- `namespaces`: a process, user, network and mount namespace of its own. It sees no other process, has no network, and
-  of the file system only Python and the system's libraries, read-only, and an empty `/tmp` of its own in memory.
-- `uid`: for root where namespaces are not allowed, as in most containers. A user that nobody else is, a folder of its
-  own; where the kernel has Landlock (5.13), nothing else of the file system but Python, read-only. It can fill the disk
-  by many files until it is killed.
+- `namespaces`: it sees no other process, has no network, and of the file system only Python and the system's libraries,
+  read-only, and an empty `/tmp` of its own in memory. For root it is a user that nobody else is; for others it has no
+  rights in a namespace of users.
+- `uid`: for root where namespaces are not allowed, as in most containers. A user that nobody else is, who must be able
+  to read Python, and a folder of its own; where the kernel has Landlock (5.13), nothing else of the file system but
+  Python, read-only. It can fill the disk by many files until it is killed.
 - `weak`: neither. It runs as the user who asked, who is protected by what is below alone. Tests that have to run in
   the candidate's own process are `weak` too, wherever that is: code can then say of itself that it passed.
 

@@ -41,26 +41,28 @@ def readable(modules: Sequence[str]) -> list[str]:
     return [path for path in wanted if not any(path != other and _inside(path, [other]) for other in wanted)]
 
 
-def enter_root(folder: str, paths: Sequence[str]) -> None:
-    """Make a file system in memory the root; it has `paths` and `/tmp`, all read-only.
+def enter_root(folder: str, paths: Sequence[str]) -> str:
+    """Make a file system in memory the root, with `paths`, read-only, and a folder to mount a `/tmp` at; return that.
 
     It is mounted at `folder`, which is then removed, so that a kill leaves nothing behind.
     """
+    scratch = "/scratch" if any(_inside(path, ["/tmp"]) for path in paths) else "/tmp"  # Python itself may be in /tmp
     outside = os.open(os.path.dirname(folder), os.O_PATH)
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     for path in [*paths, *(device for device in DEVICES if os.path.exists(device))]:
         _show(path, folder, paths)
-    os.makedirs(folder + "/tmp", exist_ok=True)  # it is there already if a path begins with it
+    os.mkdir(folder + scratch)
     pivot_root(folder)
     mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.rmdir(os.path.basename(folder), dir_fd=outside)
     os.close(outside)
+    return scratch
 
 
-def mount_tmp(limits: Limits) -> None:
-    """A `/tmp` in memory, of this process alone."""
-    mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV | NOEXEC, f"size={limits.files}m,nr_inodes={INODES},mode=1777")
+def mount_scratch(folder: str, limits: Limits) -> None:
+    """Put a folder in memory, of this process alone, over another."""
+    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV | NOEXEC, f"size={limits.files}m,nr_inodes={INODES},mode=1777")
 
 
 def _show(path: str, root: str, others: Sequence[str]) -> None:

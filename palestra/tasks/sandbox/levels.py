@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from palestra.tasks.sandbox import filter, kernel, landlock
-from palestra.tasks.sandbox.filesystem import DEVICES, enter_root, mount_tmp
+from palestra.tasks.sandbox.filesystem import DEVICES, enter_root, mount_scratch
 from palestra.tasks.sandbox.limits import Limits, set_limits
 
 Level = Literal["namespaces", "uid", "weak"]
@@ -37,6 +37,8 @@ class Ground:
     """Users that nobody else is: for the candidate, and for its tests."""
     paths: tuple[str, ...]
     """What may be read."""
+    scratch: str | None = None
+    """A folder that is each candidate's own; null where it has to be made one for each."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Attempt:
             for name, text in maps.items():
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
-        enter_root(folder, paths)
-        return Ground(self.level, OF_A_PROCESS, uids, tuple(paths))
+        scratch = enter_root(folder, paths)
+        return Ground(self.level, OF_A_PROCESS, uids, tuple(paths), scratch)
 
 
 def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
@@ -76,7 +78,7 @@ def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
 def lock_in(ground: Ground, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:
     """Take every right from this process, for good. `server` is a file of the process whose death ends this one."""
     if ground.level == "namespaces" and role == CANDIDATE:
-        mount_tmp(limits)
+        mount_scratch(scratch, limits)
     os.chdir(scratch)
     os.setpgid(0, 0)
     os.umask(0o077)

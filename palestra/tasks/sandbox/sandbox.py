@@ -133,6 +133,8 @@ class Sandbox:
 
     def close(self) -> None:
         """End its servers; one that is at work ends when it is done."""
+        if self._owner != os.getpid():
+            return  # they are not this process's to end
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:

@@ -190,8 +190,8 @@ class Server:
 
     def _scratch(self, number: int) -> str:
         """A folder for the files of a run, where it has no file system of its own."""
-        if self._ground.level == "namespaces":
-            return "/tmp"
+        if self._ground.scratch is not None:
+            return self._ground.scratch
         path = os.path.join(self._folder, str(number))
         os.mkdir(path, 0o700)
         if self._ground.uids is not None:
@@ -199,7 +199,7 @@ class Server:
         return path
 
     def _clear(self, scratch: str) -> None:
-        if self._ground.level != "namespaces":
+        if self._ground.scratch is None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -234,8 +234,7 @@ def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
             ground = way.prepare(trial, paths)
             inner = kernel.clone(ground.namespaces[CANDIDATE])
             if inner == 0:
-                scratch = "/tmp" if ground.level == "namespaces" else trial
-                lock_in(ground, Limits(), 5.0, role=CANDIDATE, scratch=scratch, server=None)
+                lock_in(ground, Limits(), 5.0, role=CANDIDATE, scratch=ground.scratch or trial, server=None)
                 os.write(writing, LOCKED)
                 os._exit(0)
             os.waitpid(inner, 0)
