@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +270,7 @@ def compare(folder: Path, name: str, threads: int, peer_python: str) -> dict[str
     """Run both, a step of one and a step of the other."""
     size = SIZES[name]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    command = [__file__, "--sizes", name, "--threads", str(threads), "--folder", str(folder)]
+    command = [__file__, "--sizes", name, "--threads", str(threads), "--steps", str(size.steps), "--folder", str(folder)]
     sides = {
         who: subprocess.Popen(
             [python, *command, "--one", who], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -353,10 +353,13 @@ def main() -> None:
     parser.add_argument("--peer-python", help="the interpreter of the environment with TRL")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, help="updates of both; without it 40 and 80")
     parser.add_argument("--taught", help="a run of examples/quickstart/sft.yaml; without it one is made")
     parser.add_argument("--one", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.steps is not None:
+        SIZES.update({name: replace(size, steps=given.steps) for name, size in SIZES.items()})
     if given.one is not None:
         turns = Turns()
         (ours if given.one == "ours" else theirs)(given.folder, given.sizes[0], given.threads[0])

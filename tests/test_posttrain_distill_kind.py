@@ -74,6 +74,10 @@ def problems(root: Path, **changes: Any) -> str:
         ({"on_policy": 0.5, "data": None}, "expected given answers, because on_policy is 0.5"),
         ({**SHARED, "loss": {"type": "policy"}}, "expected 1, because `policy` learns from the student's own"),
         ({**SHARED, "teacher": ITSELF}, "expected 1, because `teacher.prompt` is made of the tasks' rows"),
+        (
+            {"on_policy": 0.0, "rollout": {"replay": "x"}},
+            "expected null, because `on_policy: 0` takes none of it",
+        ),
         ({"on_policy": 0.01}, "at least one, and not all"),
         ({"on_policy": 0.99}, "at least one, and not all"),
         ({"loss": {"type": "jsd", "beta": 1.0}}, "beta"),
@@ -154,6 +158,13 @@ def test_run_with_answers_of_older_weights_takes_all_its_steps(tmp_path, loss):
     run = quietly(random_spec(tmp_path, loss={"type": loss}, rollout={"staleness": 1}), tmp_path)
     assert run.metrics()[-1]["step"] == 4
     assert run.metrics()[-1]["fate/trained"] == 32
+
+
+def test_run_on_the_answers_of_another_run_draws_none_and_has_its_numbers(tmp_path):
+    first = quietly(random_spec(tmp_path, name="first"), tmp_path)
+    again = quietly(random_spec(tmp_path, name="again", rollout={"replay": "first"}), tmp_path)
+    losses = [[row["loss"] for row in run.metrics() if "loss" in row] for run in (first, again)]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -240,7 +251,7 @@ def test_student_of_a_teacher_that_knows_answers_what_it_has_never_seen(school, 
         name=f"{loss}_{seed}",
         seed=seed,
         train={"steps": steps, "prompts_per_step": 16},
-        every={"eval": None},
+        every={"eval": None, "checkpoint": "5 minutes"},
         **changes,
     )
     found = scores(quietly(spec, school))
@@ -265,7 +276,7 @@ def test_student_that_teaches_itself_with_the_answer_in_sight_learns_to_do_witho
         seed=seed,
         loss={"type": "jsd"},
         train={"steps": 100, "prompts_per_step": 16},
-        every={"eval": None},
+        every={"eval": None, "checkpoint": "5 minutes"},
     )
     found = scores(quietly(spec, tmp_path))
     assert found[0] < 0.5

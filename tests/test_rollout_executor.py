@@ -247,7 +247,7 @@ def test_admit_with_prompts_that_are_too_long_counts_and_goes_on(loop):
 def test_admit_when_every_prompt_is_too_long_says_so(loop):
     world = World(loop)
     world.executor._start = lambda problem, number, attempt: None
-    with pytest.raises(PalestraError, match="all too long"):
+    with pytest.raises(PalestraError, match="1000 prompts in a row are too long"):
         world.take()
 
 
@@ -301,3 +301,50 @@ def test_describe_names_what_has_run_longest(loop):
     text = world.executor.describe()
     assert "0 of 4 groups are ready, 4 run" in text
     assert "number 0 (arithmetic/train/" in text
+
+
+def test_admit_near_the_end_of_the_run_starts_no_prompt_that_it_has_no_use_for(loop):
+    world = World(loop, staleness=4, batch=4, total=8)
+    trained = []
+    for version in range(2):
+        trained += [group.number for group in world.take()]
+        world.executor.publish(version + 1)
+        world.executor.admit()
+    assert trained == list(range(8))
+    assert world.numbers() == list(range(8))
+
+
+def test_take_when_resumed_with_a_smaller_staleness_asks_what_is_too_old_again(loop):
+    world = World(loop, staleness=4)
+    world.take()
+    world.executor.publish(1)
+    world.executor.admit()
+    settle(world)
+    saved = _saved(world.executor)
+    again = World(loop, staleness=1)
+    again.executor.load_state(saved)
+    trained = []
+    for version in range(1, 6):
+        groups = again.take()
+        assert all(version - group.oldest <= 1 for group in groups)
+        trained += [group.number for group in groups]
+        again.executor.publish(version + 1)
+    assert len(set(trained)) == len(trained) == 20
+    assert again.executor.metrics()["fate/stale"] > 0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_settle_with_a_reward_that_is_no_number_leaves_the_answer_out(loop, reward):
+    world = World(loop)
+    world.answers = lambda number, attempt, version: [answer(version), answer(version, reward)]
+    assert [len(group.trajectories) for group in world.take()] == [1] * 4
+
+
+def test_take_with_an_answer_of_no_tokens_is_not_asked_again(loop):
+    world = World(loop)
+    empty = Trajectory((1,), (False,), (0.0,), (-1,), 0.0, Verdict(0.0, Status.WRONG), "eos", "")
+    world.answers = lambda number, attempt, version: [empty, empty]
+    for version in range(3):
+        assert len(world.take()) == 4
+        world.executor.publish(version + 1)
+    assert world.executor.metrics()["fate/stale"] == 0

@@ -36,7 +36,7 @@ from palestra.tasks.types import Problem
 load = load_lm
 
 FIXED = ("kind", "model", "teacher", "tasks.train", "tasks.mix", "on_policy", "data", "optim.name",
-         "train.prompts_per_step")  # fmt: skip
+         "train.prompts_per_step", "rollout.replay")  # fmt: skip
 """What checkpoints depend on."""
 TEACHER = "teacher.json"
 

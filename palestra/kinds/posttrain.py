@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.introduction import introduce, self_test
 from palestra.posttrain.learner import Aside, Learner
+from palestra.posttrain.metrics import no_gradient
 from palestra.posttrain.trainer import Learns, Parts, train
-from palestra.rollout.episode import encode_problem
+from palestra.rollout.episode import Episode, encode_problem
 from palestra.rollout.executor import Executor
 from palestra.rollout.filters import make_filter
 from palestra.rollout.loop import LoopThread
@@ -73,10 +75,12 @@ TasksKind = PosttrainSpec | DistillSpec
 MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], Parts]
 """All that the loop works with, for a spec; the stack closes it."""
 
-FIXED = ("kind", "model", "tasks.train", "tasks.mix", "optim.name", "train.prompts_per_step", "algorithm.baseline",
-         "rollout.replay")  # fmt: skip
+FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
+         "algorithm.baseline", "rollout.replay")  # fmt: skip
 """What checkpoints depend on."""
 REPLAY = "replay.json"
+LOOK_AT = 1000
+"""So many prompts are looked at for one that fits."""
 
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
@@ -103,6 +107,8 @@ def run_tasks(
 ) -> Run:
     """Train every seed of a spec that has tasks; `check` finds out whether it can run, before it has a folder."""
     device_of(spec)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(f"kind {spec.kind} trains in one process: start it without torchrun")
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     launch = with_model(spec, launch)
@@ -160,7 +166,9 @@ def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, 
         check_data(session, lessons, start)
     learner = _learner(spec, start, model, session.seed, lessons)
     prompts, chosen = spec.train.prompts_per_step, make_filter(spec.algorithm.filters)
-    return assemble(spec, session, start, launch, stack, learner, prompts=prompts, filter=chosen)
+    parts = assemble(spec, session, start, launch, stack, learner, prompts=prompts, filter=chosen)
+    # Without a comparison within groups, equal rewards teach too.
+    return parts if spec.algorithm.needs_group else replace(parts, silence=no_gradient)
 
 
 def assemble(
@@ -176,12 +184,17 @@ def assemble(
 ) -> Parts:
     """All that the loop works with, `prompts` of them answered in a batch; `stack` closes it."""
     seed = session.seed
-    context, max_prompt = _context(spec, start)
-    writer = _writer(spec, start, learner.engine, context)
-    generator = LocalGenerator(writer, drive="caller")
-    loop = stack.enter_context(LoopThread())
     judges = stack.enter_context(Judges(spec.tasks.train, workers=spec.rollout.verifiers, root=launch.root))
     held_out = stack.enter_context(Judges(spec.tasks.eval, workers=spec.rollout.verifiers, root=launch.root))
+    # After the judges, so that it ends before them: what it runs may be judging.
+    loop = stack.enter_context(LoopThread())
+    asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
+    context, max_prompt = _context(spec, start)
+    longest = max((len(question.prompt) for each in asked for question in each.questions), default=0)
+    new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
+    eval_context = max(context, min(start.shape.context, longest + new))
+    writer = _writer(spec, start, learner.engine, eval_context)
+    generator = LocalGenerator(writer, drive="caller")
     starter = Starter(
         tasks=judges.tasks,
         workflow=make_workflow(spec.rollout.workflow),
@@ -204,13 +217,12 @@ def assemble(
         on_stale=spec.rollout.on_stale,
         running=spec.rollout.running,
         failures=spec.rollout.failures,
+        total=spec.train.steps * prompts,
         filter=filter,
     )
     if isinstance(executor, Executor):
         executor.wake = generator.wake
-    asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
-    use = spec.tasks.train[0]
-    first = starter.episode(judges.tasks[use.label].problems(use.split)[0], 0)
+    first = _first(spec, judges, starter)
 
     def evaluate(look: Callable[[], None]) -> dict[str, float]:
         if not asked:
@@ -221,8 +233,8 @@ def assemble(
             held_out.judge,
             asked,
             spec.eval,
-            context=context,
-            max_new_tokens=spec.eval.max_new_tokens or spec.rollout.max_new_tokens,
+            context=eval_context,
+            max_new_tokens=new,
             seed=seed,
             workflow=starter.workflow,
         )
@@ -249,6 +261,20 @@ def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
             "reads"
         )
     return chat_data(spec.sft.data, start.tokenizer_folder)
+
+
+def _first(spec: TasksKind, judges: Judges, starter: Starter) -> Episode:
+    """The first problem of the first task whose prompt is not too long."""
+    use = spec.tasks.train[0]
+    problems = judges.tasks[use.label].problems(use.split)
+    found = (starter.episode(problems[index], 0) for index in range(min(len(problems), LOOK_AT)))
+    first = next((episode for episode in found if len(episode.prompt) <= starter.max_prompt), None)
+    if first is None:
+        raise UsageError(
+            f"the first prompts of {use.label} (as many as {LOOK_AT}) have more than {starter.max_prompt} tokens: "
+            "raise rollout.max_prompt_tokens, lower rollout.max_new_tokens, or take a model that reads more"
+        )
+    return first
 
 
 def _learner(
@@ -290,9 +316,19 @@ def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) ->
         dtype=dtype,
         device=device,
         context=context,
+        kv_bytes=_room_for_keys(engine),
         max_running=min(rows, most),
         max_waiting=2**20,
     )
+
+
+def _room_for_keys(engine: TrainEngine) -> int | None:
+    """What generation may take of a GPU: half of what gradients and Adam's moments will leave. None for the CPU."""
+    if engine.device.type != "cuda":
+        return None
+    trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
+    free = torch.cuda.mem_get_info(engine.device)[0]
+    return max(free - 12 * trained, free // 4) // 2
 
 
 def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Replay | None:

@@ -101,6 +101,7 @@ class Learner:
             return [batch]
         group = batch.per_sequence["group"].long().tolist()
         prompts = sorted(set(group))
+        parts = min(parts, len(prompts))
         order = Permutation(len(prompts), stream_key(self.seed, "minibatches", step, epoch))
         place = {prompts[order(i)]: i * parts // len(prompts) for i in range(len(prompts))}
         return [batch.select([i for i, g in enumerate(group) if place[g] == part]) for part in range(parts)]

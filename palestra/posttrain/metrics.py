@@ -50,8 +50,13 @@ def silence(taken: Sequence[Group], row: dict[str, float]) -> str | None:
             )
             return f"every answer has the reward {rewards[0]:g}, so none is better than another: {why}"
         return "all answers to a prompt have the same reward, in every group: raise the temperature or the group's size"
+    return no_gradient(taken, row)
+
+
+def no_gradient(taken: Sequence[Group], row: dict[str, float]) -> str | None:
+    """The same for algorithms that learn from equal rewards too."""
     if row.get("grad_norm") == 0.0:
-        return "the gradient is 0: every token is masked or clipped"
+        return "the gradient is 0: every token is masked or clipped, or every advantage is 0"
     return None
 
 

@@ -16,7 +16,7 @@ from palestra.lm.speed import Speed, profiled
 from palestra.posttrain.metrics import group_metrics, silence
 from palestra.rollout.executor import Executor
 from palestra.rollout.loop import LoopThread
-from palestra.rollout.records import FILE, Recording
+from palestra.rollout.records import Recording
 from palestra.rollout.replay import Replay
 from palestra.rollout.types import Group
 from palestra.rollout.watch import LoopLag, Watchdog
@@ -24,6 +24,7 @@ from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
+from palestra.tasks.stream import NothingLeft
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
 
@@ -98,19 +99,35 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
     with ExitStack() as stack:
         record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
         profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
-        rollouts = stack.enter_context(Recording(session))
+        rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
         watchdog = stack.enter_context(Watchdog(STALL_SECONDS, executor.describe, parts.loop.loop))
         lag = LoopLag()
         parts.loop.start(lag.run())
 
-        def work(seconds: float) -> bool:
-            """Generate while the trainer waits for groups."""
+        got_on = (0.0, 0)
+
+        def look() -> None:
+            """Between two bursts: stop if asked to, and tell the watchdog whether anything got done."""
+            nonlocal got_on
             if session.stop_requested:
                 raise _Stopped
-            busy = parts.generator.work(seconds)
-            if busy:
+            now = (parts.writer.metrics()["generated_tokens"], executor.settled)
+            if now != got_on:
                 watchdog.progress()
-            return busy
+            got_on = now
+
+        def work(seconds: float) -> bool:
+            """Generate while the trainer waits for groups."""
+            look()
+            return parts.generator.work(seconds)
+
+        def evaluate() -> dict[str, float]:
+            """Nothing where the run was asked to stop meanwhile."""
+            try:
+                with speed.paused(), record.span("eval"):
+                    return parts.evaluate(look)
+            except _Stopped:
+                return {}
 
         def overlap() -> None:
             """Generate between micro-batches, where answers may be older than the weights."""
@@ -121,9 +138,7 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                 parts.writer.burst()
 
         if step == 0:
-            with record.span("eval"):
-                row = parts.introduce() | parts.evaluate(watchdog.progress)
-            record.row(row, {"steps": 0, "tokens": 0}, headline=HEADLINE)
+            record.row(parts.introduce() | evaluate(), {"steps": 0, "tokens": 0}, headline=HEADLINE)
         last, saved = step >= spec.train.steps, step
         while not last:
             before = {"steps": step, "tokens": tokens}
@@ -132,15 +147,23 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                     groups, filtered = executor.take(work)
             except _Stopped:
                 if saved != step:
-                    _save(session, parts, before, {"temporary"}, None)
+                    _save(session, parts, before, {"temporary"}, {})
                 raise _interrupted(step, session) from None
+            except NothingLeft as reason:
+                log.warning("the run ends at step %d: %s", step, reason)
+                row = evaluate()
+                record.row(row, before, headline=HEADLINE)
+                _save(session, parts, before, {"temporary", "best"} if _metric(row) else {"temporary"}, row)
+                return
             with record.span("train"), profile(step + 1):
                 batch = learner.prepare(groups, step)
                 learned = learner.learn(batch, step, overlap)
             with record.span("publish"):
                 parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
                 executor.publish(step + 1)
-            rollouts.write(step, groups, filtered, batch)
+            if rollouts is not None:
+                with record.span("record"):
+                    rollouts.write(step + 1, groups, filtered, batch)
             drawn = sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
             step, tokens = step + 1, tokens + drawn
             counters = {"steps": step, "tokens": tokens}
@@ -155,19 +178,20 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                 if why is not None:
                     log.warning("step %d: nothing is learned: %s", step, why)
             if evaluated:
-                with speed.paused(), record.span("eval"):
-                    row |= parts.evaluate(watchdog.progress)
+                row |= evaluate()
             if row:
                 moment = Moment(step, tokens, row, learner.engine.model, session.path)
                 call_hooks(hooks, moment)
                 if moment.stop and not last:  # a hook ends the run here, as its last step would
                     last = True
-                    row |= {} if evaluated else parts.evaluate(watchdog.progress)
+                    row |= {} if evaluated else evaluate()
                 record.row(row, counters, headline=HEADLINE)
-            reasons |= ({"best"} if "eval/accuracy" in row else set()) | ({"temporary"} if last or stop else set())
+            stop = stop or session.stop_requested
+            reasons |= ({"best"} if _metric(row) else set()) | ({"temporary"} if last or stop else set())
             if reasons:
                 with record.span("checkpoint"):
-                    _save(session, parts, counters, reasons, row.get("eval/accuracy"))
+                    executor.collect()
+                    _save(session, parts, counters, reasons, row)
                 saved = step
             if stop and not last:
                 raise _interrupted(step, session)
@@ -177,16 +201,20 @@ class _Stopped(Exception):
     """The run was asked to stop while it generated."""
 
 
+def _metric(row: dict[str, float]) -> str | None:
+    """What checkpoints are compared by: greedy accuracy, else that of a random answer; None without an evaluation."""
+    return next((name for name in ("eval/accuracy", "eval/pass@1") if name in row), None)
+
+
 def _interrupted(step: int, session: Session) -> Interrupted:
+    what = "with everything saved" if step else "before the first step was done"
     return Interrupted(
-        f"stopped at step {step} with everything saved; continue with: "
-        f"palestra train --resume {session.path.parent.parent}"
+        f"stopped at step {step} {what}; continue with: palestra train --resume {session.path.parent.parent}"
     )
 
 
 def _restore(session: Session, parts: Parts) -> tuple[int, int]:
     """Continue from the newest checkpoint: the steps and tokens so far."""
-    session.follow(FILE, lambda: None)  # cut back also where it was killed before its first checkpoint
     saved = session.restore()
     if saved is None:
         parts.writer.publish(parts.learner.engine.weights(), 0)
@@ -199,15 +227,15 @@ def _restore(session: Session, parts: Parts) -> tuple[int, int]:
     return state["steps"], state["tokens"]
 
 
-def _save(session: Session, parts: Parts, counters: dict[str, int], reasons: set[str], score: float | None) -> None:
+def _save(session: Session, parts: Parts, counters: dict[str, int], reasons: set[str], row: dict[str, float]) -> None:
     state = {**counters, "learner": parts.learner.state(), "executor": parts.executor.state()}
     log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
-    metric = None if score is None else "eval/accuracy"
+    metric = _metric(row)
     session.checkpoint(
         counters["steps"],
         state,
         reasons=reasons,
-        score=score,
+        score=None if metric is None else row[metric],
         metric=metric,
         counters=counters,
         model=parts.keeper.writer(),

@@ -7,13 +7,14 @@ no filter takes out, trained in that order, so timing cannot change numbers.
 
 import asyncio
 import logging
+import math
 import queue
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from palestra.errors import PalestraError
 from palestra.rollout.loop import LoopThread
@@ -26,6 +27,10 @@ log = logging.getLogger("palestra.rollout")
 
 WAIT_SECONDS = 0.05  # for judges and workflows, when there is nothing to generate
 Fate = Literal["trained", "filtered", "stale", "failed", "too_long"]
+LONG_IN_A_ROW = 1000
+"""So many prompts that are too long, one after the other, and there are no others."""
+VERSIONS = 64
+"""Fates are told apart by version for so many versions back."""
 
 
 @dataclass
@@ -61,18 +66,24 @@ class Executor:
         on_stale: Literal["wait", "drop"] = "wait",
         running: int | None = None,
         failures: int = 0,
+        total: int | None = None,
         filter: Filter = lambda group: None,
     ):
+        """`total` is how many groups the run will train on: no prompt is started that it has no use for."""
         self.prompts, self.batch, self.samples, self.staleness = prompts, batch, samples, staleness
         self.version = 0
         """Of the weights that generate; the trainer sets it when it publishes."""
         self.fates: Counter[tuple[Fate, int]] = Counter()
-        """How many prompts met which fate, by the version they were admitted at."""
+        """How many prompts met which fate, by the version they were admitted at, if it is one of the last."""
+        self.totals: Counter[Fate] = Counter()
+        """The same over all versions."""
+        self.settled = 0
+        """How many workflows have ended: it grows as long as rollouts get on."""
         self.reasons: Counter[str] = Counter()
         """Why filters took groups out."""
         self._start, self._loop, self._filter = start, loop, filter
-        self._on_stale, self._most_running, self._failures = on_stale, running, failures
-        self._next = self._taken = 0
+        self._on_stale, self._most_running, self._failures, self._total = on_stale, running, failures, total
+        self._next = self._taken = self._long = 0
         self._again: deque[Order] = deque()
         self._attempts: Counter[int] = Counter()  # of numbers whose answers were too old
         self._running: dict[int, Order] = {}
@@ -99,7 +110,7 @@ class Executor:
         taken, filtered = [self._ready.pop(number) for number in chosen], self._settled
         self._settled = []
         for group in taken:
-            self.fates["trained", group.version] += 1
+            self._count("trained", group.version)
             self._attempts.pop(group.number, None)
         self._taken += len(taken)
         for group in sorted([*taken, *filtered], key=lambda group: group.number):
@@ -113,9 +124,15 @@ class Executor:
             order = self._again.popleft() if self._again else self._drawn()
             coroutine = self._start(order.problem, order.number, self._attempts[order.number])
             if coroutine is None:
-                self.fates["too_long", self.version] += 1
-                self._check_room_for_prompts()
+                self._count("too_long", self.version)
+                self._long += 1
+                if self._long >= LONG_IN_A_ROW:
+                    raise PalestraError(
+                        f"{self._long} prompts in a row are too long: raise rollout.max_prompt_tokens, lower "
+                        "rollout.max_new_tokens, or take a model that reads more"
+                    )
                 continue
+            self._long = 0
             order.version, order.since = self.version, time.monotonic()
             order.future = self._loop.start(_awaited(coroutine))
             self._running[order.number] = order
@@ -137,12 +154,12 @@ class Executor:
     def publish(self, version: int) -> None:
         """New weights generate from now on."""
         self.version = version
+        self.fates = Counter({key: n for key, n in self.fates.items() if key[1] > version - VERSIONS})
 
     def metrics(self) -> dict[str, float]:
         """What is at work, and what became of prompts so far."""
         found = {"rollout/running": float(len(self._running)), "rollout/ready": float(len(self._ready))}
-        for fate in ("trained", "filtered", "stale", "failed", "too_long"):
-            found[f"fate/{fate}"] = float(sum(n for (name, _), n in self.fates.items() if name == fate))
+        found |= {f"fate/{fate}": float(self.totals[fate]) for fate in get_args(Fate)}
         found |= {f"filtered/{reason}": float(n) for reason, n in self.reasons.items()}
         return found | self.prompts.metrics()
 
@@ -160,8 +177,10 @@ class Executor:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Finished groups whole; unfinished ones as numbered prompts, to be asked again from their beginning."""
-        self.collect()
+        """Finished groups whole; unfinished ones as numbered prompts, to be asked again from their beginning.
+
+        What `collect` has not taken in counts as unfinished.
+        """
         unfinished = sorted([*self._again, *self._running.values()], key=lambda order: order.number)
         return {
             "next": self._next,
@@ -172,6 +191,7 @@ class Executor:
             "ready": [group_state(group) for group in self._ready.values()],
             "settled": [group_state(group) for group in self._settled],
             "fates": [[fate, version, count] for (fate, version), count in sorted(self.fates.items())],
+            "totals": dict(sorted(self.totals.items())),
             "reasons": dict(sorted(self.reasons.items())),
             "prompts": self.prompts.state(),
         }
@@ -186,12 +206,14 @@ class Executor:
         self._ready = {group.number: group for group in (load_group(one, find) for one in state["ready"])}
         self._settled = [load_group(one, find) for one in state["settled"]]
         self.fates = Counter({(fate, version): count for fate, version, count in state["fates"]})
-        self.reasons = Counter(state["reasons"])
+        self.totals, self.reasons = Counter(state["totals"]), Counter(state["reasons"])
 
     # ---- inside
 
     def _room(self) -> int:
-        room = (self.staleness + self.version + 1) * self.batch - self._taken - len(self._ready) - len(self._running)
+        bound = (self.staleness + self.version + 1) * self.batch
+        bound = bound if self._total is None else min(bound, self._total)
+        room = bound - self._taken - len(self._ready) - len(self._running)
         return room if self._most_running is None else min(room, self._most_running - len(self._running))
 
     def _drawn(self) -> Order:
@@ -199,13 +221,9 @@ class Executor:
         self._next += 1
         return order
 
-    def _check_room_for_prompts(self) -> None:
-        long = sum(count for (fate, _), count in self.fates.items() if fate == "too_long")
-        if long >= 1000 and self._taken == 0:
-            raise PalestraError(
-                f"the first {long} prompts are all too long: raise rollout.max_prompt_tokens, lower "
-                "rollout.max_new_tokens, or take a model that reads more"
-            )
+    def _count(self, fate: Fate, version: int) -> None:
+        self.fates[fate, version] += 1
+        self.totals[fate] += 1
 
     def _hand_in(self, order: Order) -> None:
         self._finished.put(order)
@@ -214,12 +232,13 @@ class Executor:
     def _settle(self, order: Order) -> None:
         """Decide the fate of a finished prompt."""
         del self._running[order.number]
+        self.settled += 1
         assert order.future is not None
         error = asyncio.CancelledError() if order.future.cancelled() else order.future.exception()
         if error is not None:
             self._fail(order, error)
             return
-        answers = order.future.result()
+        answers = [_finite(t, order.problem.id) for t in order.future.result()]
         kept = tuple(t for t in answers if t.verdict.status != Status.ERROR)
         if not kept:
             why = answers[0].verdict.note if answers else "its workflow gave none"
@@ -234,13 +253,13 @@ class Executor:
         if reason is None:
             self._ready[group.number] = group
             return
-        self.fates["filtered", group.version] += 1
+        self._count("filtered", group.version)
         self.reasons[reason] += 1
         self._settled.append(group)
 
     def _fail(self, order: Order, error: BaseException) -> None:
-        self.fates["failed", order.version] += 1
-        failed = sum(count for (fate, _), count in self.fates.items() if fate == "failed")
+        self._count("failed", order.version)
+        failed = self.totals["failed"]
         if failed > self._failures:
             raise PalestraError(
                 f"the rollout of {order.problem.id} (number {order.number}) failed: {type(error).__name__}: {error}"
@@ -266,19 +285,27 @@ class Executor:
         for version in sorted(all_):
             done, left = done + ready[version], left + all_[version]
             later = (version + self.staleness - self.version) * self.batch
-            if left - later > min(done, self.batch):
+            if left - later > min(done, self.batch) and left > done:  # and some that run would help
                 return True
         return False
 
     def _drop_stale(self) -> None:
         """Ask those again whose answers are older than the bound."""
         bound = self.version - self.staleness
-        late = [group for group in self._ready.values() if min(t.oldest for t in group.trajectories) < bound]
+        late = [group for group in self._ready.values() if group.oldest < bound]
         for group in sorted(late, key=lambda group: group.number):
             del self._ready[group.number]
-            self.fates["stale", group.version] += 1
+            self._count("stale", group.version)
             self._attempts[group.number] += 1
             self._again.append(Order(group.number, group.problem))
+
+
+def _finite(one: Trajectory, id: str) -> Trajectory:
+    """A reward that is no number is the judge's mistake."""
+    if math.isfinite(one.reward) and math.isfinite(one.verdict.score):
+        return one
+    note = f"the reward of an answer to {id} is {one.reward}, and its score {one.verdict.score}"
+    return replace(one, verdict=replace(one.verdict, status=Status.ERROR, note=note))
 
 
 async def _awaited(coroutine: Awaitable[list[Trajectory]]) -> list[Trajectory]:

@@ -17,7 +17,7 @@ class Replay:
     def __init__(self, path: Path, vocab: int):
         """`vocab` is how many tokens the model knows."""
         self.path, self.vocab = path, vocab
-        self._steps = self._trained = 0
+        self._steps = self._trained = self.settled = 0
         self._batches: Iterator[tuple[int, list[Group]]] = replay(path)
 
     def take(self, work: Callable[[float], bool]) -> tuple[list[Group], list[Group]]:

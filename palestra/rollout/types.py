@@ -1,6 +1,7 @@
 """What rollouts are made of: trajectories of tokens, in groups that share a prompt."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from palestra.tasks.types import Problem, Verdict
 
@@ -52,6 +53,11 @@ class Group:
     """How many trajectories were asked for."""
     seconds: float = field(default=0.0, compare=False)
     """From admission to its end."""
+
+    @cached_property
+    def oldest(self) -> int:
+        """The oldest version among the drawn tokens; that of the admission where none was drawn."""
+        return min((t.oldest for t in self.trajectories if t.drawn), default=self.version)
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -17,6 +17,10 @@ from palestra.tasks.walk import Walk
 log = logging.getLogger("palestra.tasks")
 
 
+class NothingLeft(PalestraError):
+    """Every prompt is solved as often as the pool asks: there is nothing more to learn here."""
+
+
 class Prompts:
     """The prompts of a run, in order. The same seed and observations give the same prompts."""
 
@@ -98,7 +102,7 @@ class Prompts:
         """The tasks that have prompts to draw; where a pool has dropped all of one, that is said once."""
         left = [label for label, walk in self._walks.items() if walk.left]
         if not left:
-            raise PalestraError(
+            raise NothingLeft(
                 "every prompt of every task is solved as often as tasks.pool.drop asks, and none is left to train on: "
                 "the run is done, unless you add harder tasks or set tasks.pool.drop to null"
             )

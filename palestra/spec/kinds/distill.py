@@ -144,6 +144,8 @@ class DistillSpec(LanguageModelSpec):
             found.append(Conflict(("on_policy",), "expected 1, because `policy` learns from the student's own answers"))
         if self.teacher.prompt is not None:
             found.append(Conflict(("on_policy",), "expected 1, because `teacher.prompt` is made of the tasks' rows"))
+        if self.on_policy == 0 and self.rollout.replay is not None:
+            found.append(Conflict(("rollout", "replay"), "expected null, because `on_policy: 0` takes none of it"))
         if self.on_policy > 0 and self.answered in (0, self.train.prompts_per_step):
             reason = f"expected a share of {self.train.prompts_per_step} prompts that is at least one, and not all"
             found.append(Conflict(("on_policy",), reason))

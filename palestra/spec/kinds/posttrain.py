@@ -80,8 +80,10 @@ class RolloutSpec(Model):
     """Prompts that may fail with an error before the run does."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
+    record: bool = True
+    """Write every answer with its verdict to rollouts.jsonl, for `palestra rollouts` and for replay."""
     verifiers: int | None = Field(default=None, ge=1)
-    """Processes that judge answers where judging can hang; null takes half of the cores."""
+    """Processes that judge answers where judging can hang; null takes one a core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
     """Train on the rollouts of another run, step for step: the run, or its rollouts.jsonl; null generates."""
 
@@ -133,6 +135,8 @@ class TaskEval(Model):
             found.append(Conflict(("k",), f"expected at most samples = {self.samples}"))
         if min(self.k, default=1) < 1:
             found.append(Conflict(("k",), "expected numbers from 1"))
+        if not self.samples and self.k != [1]:
+            found.append(Conflict(("samples",), f"expected at least {max(self.k, default=1)}, because of `k`"))
         if not self.greedy and not self.samples:
             found.append(Conflict(("samples",), "expected at least 1, because `greedy` is false"))
         return found
