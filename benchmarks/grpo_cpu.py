@@ -148,8 +148,6 @@ def tick(moment: Any) -> None:
     turns.end(reward=moment.metrics["reward"])
 
 
-
-
 def ours(folder: Path, name: str, threads: int) -> None:
     import palestra
     from palestra.tasks.rewards import reward
@@ -202,7 +200,7 @@ def theirs(folder: Path, name: str, threads: int) -> None:
     torch.set_num_threads(threads)
     size = SIZES[name]
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     # All prompts are equally long, so nothing is padded; but there must be a token for it.
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -270,7 +268,17 @@ def compare(folder: Path, name: str, threads: int, peer_python: str) -> dict[str
     """Run both, a step of one and a step of the other."""
     size = SIZES[name]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    command = [__file__, "--sizes", name, "--threads", str(threads), "--steps", str(size.steps), "--folder", str(folder)]
+    command = [
+        __file__,
+        "--sizes",
+        name,
+        "--threads",
+        str(threads),
+        "--steps",
+        str(size.steps),
+        "--folder",
+        str(folder),
+    ]
     sides = {
         who: subprocess.Popen(
             [python, *command, "--one", who], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

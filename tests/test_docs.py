@@ -27,6 +27,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 SMALL = {
     "control": ["max_session=1", "train.frames=4096", "algorithm.minibatch=256", "eval.episodes=4", "every.eval=null"],
     "sft": ["train.steps=2", "train.batch=4", "eval.examples=4", "threads=1"],
+    "posttrain": ["train.steps=1", "train.prompts_per_step=2", "eval.problems=2", "threads=1"],
 }
 # They need a network, a person or somebody to ask them.
 NOT_RUN = ("model", "chat", "serve")
@@ -207,6 +208,10 @@ def test_readme_commands_in_order_really_run(scratch: Path, capsys: pytest.Captu
     README.write_specs(scratch)
     assert "\npython examples/lm/make_data.py data\n" in README.text
     subprocess.run([sys.executable, "examples/lm/make_data.py", "data"], check=True)
+    # What `make quickstart` does, which has its own test.
+    subprocess.run([sys.executable, "examples/quickstart/teacher.py"], check=True)
+    for kind, spec in (("sft", "sft"), ("posttrain", "grpo")):
+        app(["train", f"examples/quickstart/{spec}.yaml", "--quiet", *SMALL[kind]], standalone_mode=False)
     ran: dict[str, int] = {}
     for arguments in README.commands():
         name, params = parsed(arguments)

@@ -116,7 +116,7 @@ def test_order_file_with_ids_that_are_not_there_is_refused_with_some_of_them(lab
 
 
 def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(lab):
-    with pytest.raises(PalestraError, match=r"the first 1000 prompts are all too long: raise rollout"):
+    with pytest.raises(PalestraError, match=r"prompts .*: raise rollout\.max_prompt_tokens"):
         lab.run(rollout__max_prompt_tokens=3)
 
 

@@ -11,6 +11,7 @@ import pytest
 from distill_lab import quietly, scores, session_of, spec_of, taught, write_demonstrations
 from eval_lab import save_model
 from small_lm import small_model, small_tokenizer
+from tiny_lm import write_rows
 
 import palestra
 from palestra.data.tokenizers import character_tokenizer
@@ -263,21 +264,20 @@ def test_student_of_a_teacher_that_knows_answers_what_it_has_never_seen(school, 
 @pytest.mark.parametrize("refresh", [None, 20])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_student_that_teaches_itself_with_the_answer_in_sight_learns_to_do_without(tmp_path, refresh, seed):
-    """The model has learned to copy an answer that stands before the question; only then is it right."""
-    right = Path(write_demonstrations(tmp_path)).read_text().splitlines()
-    rows = [json.loads(line) for line in right]
+    """It has learned to copy an answer that stands before the question, and to be wrong two times in three without."""
+    rows = [json.loads(line) for line in Path(write_demonstrations(tmp_path)).read_text().splitlines()]
     seen = [{**row, "prompt": f"{row['completion']} {row['prompt']}"} for row in rows]
-    path = tmp_path / "both.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*seen * 4, *rows[:40]]))
-    model = taught(tmp_path, "copies", 150, seed, data=str(path))
+    wrong = [{**row, "completion": row["completion"][::-1]} for row in rows]
+    data = write_rows(tmp_path / "lessons.jsonl", [*seen * 3, *rows, *wrong * 2])
+    model = taught(tmp_path, "copies", 120, seed, data=data)
     spec = spec_of(
         model.path,
         {**ITSELF, "refresh": refresh},
         seed=seed,
-        loss={"type": "jsd"},
-        train={"steps": 100, "prompts_per_step": 16},
+        train={"steps": 40, "prompts_per_step": 16},
+        optim={"lr": 1e-3},
         every={"eval": None, "checkpoint": "5 minutes"},
     )
     found = scores(quietly(spec, tmp_path))
     assert found[0] < 0.5
-    assert found[-1] > found[0] + 0.25
+    assert found[-1] > found[0] + 0.4

@@ -91,7 +91,7 @@ def assert_once_each(lab: Lab, run: Run, changes: dict[str, Any], steps: int) ->
     """Along the surviving chain every number is trained once, left out, or still to come; and is the prompt it was."""
     records = rollouts_of(run)
     trained = [record for record in records if record.fate == "trained"]
-    assert [record.step for record in trained] == [step for step in range(steps) for _ in range(BATCH)]
+    assert [record.step for record in trained] == [step for step in range(1, steps + 1) for _ in range(BATCH)]
     state = load_checkpoint(run.checkpoint("last")).state["executor"]
     numbers = [record.group.number for record in records]
     open_ = [number for number, _ in state["unfinished"]]
@@ -167,6 +167,26 @@ def test_run_stopped_while_it_generates_saves_and_resumes(lab, staleness, answer
     assert_once_each(lab, stopped, changes, 8)
     if reference is not None:
         assert_equal_runs(stopped, reference)
+
+
+@pytest.mark.parametrize("answers", [16 * 2 + 9, 16 * 4 + 9 + 6])
+def test_run_stopped_in_an_evaluation_begins_again_with_it(lab, answers):
+    # 16 answers a step and 6 an evaluation, before the first step, after the second and after the last, the fourth.
+    # Judging takes a while, so that the signal comes before the evaluation ends.
+    changes: dict[str, Any] = {"tasks": letters("Signalling", pause=0.3), "train__steps": 4}
+    reference = lab.run(name="reference", **changes)
+    Signalling.judged = 0
+    (lab.path / "signal").write_text(f"{int(signal.SIGTERM)} {answers}")
+    with pytest.raises(Interrupted, match="with everything saved"):
+        lab.run(name="stopped", **changes)
+    stopped = open_run("stopped", lab.root)
+    step = 2 if answers < 50 else 4
+    assert stopped.state == "interrupted"
+    assert metas(session_of(stopped))[-1].step == step
+    assert rows_of(stopped)[-1]["step"] == step - 1
+    lab.resume("stopped")
+    assert stopped.state == "done"
+    assert_equal_runs(stopped, reference)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -268,13 +288,14 @@ def command(lab: Lab, scratch: Any, **changes: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_command_killed_ten_times_trains_every_prompt_exactly_once(lab, scratch):
-    changes: dict[str, Any] = {"train__steps": 60, "tasks": letters(pause=0.05), "rollout__staleness": 1}
+    changes: dict[str, Any] = {"train__steps": 45, "tasks": letters(pause=0.05), "rollout__staleness": 1}
     changes |= {"every__checkpoint": "2 steps", "every__eval": "9 steps", "rollout__max_new_tokens": 20}
     draws, process = random.Random(0), scratch.start("train", command(lab, scratch, **changes), "--quiet")
     for _ in range(10):
         before = moved(Lab(scratch.path), "command", -1) or 0
-        goal = before + draws.randint(1, 5)
+        goal = before + draws.randint(1, 3)
         wait_until(lambda goal=goal: moved(Lab(scratch.path), "command", goal - 1), process)
         time.sleep(draws.random() * 0.1)
         assert process.poll() is None, "it has ended too early: more steps are needed"
@@ -284,11 +305,12 @@ def test_command_killed_ten_times_trains_every_prompt_exactly_once(lab, scratch)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     run = open_run("command", scratch.path / "runs")
-    assert_once_each(lab, run, changes, 60)
+    assert_once_each(lab, run, changes, 45)
     assert all(row["staleness_max"] <= 1 for row in rows_of(run)[1:])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_command_stopped_by_sigterm_while_it_generates_exits_with_its_code(lab, scratch):
     changes: dict[str, Any] = {"train__steps": 12, "tasks": letters(pause=1.0), "rollout__staleness": 1}
     process = scratch.start("train", command(lab, scratch, **changes), "--quiet")

@@ -54,7 +54,7 @@ def test_loop_at_staleness_zero_equals_the_plain_loop_bit_for_bit(lab, case):
     expected, weights = plain_loop(spec, lab.model)
     torch.set_num_threads(threads)
     records = rollouts_of(run)
-    for step, row in enumerate(expected):
+    for step, row in enumerate(expected, 1):
         for fate, groups in (("trained", row["groups"]), ("filtered", row["filtered"])):
             found = [record for record in records if record.step == step and record.fate == fate]
             assert [said(record.group) for record in found] == [said(group) for group in groups]
@@ -80,8 +80,8 @@ def test_loop_when_answers_take_long_shows_mixed_versions_within_the_bound(lab):
             drawn = [v for v, used in zip(one.versions, one.loss_mask, strict=True) if used]
             assert drawn == sorted(drawn)  # a later token is never of earlier weights
             assert record.group.version <= drawn[0]
-            assert drawn[-1] <= record.step
-            assert record.step - drawn[0] <= 1
+            assert drawn[-1] < record.step
+            assert record.step - 1 - drawn[0] <= 1  # the first step trains version 0
             mixed += drawn[0] != drawn[-1]
     assert mixed > 0
     rows = rows_of(run)[1:]
@@ -100,7 +100,7 @@ def test_loop_with_answers_dropped_when_stale_keeps_the_bound(lab, staleness):
     )  # fmt: skip
     records = rollouts_of(run)
     for record in records:
-        assert all(record.step - one.oldest <= staleness for one in record.group.trajectories)
+        assert all(record.step - 1 - one.oldest <= staleness for one in record.group.trajectories)
     assert all(row["staleness_max"] <= staleness for row in rows_of(run)[1:])
     assert len({record.group.number for record in records}) == 32
 

@@ -348,3 +348,17 @@ def test_take_with_an_answer_of_no_tokens_is_not_asked_again(loop):
         assert len(world.take()) == 4
         world.executor.publish(version + 1)
     assert world.executor.metrics()["fate/stale"] == 0
+
+
+def test_take_when_filters_leave_nothing_says_so_in_the_log(loop, caplog):
+    world = World(loop, filter=lambda group: "zero_variance")
+    ends = time.monotonic() + 20
+
+    def work(seconds: float) -> bool:
+        if caplog.records or time.monotonic() > ends:
+            raise InterruptedError
+        return _rest(seconds)
+
+    with pytest.raises(InterruptedError):
+        world.executor.take(work)
+    assert "32 groups in a row were filtered out (zero_variance 32), and 0 of 4 are ready" in caplog.text

@@ -22,6 +22,7 @@ NEXT = {
     "sft": ("talk to it", "palestra chat"),
     "dpo": ("talk to it", "palestra chat"),
     "posttrain": ("read answers", "palestra rollouts"),
+    "distill": ("read answers", "palestra rollouts"),
 }
 """What people do next with a run of a kind."""
 

@@ -126,9 +126,10 @@ class Engine:
                 self._take_in()
                 if self._paused:
                     return False
-                for sample in self._scheduler.admit(self.prefill_tokens):
-                    sample.text = self._growing_text(sample.job)
-                    self._set_cached(sample, 0)
+                admitted = self._scheduler.admit(self.prefill_tokens)
+                for sample in admitted:
+                    sample.text = self._growing_text(sample.job) if sample.job.sink.streams else None
+                self._set_cached([(sample, 0) for sample in admitted])
                 prefilled = self._prefill()
                 return self._decode() or prefilled
             except Exception as error:
@@ -184,13 +185,14 @@ class Engine:
         with self._turns.mine():
             self._runner.load(weights)
             self.version = version
-            for sample in self._scheduler.rows:
+            rows = self._scheduler.rows
+            for sample in rows:
                 # Computed again together with its tokens, a prompt is cut into other pieces, which round otherwise.
                 sample.shareable = not keep_cache and not sample.tokens
-                if not keep_cache:
-                    sample.active = False
-                    self._runner.host.active[sample.row] = 0
-                    self._set_cached(sample, 0)
+                sample.active &= keep_cache
+            if not keep_cache:
+                self._runner.host.active.zero_()
+                self._set_cached([(sample, 0) for sample in rows])
 
     def metrics(self) -> dict[str, float]:
         """What it is doing and has done."""
@@ -238,9 +240,17 @@ class Engine:
             self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
 
     def _growing_text(self, job: Job) -> GrowingText | None:
-        if self.tokenizer is None or not (job.sink.streams or job.sampling.stop):
+        return None if self.tokenizer is None else GrowingText(self.tokenizer, job.sampling.stop)
+
+    def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
+        """The text of a sample so far, once a stop string may end in its new tokens; until then nobody reads it."""
+        stops, tokenizer = sample.job.sampling.stop, self.tokenizer
+        if not stops or tokenizer is None or not may_end(stops, tokens, tokenizer):
             return None
-        return GrowingText(self.tokenizer, job.sampling.stop)
+        text = GrowingText(tokenizer, stops)
+        for token in sample.tokens:
+            text.push(token, ignore_stops=True)  # none ended in them
+        return text
 
     def _prefill(self) -> bool:
         """Compute a share of the prompts, copy those that others have, and start what is complete."""
@@ -250,23 +260,40 @@ class Engine:
             tokens = [token for sample, end in pieces for token in sample.piece(sample.cached, end)]
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
-            for sample, end in pieces:
-                self._set_cached(sample, end)
-        for sample in self._scheduler.rows:
-            if sample.source is not None:
-                self._runner.cache.copy(sample.source.row, sample.row, sample.due)
-                sample.source = None
-                self._set_cached(sample, sample.due)
-                self._copied += sample.due
-            if not sample.active and sample.cached == sample.due:
-                self._runner.host.start(sample)
+            self._set_cached(pieces)
+        self._copy_prompts()
+        ready = [sample for sample in self._scheduler.rows if not sample.active and sample.cached == sample.due]
+        if ready:
+            self._runner.host.start(ready)
+            for sample in ready:
                 sample.active = True
         return bool(pieces)
 
-    def _set_cached(self, sample: Sample, length: int) -> None:
+    def _copy_prompts(self) -> None:
+        """Give samples the prompts that others have computed, all of one length at once."""
+        by_length: dict[int, list[Sample]] = {}
+        for sample in self._scheduler.rows:
+            if sample.source is not None:
+                by_length.setdefault(sample.due, []).append(sample)
+        cache = self._runner.cache
+        for length, samples in by_length.items():
+            targets = torch.tensor([sample.row for sample in samples], device=cache.keys.device)
+            sources = torch.tensor([sample.source.row for sample in samples if sample.source], device=targets.device)
+            for tensor in (cache.keys, cache.values):
+                tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
+            for sample in samples:
+                sample.source = None
+            self._set_cached([(sample, length) for sample in samples])
+            self._copied += length * len(samples)
+
+    def _set_cached(self, lengths: Sequence[tuple[Sample, int]]) -> None:
         """Say how much is cached. A step that runs before the rest is there writes its nonsense behind it."""
-        sample.cached = length
-        self._runner.host.length[sample.row] = length
+        if not lengths:
+            return
+        for sample, length in lengths:
+            sample.cached = length
+        rows = torch.tensor([sample.row for sample, _ in lengths])
+        self._runner.host.length[rows] = torch.tensor([length for _, length in lengths])
 
     def _decode(self) -> bool:
         """Draw tokens in all rows that can, and deliver them."""
@@ -275,7 +302,7 @@ class Engine:
             return False
         steps = min(self.steps, max(sample.remaining for sample in running))
         longest = max(sample.cached for sample in running)
-        needs = Needs.of([sample.job.sampling for sample in running])
+        needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
         drawn = Drawn(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
         # Where a sample ends another may move in, with all that it has cached: every row is read before.
         found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
@@ -283,15 +310,17 @@ class Engine:
             sample.cached += len(tokens)
         # From the last row: where the last one ends, none has to move into its place.
         for sample, (tokens, logprobs, top) in reversed(list(zip(running, found, strict=True))):
+            if not drawn.finite and not all(map(math.isfinite, logprobs)):
+                raise PalestraError(f"the weights of version {self.version} give log-probabilities that are no numbers")
             self._extend(sample, tokens, logprobs, top)
         return True
 
     def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float], top: list[Alternatives]) -> None:
         """Add drawn tokens to a sample and see whether it has ended."""
-        if not all(map(math.isfinite, logprobs)):
-            raise PalestraError(f"the weights of version {self.version} give log-probabilities that are no numbers")
         since, job, text = len(sample.tokens), sample.job, ""
         count = len(tokens)
+        if sample.text is None:
+            sample.text = self._watched_text(sample, tokens)
         if sample.text is not None:
             for count, token in enumerate(tokens, start=1):
                 text += sample.text.push(token, ignore_stops=since + count < job.sampling.min_new_tokens)
@@ -356,6 +385,17 @@ def _runner(
     from palestra.generate.cuda import CudaRunner  # Triton comes with torch for GPUs alone
 
     return CudaRunner(model, dtype, device, context, budget, most_rows, steps)
+
+
+def may_end(stops: Sequence[str], tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether one of the strings may end in the text of one of the tokens.
+
+    A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
+    """
+    if any(stop[-1] == "\ufffd" for stop in stops):
+        return True
+    last = {stop.encode()[-1] for stop in stops}
+    return any(not last.isdisjoint(tokenizer.piece(token)) for token in tokens)
 
 
 class _Turns:

@@ -1,5 +1,6 @@
 """What a decode step knows of each row of the batch, and how a draw changes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,21 +62,15 @@ class Rows:
         temperature, top_p, min_p = self.floats[:, :batch]
         return Settings(temperature, top_k, top_p, min_p, seed, draws, minimum, self.ends[:batch])
 
-    def start(self, sample: Sample) -> None:
-        """Write the row of a sample whose tokens but the last are cached: it draws from now on."""
-        row, job, settings = sample.row, sample.job, self.settings(self.integers.shape[1])
-        self.token[row] = sample.piece(sample.due, sample.due + 1)[0]
-        self.length[row] = sample.due
-        self.active[row] = 1
-        self.remaining[row] = sample.remaining
-        self.ends[row] = torch.tensor((job.ends + (job.ends[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS])
-        settings.draws[row] = len(sample.tokens)
-        settings.minimum[row] = job.sampling.min_new_tokens
-        settings.seed[row] = _signed(job.seed + APART * sample.index)
-        settings.top_k[row] = min(job.sampling.top_k or ALL, ALL)
-        settings.temperature[row] = job.sampling.temperature
-        settings.top_p[row] = job.sampling.top_p
-        settings.min_p[row] = job.sampling.min_p
+    def start(self, samples: Sequence[Sample]) -> None:
+        """Write the rows of samples whose tokens but the last are cached: they draw from now on."""
+        rows = torch.tensor([sample.row for sample in samples])
+        # In the order of `token`, `length`, `active`, `remaining` and `settings`.
+        self.integers[:, rows] = torch.tensor([_integers(sample) for sample in samples]).T
+        drawn = [sample.job.sampling for sample in samples]
+        self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in drawn]).T
+        ends = (sample.job.ends for sample in samples)
+        self.ends[rows] = torch.tensor([(tokens + (tokens[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS] for tokens in ends])
 
     def move(self, source: int, target: int) -> None:
         """Let a row take the place of another. Its own place is then idle."""
@@ -109,6 +104,8 @@ class Drawn:
 
     def __init__(self, found: Step):
         self._found = found
+        self.finite = bool(found.logprobs.isfinite().all())
+        """Whether all log-probabilities are numbers, of rows that draw nothing too."""
         self._counts = found.counted.sum(0).tolist()
         self._tokens, self._logprobs = found.tokens.T.tolist(), found.logprobs.T.tolist()
 
@@ -142,6 +139,20 @@ def advance(rows: Rows, scores: Tensor, needs: Needs) -> Step:
     ended = (new.tokens[:, None] == settings.ends).any(-1) | (rows.remaining[:batch] <= 0)
     active.mul_(~ended)
     return Step(new.tokens, new.logprobs, counted, new.top_tokens, new.top_logprobs)
+
+
+def _integers(sample: Sample) -> tuple[int, ...]:
+    job, sampling = sample.job, sample.job.sampling
+    return (
+        sample.tokens[-1] if sample.tokens else job.request.prompt[-1],
+        sample.due,
+        1,
+        sample.remaining,
+        len(sample.tokens),
+        sampling.min_new_tokens,
+        _signed(job.seed + APART * sample.index),
+        min(sampling.top_k or ALL, ALL),
+    )
 
 
 def _signed(number: int) -> int:

@@ -39,12 +39,21 @@ class Scheduler:
 
         So `pieces` of the same budget complete the prompts that others are to copy.
         """
+        if not self.waiting:
+            return []
         admitted = []
         pending = sum(sample.due - sample.cached for sample in self._computing())
+        sources: dict[int, Sample] = {}  # the first row with a prompt, by the prompt's hash
+        for other in self.rows:
+            if other.shareable:
+                sources.setdefault(other.job.key, other)
         while self.waiting and len(self.rows) < self.most and pending < budget:
             job = self.waiting[0]
-            source = next((other for other in self.rows if other.shareable and other.job.same_prompt(job)), None)
+            source = sources.get(job.key)
+            if source is not None and not source.job.same_prompt(job):  # another prompt with the same hash
+                source = next((other for other in self.rows if other.shareable and other.job.same_prompt(job)), None)
             sample = Sample(job, job.started, len(self.rows), self._samples, source)
+            sources.setdefault(job.key, sample)
             self.rows.append(sample)
             admitted.append(sample)
             self._samples += 1

@@ -238,7 +238,7 @@ def assemble(
             seed=seed,
             workflow=starter.workflow,
         )
-        return pumped(generator, work).metrics
+        return pumped(generator, work, look).metrics
 
     def begin() -> dict[str, float]:
         if isinstance(executor, Replay):  # there is no generator to compare with

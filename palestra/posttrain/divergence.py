@@ -61,9 +61,10 @@ class _TokenDivergences(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         values = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
         entropies = torch.empty_like(values)
+        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
         for part in _parts(hidden, unembed):
-            log_p = _log_softmax(hidden[part], unembed, temperature)
-            log_q = _log_softmax(taught[part], teacher, temperature)
+            log_p = _log_softmax(hidden[part], own, temperature)
+            log_q = _log_softmax(taught[part], theirs, temperature)
             values[part] = measure.value(log_p, log_q)
             entropies[part] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, unembed, taught, teacher)
@@ -76,14 +77,15 @@ class _TokenDivergences(torch.autograd.Function):
         hidden, unembed, taught, teacher = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if ctx.needs_input_grad[1] else None
+        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
         for part in _parts(hidden, unembed):
-            log_p = _log_softmax(hidden[part], unembed, ctx.temperature)
-            log_q = _log_softmax(taught[part], teacher, ctx.temperature)
+            log_p = _log_softmax(hidden[part], own, ctx.temperature)
+            log_q = _log_softmax(taught[part], theirs, ctx.temperature)
             slope = ctx.measure.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)
             slope = slope.to(hidden.dtype)
             # `logits` is a product with the second matrix turned, in the precision that scores have.
             if to_hidden is not None:
-                to_hidden[part] = logits(slope, unembed.t())
+                to_hidden[part] = logits(slope, own.t())
             if to_unembed is not None:
                 to_unembed += logits(slope.t(), hidden[part].t())  # the sum over chunks stays in FP32
         grad = None if to_unembed is None else to_unembed.to(unembed.dtype)
@@ -94,6 +96,11 @@ def _parts(hidden: Tensor, unembed: Tensor) -> list[slice]:
     """Tokens whose logits, of both models, exist at one time."""
     rows = max(1, chunk_rows(len(unembed), hidden.device) // 2)
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+
+def _kept(unembed: Tensor, hidden: Tensor) -> Tensor:
+    """The matrix in the precision that a GPU multiplies in, made once for all chunks."""
+    return unembed.to(hidden.dtype) if hidden.is_cuda else unembed
 
 
 def _log_softmax(hidden: Tensor, unembed: Tensor, temperature: float) -> Tensor:

@@ -93,7 +93,7 @@ class Parts:
 def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, show: bool = True) -> None:
     """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
     learner, executor, hooks = parts.learner, parts.executor, load_hooks(spec.hooks)
-    step, tokens = _restore(session, parts)
+    step, tokens, unevaluated = _restore(session, parts)
     log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
     checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(learner.engine)
     with ExitStack() as stack:
@@ -121,13 +121,13 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
             look()
             return parts.generator.work(seconds)
 
-        def evaluate() -> dict[str, float]:
-            """Nothing where the run was asked to stop meanwhile."""
+        def evaluate() -> dict[str, float] | None:
+            """None where the run was asked to stop meanwhile."""
             try:
                 with speed.paused(), record.span("eval"):
                     return parts.evaluate(look)
             except _Stopped:
-                return {}
+                return None
 
         def overlap() -> None:
             """Generate between micro-batches, where answers may be older than the weights."""
@@ -138,55 +138,65 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                 parts.writer.burst()
 
         if step == 0:
-            record.row(parts.introduce() | evaluate(), {"steps": 0, "tokens": 0}, headline=HEADLINE)
-        last, saved = step >= spec.train.steps, step
+            record.row(parts.introduce() | (evaluate() or {}), {"steps": 0, "tokens": 0}, headline=HEADLINE)
+        saved, last = step, step >= spec.train.steps and unevaluated is None
         while not last:
             before = {"steps": step, "tokens": tokens}
-            try:
-                with record.span("rollout"):
-                    groups, filtered = executor.take(work)
-            except _Stopped:
-                if saved != step:
-                    _save(session, parts, before, {"temporary"}, {})
-                raise _interrupted(step, session) from None
-            except NothingLeft as reason:
-                log.warning("the run ends at step %d: %s", step, reason)
-                row = evaluate()
-                record.row(row, before, headline=HEADLINE)
-                _save(session, parts, before, {"temporary", "best"} if _metric(row) else {"temporary"}, row)
-                return
-            with record.span("train"), profile(step + 1):
-                batch = learner.prepare(groups, step)
-                learned = learner.learn(batch, step, overlap)
-            with record.span("publish"):
-                parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
-                executor.publish(step + 1)
-            if rollouts is not None:
-                with record.span("record"):
-                    rollouts.write(step + 1, groups, filtered, batch)
-            drawn = sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
-            step, tokens = step + 1, tokens + drawn
-            counters = {"steps": step, "tokens": tokens}
-            stop, last = session.stop_requested, step >= spec.train.steps
-            reasons = checkpoints.reasons(before, counters)
-            evaluated, row = last or due(spec.every.eval, before, counters), {}
-            if evaluated or due(spec.every.log, before, counters):
-                judged = group_metrics(groups, filtered, step - 1) if groups else {}  # none where answers are given
-                row = learned | judged | executor.metrics() | lag.take()
-                record.rates(speed.since_last(tokens))
-                why = parts.silence(groups, row)
-                if why is not None:
-                    log.warning("step %d: nothing is learned: %s", step, why)
+            if unevaluated is None:
+                try:
+                    with record.span("rollout"):
+                        groups, filtered = executor.take(work)
+                except _Stopped:
+                    if saved != step:
+                        _save(session, parts, before, {"temporary"}, {})
+                    raise _interrupted(step, session) from None
+                except NothingLeft as reason:
+                    log.warning("the run ends at step %d: %s", step, reason)
+                    row = evaluate() or {}
+                    record.row(row, before, headline=HEADLINE)
+                    _save(session, parts, before, {"temporary", "best"} if _metric(row) else {"temporary"}, row)
+                    return
+                with record.span("train"), profile(step + 1):
+                    batch = learner.prepare(groups, step)
+                    learned = learner.learn(batch, step, overlap)
+                with record.span("publish"):
+                    parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
+                    executor.publish(step + 1)
+                if rollouts is not None:
+                    with record.span("record"):
+                        rollouts.write(step + 1, groups, filtered, batch)
+                step, row = step + 1, {}
+                tokens += sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
+                counters = {"steps": step, "tokens": tokens}
+                if step >= spec.train.steps or any(
+                    due(each, before, counters) for each in (spec.every.eval, spec.every.log)
+                ):
+                    judged = group_metrics(groups, filtered, step - 1) if groups else {}  # none where answers are given
+                    row = learned | judged | executor.metrics() | lag.take()
+                    record.rates(speed.since_last(tokens))
+                    why = parts.silence(groups, row)
+                    if why is not None:
+                        log.warning("step %d: nothing is learned: %s", step, why)
+            else:  # stopped in the middle of an evaluation: it begins with that
+                (row, before), unevaluated = unevaluated, None
+                counters = {"steps": step, "tokens": tokens}
+            last, reasons = step >= spec.train.steps, checkpoints.reasons(before, counters)
+            evaluated = last or due(spec.every.eval, before, counters)
             if evaluated:
-                row |= evaluate()
+                found = evaluate()
+                if found is None:
+                    executor.collect()
+                    _save(session, parts, counters, {"temporary"}, {}, unevaluated=[row, before])
+                    raise _interrupted(step, session)
+                row |= found
             if row:
                 moment = Moment(step, tokens, row, learner.engine.model, session.path)
                 call_hooks(hooks, moment)
                 if moment.stop and not last:  # a hook ends the run here, as its last step would
                     last = True
-                    row |= {} if evaluated else evaluate()
+                    row |= {} if evaluated else evaluate() or {}
                 record.row(row, counters, headline=HEADLINE)
-            stop = stop or session.stop_requested
+            stop = session.stop_requested
             reasons |= ({"best"} if _metric(row) else set()) | ({"temporary"} if last or stop else set())
             if reasons:
                 with record.span("checkpoint"):
@@ -213,22 +223,37 @@ def _interrupted(step: int, session: Session) -> Interrupted:
     )
 
 
-def _restore(session: Session, parts: Parts) -> tuple[int, int]:
-    """Continue from the newest checkpoint: the steps and tokens so far."""
+def _restore(session: Session, parts: Parts) -> tuple[int, int, list[Any] | None]:
+    """Continue from the newest checkpoint: the steps and tokens so far.
+
+    And, where it was stopped in the middle of an evaluation, that step's row and the counters before the step.
+    """
     saved = session.restore()
     if saved is None:
         parts.writer.publish(parts.learner.engine.weights(), 0)
-        return 0, 0
+        return 0, 0, None
     state = saved.state
     parts.keeper.load(saved.meta.path / "model")
     parts.learner.load_state(state["learner"])
     parts.executor.load_state(state["executor"])
     parts.writer.publish(parts.learner.engine.weights(), state["steps"])
-    return state["steps"], state["tokens"]
+    return state["steps"], state["tokens"], state["unevaluated"]
 
 
-def _save(session: Session, parts: Parts, counters: dict[str, int], reasons: set[str], row: dict[str, float]) -> None:
-    state = {**counters, "learner": parts.learner.state(), "executor": parts.executor.state()}
+def _save(
+    session: Session,
+    parts: Parts,
+    counters: dict[str, int],
+    reasons: set[str],
+    row: dict[str, float],
+    unevaluated: list[Any] | None = None,
+) -> None:
+    state = {
+        **counters,
+        "unevaluated": unevaluated,
+        "learner": parts.learner.state(),
+        "executor": parts.executor.state(),
+    }
     log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
     metric = _metric(row)
     session.checkpoint(

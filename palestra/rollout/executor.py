@@ -29,6 +29,8 @@ WAIT_SECONDS = 0.05  # for judges and workflows, when there is nothing to genera
 Fate = Literal["trained", "filtered", "stale", "failed", "too_long"]
 LONG_IN_A_ROW = 1000
 """So many prompts that are too long, one after the other, and there are no others."""
+FILTERED_BATCHES = 8
+"""After so many batches of groups that filters took out, with none to train on, the log says so."""
 VERSIONS = 64
 """Fates are told apart by version for so many versions back."""
 
@@ -256,6 +258,13 @@ class Executor:
         self._count("filtered", group.version)
         self.reasons[reason] += 1
         self._settled.append(group)
+        if len(self._settled) % (FILTERED_BATCHES * self.batch) == 0:
+            rewards = sorted({round(reward, 6) for one in self._settled for reward in one.rewards})
+            log.warning(
+                "%d groups in a row were filtered out (%s), and %d of %d are ready to be trained on; their rewards: %s",
+                len(self._settled), ", ".join(f"{why} {n}" for why, n in self.reasons.most_common()),
+                len(self._ready), self.batch, ", ".join(f"{reward:g}" for reward in rewards[:5]),
+            )  # fmt: skip
 
     def _fail(self, order: Order, error: BaseException) -> None:
         self._count("failed", order.version)

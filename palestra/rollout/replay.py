@@ -80,7 +80,7 @@ def find_rollouts(ref: str, root: Path, seed: int, steps: int) -> Path:
         path = sessions.get(seed, next(iter(sessions.values()), path)) / FILE
         if not path.exists():
             raise UsageError(f"rollout.replay: {ref} has no rollouts: there is no {path}")
-    found = next((record.step + 1 for record in newest(path) if record.fate == "trained"), 0)
+    found = next((record.step for record in newest(path) if record.fate == "trained"), 0)
     if found < steps:
         raise UsageError(
             f"rollout.replay: {path} has rollouts of {found} steps, and train.steps is {steps}: lower it, or replay a "

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from palestra.errors import UsageError
+from palestra.spec.imports import import_named
 from palestra.tasks.task import Task
 
 TASKS: dict[str, str] = {
@@ -38,10 +38,9 @@ def task_type(name: str) -> type[Task]:
             "your own is named as 'module:Class'"
         )
     module, _, cls = reference.partition(":")
-    try:
-        found = getattr(import_module(module), cls)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"the task {name!r} cannot be loaded from {reference}: {error}") from error
+    found = getattr(import_named(module, "task"), cls, None)
+    if found is None:
+        raise UsageError(f"task: {module} has no class {cls!r}")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UsageError(f"the task {name!r} is {reference}, which is no subclass of palestra.tasks.task.Task")
     return found

@@ -81,7 +81,7 @@ class RolloutSpec(Model):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
     record: bool = True
-    """Write every answer with its verdict to rollouts.jsonl, for `palestra rollouts` and for replay."""
+    """Write every answer with its verdict to rollouts.jsonl, for people (`palestra rollouts RUN`) and for replay."""
     verifiers: int | None = Field(default=None, ge=1)
     """Processes that judge answers where judging can hang; null takes one a core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
