@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wrong_arg": ({"tasks": use("arithmetic", args={"digits": "two"})}, "args.digits.*valid integer"),
     "unknown_split": ({"tasks": use("arithmetic", split="dev")}, "split.*expected one of train, test"),
-    "no_class": ({"tasks": use("posttrain_tasks:Numbers")}, "cannot be loaded from posttrain_tasks:Numbers"),
+    "no_class": ({"tasks": use("posttrain_tasks:Numbers")}, "posttrain_tasks has no class 'Numbers'"),
     "no_task": ({"tasks": {"train": []}}, "tasks.train"),
     "same_name_twice": ({"tasks": {"train": [{"task": TASK}] * 2}}, "two tasks are called 'Letters'"),
     "no_order_file": ({"tasks": use(order="nowhere.txt")}, "nowhere.txt"),
