@@ -86,7 +86,7 @@ class CudaRunner(Runner):
             self.burst(rows, 1, 0, needs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = self.burst(rows, self.steps, 0, needs)
         self.captures += 1
         return graph, found

@@ -44,7 +44,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tens
     out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(group))
     common = (slots, lengths, q.stride(0), keys.stride(0), keys.stride(1), dim**-0.5, window or 0)
-    sizes = (group, padded, dim, triton.next_power_of_2(dim), BLOCK)
+    sizes = (group, padded, dim, max(16, triton.next_power_of_2(dim)), BLOCK)
     if splits == 1:
         _attend[(rows, kv, 1)](q, keys, values, out, out, out, *common, 1, *sizes)
         return out
