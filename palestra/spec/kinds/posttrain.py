@@ -135,8 +135,6 @@ class TaskEval(Model):
             found.append(Conflict(("k",), f"expected at most samples = {self.samples}"))
         if min(self.k, default=1) < 1:
             found.append(Conflict(("k",), "expected numbers from 1"))
-        if not self.samples and self.k != [1]:
-            found.append(Conflict(("samples",), f"expected at least {max(self.k, default=1)}, because of `k`"))
         if not self.greedy and not self.samples:
             found.append(Conflict(("samples",), "expected at least 1, because `greedy` is false"))
         return found
