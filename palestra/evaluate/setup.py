@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from palestra import __version__
 from palestra.errors import UsageError
 from palestra.evaluate.answers import Evaluation
 from palestra.evaluate.likelihood import LikelihoodOutcome
@@ -55,7 +55,7 @@ def write_report(
     }
     likelihood = {label: {**setup["likelihood"][label], **one.plain()} for label, one in scores.items()}
     report = {
-        "palestra": version("palestra"),
+        "palestra": __version__,
         **setup,
         "tasks": tasks,
         "likelihood": likelihood,
