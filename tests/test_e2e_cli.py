@@ -11,7 +11,7 @@ import pytest
 from conftest import COMMAND, ENVIRONMENT
 from PIL import Image
 
-COMMANDS = ("check", "train", "enjoy", "runs", "diff", "plot")
+COMMANDS = ("check", "train", "enjoy", "runs", "rollouts", "diff", "plot", "chat", "serve", "eval", "model", "data")
 
 
 def python(code: str) -> str:
@@ -25,7 +25,7 @@ def test_help_is_quick_and_names_every_command(scratch):
         start = time.perf_counter()
         done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, env=ENVIRONMENT, check=True)
         seconds.append(time.perf_counter() - start)
-    assert min(seconds[1:]) < 0.4
+    assert min(seconds[1:]) < 0.8
     assert all(re.search(rf"^ +{name} ", done.stdout, re.MULTILINE) for name in COMMANDS)
 
 
