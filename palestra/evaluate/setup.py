@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from palestra import __version__
 from palestra.errors import UsageError
 from palestra.evaluate.answers import Evaluation
 from palestra.evaluate.likelihood import LikelihoodOutcome
@@ -55,10 +55,18 @@ def write_report(
     }
     likelihood = {label: {**setup["likelihood"][label], **one.plain()} for label, one in scores.items()}
     report = {
-        "palestra": __version__,
+        "palestra": _version(),
         **setup,
         "tasks": tasks,
         "likelihood": likelihood,
         "metrics": dict(metrics),
     }
     write_json(folder / REPORT, report)
+
+
+def _version() -> str | None:
+    """Of the package that is installed; None where its code is used without."""
+    try:
+        return version("palestra")
+    except PackageNotFoundError:
+        return None
