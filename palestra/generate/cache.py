@@ -13,7 +13,9 @@ from palestra.errors import UsageError
 from palestra.spec.shape import Shape
 
 COLUMNS = 64
-"""Attention reads a multiple of so many positions. What is masked adds exact zeros, whatever the multiple."""
+"""A row of the cache has a multiple of so many positions."""
+LANES = 16
+"""Attention works on a multiple of so many positions: vectors are full, and odd sizes would take twice as long."""
 BLOCK = 256
 """Queries of a prompt attend in blocks that begin at multiples of this position: however a prompt is cut into chunks,
 each product has the same shape, and the keys and values the same bits."""
@@ -35,6 +37,18 @@ class Cache:
         """Give a row the first `length` positions of another."""
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+
+def columns_for(length: int, dtype: torch.dtype) -> int:
+    """How many positions attention reads where `length` are needed. What is masked adds exact zeros.
+
+    But a row must have the same bits whatever the longest row needs. Torch attends in blocks of 512 positions, and of
+    a block's products in FP32 the library adds up more than 384 in two halves: beyond 256 a block is read whole.
+    """
+    columns = -(-length // LANES) * LANES
+    if dtype != torch.bfloat16 and columns % 512 > 256:
+        return -(-columns // 512) * 512
+    return columns
 
 
 def rows_that_fit(
@@ -73,16 +87,19 @@ class DecodeAttention:
     def __init__(self, cache: Cache, lengths: Tensor, longest: int):
         """`lengths` (B): tokens cached before; `longest`: at least all of them and 1 more."""
         self.cache, self.lengths = cache, lengths
-        self.rows = torch.arange(len(lengths), device=lengths.device)
-        self.columns = min(-(-longest // COLUMNS) * COLUMNS, cache.keys.shape[3])
+        self.columns = min(columns_for(longest, cache.keys.dtype), cache.keys.shape[3])
+        heads, context = cache.keys.shape[2:4]
+        starts = context * torch.arange(heads * len(lengths), device=lengths.device)
+        self.places = starts + lengths.repeat_interleave(heads)
+        """Where the new tokens go: of all positions of all heads of all rows, (B · K)."""
         self._masks: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T ≥ B → (T, H, dim), zeros beyond B."""
         batch, (padded, heads, dim) = len(self.lengths), q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, self.lengths] = k[:batch]
-        values[self.rows, :, self.lengths] = v[:batch]
+        for cached, new in ((keys, k), (values, v)):
+            cached.view(-1, dim).index_copy_(0, self.places, new[:batch].reshape(-1, dim))
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
         keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]
@@ -127,10 +144,16 @@ class PrefillAttention:
             keys[:, segment.start : segment.end] = k[new].transpose(0, 1)
             values[:, segment.start : segment.end] = v[new].transpose(0, 1)
             for start in range(segment.start, segment.end, BLOCK):
-                end = min(start + BLOCK, segment.end)
-                part = slice(offset, offset + end - start)
-                out[part] = self._block(q[part], keys[:, :end], values[:, :end], start, window)
-                offset = part.stop
+                count = min(BLOCK, segment.end - start)
+                columns = -(-count // LANES) * LANES
+                # Filled up with queries of others, which count for nothing, and keys that are later than all queries.
+                part = q[offset : offset + columns]
+                if len(part) < columns:
+                    part = F.pad(part, (0, 0, 0, 0, 0, columns - len(part)))
+                end = start + columns
+                found = self._block(part, keys[:, :end], values[:, :end], start, window)
+                out[offset : offset + count] = found[:count]
+                offset += count
         return out
 
     def _block(self, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from palestra.errors import UsageError
-from palestra.generate.cache import BLOCK, COLUMNS, Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
+from palestra.generate.cache import (
+    BLOCK,
+    COLUMNS,
+    Cache,
+    DecodeAttention,
+    PrefillAttention,
+    Segment,
+    columns_for,
+    rows_that_fit,
+)
 from palestra.generate.rows import Rows, Step, advance
 from palestra.generate.sampler import Needs
 from palestra.generate.tiles import ROWS, Tiles
@@ -38,7 +47,7 @@ class Runner:
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
         self.load(model.state_dict())
-        columns = -(-context // COLUMNS) * COLUMNS
+        columns = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
         rows = rows_that_fit(model.shape, columns, dtype, device, budget, most_rows)
         self.slots = rows
         """How many sequences run at a time."""
@@ -46,6 +55,10 @@ class Runner:
         self.host = Rows.empty(self._padded(rows), torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
         self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)
+        self._room: Tensor | None = None
+        if self.tiles is not None:
+            self.tiles.for_decoding()
+            self._room = self.tiles.head.room(rows)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over weights in place. Nothing has changed if a name, a shape or a value does not fit."""
@@ -108,7 +121,7 @@ class Runner:
     def _scores(self, hidden: Tensor) -> Tensor:
         if self.tiles is None:
             return logits(hidden, self.model.unembed)
-        return wide(self.tiles.head(hidden))
+        return wide(self.tiles.head(hidden, self._room))
 
     def _padded(self, count: int) -> int:
         return count if self.tiles is None else -(-count // ROWS) * ROWS

@@ -135,8 +135,9 @@ def _shifted(x: Tensor, places: int) -> Tensor:
 
 def _inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
     """The first token at which the running sum passes u times the whole; never one of probability 0."""
-    size = probabilities.shape[1]
-    blocks = F.pad(probabilities, (0, -size % BLOCK)).unflatten(1, (-1, BLOCK))  # (B, V / 64, 64)
+    short = -probabilities.shape[1] % BLOCK
+    whole = F.pad(probabilities, (0, short)) if short else probabilities  # padding with nothing would copy it
+    blocks = whole.unflatten(1, (-1, BLOCK))  # (B, V / 64, 64)
     sums = blocks.sum(-1)
     block, before = _first_beyond(sums, u * sums.sum(-1, dtype=torch.float64))
     chosen = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0]

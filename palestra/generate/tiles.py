@@ -1,6 +1,6 @@
 """Products on the CPU whose result for a row does not depend on how many rows there are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from palestra.lm.head import logits
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
-from palestra.lm.ops import Linear
+from palestra.lm.ops import MLP, Linear, swiglu
 
 PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
@@ -31,13 +31,23 @@ class Tiles:
         self.for_prefill()
         self.head = TiledHead(model.unembed, self)
         self._matrices: list[TiledLinear] = [self.head]
-        for module in list(model.modules()):
-            for name, child in module.named_children():
-                if isinstance(child, MoE):
-                    setattr(module, name, TiledMoE(child, self))
-                elif isinstance(child, Linear):
-                    self._matrices.append(TiledLinear(child.weight, child.bias, self))
-                    setattr(module, name, self._matrices[-1])
+        self._short: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        """Memory for tiles that are not full."""
+        self._put_into(model)
+
+    def _put_into(self, module: nn.Module) -> None:
+        """Let the parts of a module multiply in tiles."""
+        for name, part in list(module.named_children()):
+            if isinstance(part, MoE):
+                part = TiledMoE(part, self)
+            elif isinstance(part, MLP):
+                part = TiledMLP(part, self)
+            elif isinstance(part, Linear):
+                part = TiledLinear(part.weight, part.bias, self)
+            setattr(module, name, part)
+            if isinstance(part, TiledLinear):
+                self._matrices.append(part)
+            self._put_into(part)
 
     def pack(self) -> None:
         """Bring the weights, which have changed, into the order in which products read them."""
@@ -53,11 +63,24 @@ class Tiles:
         self.rows = DECODE_ROWS.get(self.dtype, 64)
 
     def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A function of rows (T, …), tile by tile; the last one is filled up with zeros."""
-        short = -len(x) % self.rows
-        tiles = (F.pad(x, (0, 0, 0, short)) if short else x).split(self.rows)
-        out = product(tiles[0]) if len(tiles) == 1 else torch.cat([product(tile) for tile in tiles])
-        return out[: len(x)]
+        """A function of rows (T, D), tile by tile."""
+        out = [product(tile) for tile in self.of(x)]
+        return (out[0] if len(out) == 1 else torch.cat(out))[: len(x)]
+
+    def of(self, x: Tensor) -> Iterator[Tensor]:
+        """The tiles of rows (T, D). A last one that is short lies on other rows, whose results nobody reads.
+
+        Take each before the next call: short tiles share their memory.
+        """
+        for tile in x.split(self.rows):
+            yield tile if len(tile) == self.rows else self._filled_up(tile)
+
+    def _filled_up(self, tile: Tensor) -> Tensor:
+        key = (self.rows, tile.shape[1], tile.dtype)
+        if key not in self._short:
+            self._short[key] = tile.new_zeros(self.rows, tile.shape[1])
+        self._short[key][: len(tile)] = tile
+        return self._short[key]
 
 
 class TiledLinear(nn.Module):
@@ -66,21 +89,61 @@ class TiledLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Tiles):
         super().__init__()
         self.weight, self.bias, self.tiles = weight, bias, tiles
-        self._packed: Tensor | None = None
+        self._packed: list[Tensor] | None = None
 
     def pack(self) -> None:
         """Lay the weights out for the library, which would otherwise do it in every product."""
         if torch.backends.mkldnn.is_available() and self.weight.numel() >= WORTH_PACKING:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            parts = self._parts(self.weight.detach())
+            self._packed = [torch.ops.mkldnn._reorder_linear_weight(part) for part in parts]
+
+    def _parts(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """What products are of, each laid out for itself."""
+        return (weight,)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs) → (T, outputs)."""
-        return self.tiles.apply(self._product, x)
+        return self.tiles.apply(self.product, x)
 
-    def _product(self, tile: Tensor) -> Tensor:
+    def product(self, tile: Tensor) -> Tensor:
+        """The same for one tile."""
         if self._packed is None:
             return F.linear(tile, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(tile, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(tile, *self._packed, self.bias, "none", [], "")
+
+
+class TiledGate(TiledLinear):
+    """Gate and up projections with what joins them. The library applies it to results before it writes them."""
+
+    def __init__(self, gate_up: Tensor, gate: Callable[[Tensor], Tensor], tiles: Tiles):
+        super().__init__(gate_up, None, tiles)
+        self.gate = gate
+
+    def _parts(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return weight.chunk(2)
+
+    def product(self, tile: Tensor) -> Tensor:
+        """(rows, D) → (rows, F)."""
+        if self._packed is None:
+            return self.gate(super().product(tile))
+        first, second = self._packed
+        activation = "swish" if self.gate is swiglu else "none"
+        gate = torch.ops.mkldnn._linear_pointwise(tile, first, None, activation, [], "")
+        return torch.ops.mkldnn._linear_pointwise(tile, gate, second, None, "mul")
+
+
+class TiledMLP(nn.Module):
+    """A feed-forward network that is applied to tiles of rows."""
+
+    def __init__(self, mlp: MLP, tiles: Tiles):
+        super().__init__()
+        self.tiles = tiles
+        self.gate_up = TiledGate(mlp.gate_up.weight, mlp.gate, tiles)
+        self.down = TiledLinear(mlp.down.weight, None, tiles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, D) → (T, D)."""
+        return self.tiles.apply(lambda tile: self.down.product(self.gate_up.product(tile)), x)
 
 
 class TiledHead(TiledLinear):
@@ -97,8 +160,18 @@ class TiledHead(TiledLinear):
         else:
             self._wide = self.weight.detach().float()
 
-    def _product(self, tile: Tensor) -> Tensor:
-        return super()._product(tile) if self._wide is None else logits(tile, self._wide)
+    def room(self, count: int) -> Tensor:
+        """Memory for the scores of so many rows. New memory for them in every step took a tenth of its time."""
+        return torch.empty(-(-count // self.tiles.rows) * self.tiles.rows, len(self.weight))
+
+    def forward(self, x: Tensor, room: Tensor | None = None) -> Tensor:
+        """(T, D) → (T, V), which may lie in `room`, if it is given, and are lost when it is used again."""
+        if self._wide is None:
+            return super().forward(x)
+        room = self.room(len(x)) if room is None else room
+        for tile, scores in zip(self.tiles.of(x), room.split(self.tiles.rows), strict=False):
+            logits(tile, self._wide, out=scores)
+        return room[: len(x)]
 
 
 class TiledMoE(MoE):

@@ -10,12 +10,13 @@ CHUNK_ELEMENTS = 2**26
 """Logits that exist at one time (256 MB in FP32)."""
 
 
-def logits(hidden: Tensor, unembed: Tensor) -> Tensor:
+def logits(hidden: Tensor, unembed: Tensor, out: Tensor | None = None) -> Tensor:
     """Scores (T, V), at least in FP32, of hidden states (T, D). Trainer and generator both score with this function.
 
-    Products of bf16 accumulate and stay in FP32: rounded to bf16, scores around 25 would be 0.125 apart.
+    Products of bf16 accumulate and stay in FP32: rounded to bf16, scores around 25 would be 0.125 apart. They go into
+    `out` where it is given.
     """
-    return _product(hidden, unembed.to(_kept(hidden)).t())
+    return _product(hidden, unembed.to(_kept(hidden)).t(), out)
 
 
 def token_logprobs(
@@ -38,14 +39,14 @@ def _kept(hidden: Tensor) -> torch.dtype:
     return hidden.dtype if hidden.is_cuda else _sums(hidden)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a · b in FP32 (or FP64), where bf16 numbers are multiplied by the units for bf16."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
     if a.dtype != torch.bfloat16:
-        return torch.mm(a.to(_sums(a)), b.to(_sums(a)))
+        return torch.mm(a.to(_sums(a)), b.to(_sums(a)), out=out)
     with _ROUNDING:
-        return torch.mm(a.float(), b.float())
+        return torch.mm(a.float(), b.float(), out=out)
 
 
 class _Rounding:
