@@ -9,11 +9,15 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
+from palestra.control.actions import ActionHead
+from palestra.control.algorithms import ALGORITHMS
+from palestra.control.algorithms.base import Algorithm, Parts
 from palestra.control.algorithms.ppo import PPO
-from palestra.control.collector import Collector
 from palestra.control.envs.stepping import Stepper
-from palestra.control.policy import Policy
-from palestra.spec.kinds.control import NetSpec, PPOSpec
+from palestra.control.nets import ActorCritic
+from palestra.control.policy import Policy, observation_shape
+from palestra.spec.control.net import NetSpec
+from palestra.spec.kinds.control import ControlSpec
 
 
 class Scripted(gym.Env):
@@ -120,15 +124,43 @@ def sync(factory: Callable[[], gym.Env], num_envs: int, mode: AutoresetMode = Au
     return SyncVectorEnv([factory] * num_envs, autoreset_mode=mode)
 
 
-def ppo_on(
-    env: VectorEnv, *, seed: int = 0, compile: bool = False, net: dict[str, Any] | None = None, **spec: Any
-) -> PPO:
-    """A PPO learner on `env`, reset and ready for its first step."""
+def learner_on(
+    env: VectorEnv,
+    name: str,
+    *,
+    seed: int = 0,
+    compile: bool = False,
+    net: dict[str, Any] | None = None,
+    given: dict[str, Any] | None = None,
+    frames: int = 10_000,
+    **algorithm: Any,
+) -> Algorithm:
+    """The algorithm `name` on `env`, reset and ready for its first step; `given` are fields of `env:`."""
     torch.manual_seed(seed)
-    policy = Policy.of(
-        env.single_observation_space, env.single_action_space, NetSpec(**(net or {})), torch.device("cpu")
+    spec = ControlSpec.model_validate(
+        {
+            "kind": "control",
+            "name": "probe",
+            "env": {"id": "probe", "num_envs": env.num_envs, **(given or {})},
+            "algorithm": {"name": name, **algorithm},
+            "net": net or {},
+            "train": {"frames": frames},
+        }
     )
-    made = PPOSpec(name="ppo", **spec)
-    collector = Collector(Stepper(env), made.horizon, policy.head.shape, policy.head.dtype)
-    collector.reset(seed)
-    return PPO(made, policy, collector, torch.Generator().manual_seed(seed), compile=compile)
+    made = ALGORITHMS[name](Parts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))
+    made.episodes.reset(seed)
+    return made
+
+
+def policy_for(obs: gym.Space, actions: gym.Space, seed: int = 0, **net: Any) -> Policy:
+    """A new policy of PPO for these spaces."""
+    torch.manual_seed(seed)
+    shape = observation_shape(obs)
+    return Policy(shape, ActorCritic(shape, ActionHead.of(actions), NetSpec(**net)))
+
+
+def ppo_on(env: VectorEnv, **given: Any) -> PPO:
+    """PPO on `env`."""
+    made = learner_on(env, "ppo", **given)
+    assert isinstance(made, PPO)
+    return made

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_envs import DenseFinalObs, Scripted, Walk, place, ppo_on, scripted_action, sync
 
-from palestra.control.collector import Collector, NotFinite, Rollout
+from palestra.control.collector import Collector, Rollout
 from palestra.control.envs.make import make_vector
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper
+from palestra.control.episodes import Episodes, NotFinite
 from palestra.control.seeding import stream
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import EnvSpec
@@ -40,8 +41,8 @@ VECTORS: dict[str, Callable[[Callable[[], gym.Env], int], VectorEnv]] = {
 
 
 def collector_of(env: VectorEnv, horizon: int, seed: int = 0) -> Collector:
-    collector = Collector(Stepper(env), horizon, (), torch.int64)
-    collector.reset(seed)
+    collector = Collector(Episodes(Stepper(env)), horizon, (), torch.int64)
+    collector.episodes.reset(seed)
     return collector
 
 
@@ -88,8 +89,8 @@ def assert_true_transitions(env: VectorEnv, horizon: int, rollouts: int, seed: i
     for n, rows in found.items():
         assert rows == true_transitions(seed + n, len(rows), longest)
         assert all(row[-1] % 10 == 0 for row in rows)  # no flag in a successor
-    assert valid == collector.frame == sum(map(len, found.values()))
-    assert ends == collector.episodes == sum(row[3] or row[4] for rows in found.values() for row in rows)
+    assert valid == collector.episodes.frame == sum(map(len, found.values()))
+    assert ends == collector.episodes.finished == sum(row[3] or row[4] for rows in found.values() for row in rows)
     return collector
 
 
@@ -114,11 +115,11 @@ def test_collect_environments_in_processes_gives_the_true_transitions(mode):
 def test_collect_rows_valid_is_the_sum_of_episode_lengths(mode):
     collector = collector_of(VECTORS[mode](lambda: Walk([5.0] * 4), 3), horizon=30)
     rollout = collect(collector)
-    finished = [length for _, length in collector.recent]
+    finished = [length for _, length in collector.episodes.recent]
     assert finished == [4] * len(finished)
-    assert int(rollout.valid.sum()) == sum(finished) + int(collector.episode_length.sum())
+    assert int(rollout.valid.sum()) == sum(finished) + int(collector.episodes.episode_length.sum())
     assert int(rollout.valid.sum()) == (3 * 30 if mode != "next_step" else 3 * 24)  # every fifth step only resets
-    assert collector.metrics() == {"return": 20.0, "length": 4.0, "episodes": len(finished)}
+    assert collector.episodes.metrics() == {"return": 20.0, "length": 4.0, "episodes": len(finished)}
 
 
 @pytest.mark.parametrize("mode", VECTORS)
@@ -198,30 +199,30 @@ def test_collect_stored_observations_are_not_changed_by_later_steps():
 def test_metrics_rewards_of_any_size_logs_raw_returns_of_the_last_hundred_episodes():
     collector = collector_of(sync(lambda: Walk([5.0, 5.0, -1e6]), 2), horizon=300)
     collect(collector)
-    assert collector.episodes == 200
-    assert len(collector.recent) == 100
-    assert collector.metrics() == {"return": 10 - 1e6, "length": 3.0, "episodes": 200}
+    assert collector.episodes.finished == 200
+    assert len(collector.episodes.recent) == 100
+    assert collector.episodes.metrics() == {"return": 10 - 1e6, "length": 3.0, "episodes": 200}
 
 
 def test_metrics_no_episode_finished_says_nothing_of_returns():
     collector = collector_of(sync(lambda: Walk([1.0] * 9), 1), horizon=3)
     collect(collector)
-    assert collector.metrics() == {"episodes": 0}
+    assert collector.episodes.metrics() == {"episodes": 0}
 
 
 def test_frame_counts_transitions_of_all_environments():
     collector = collector_of(sync(Scripted, 3), horizon=10)
     for rollouts in (1, 2, 3):
         collect(collector)
-        assert collector.frame == rollouts * 30
-        assert collector.stepper.steps == rollouts * 10
+        assert collector.episodes.frame == rollouts * 30
+        assert collector.episodes.stepper.steps == rollouts * 10
 
 
 def cartpole_trace(seed: int) -> np.ndarray:
     """(200, 2, 4): two environments of a run's seed, with actions that depend on the observation alone."""
     env = make_vector(EnvSpec(id="CartPole-v1", vectorize="sync"), 2)
-    collector = Collector(Stepper(env), 200, (), torch.int64)
-    collector.reset(stream(seed, "env"))
+    collector = Collector(Episodes(Stepper(env)), 200, (), torch.int64)
+    collector.episodes.reset(stream(seed, "env"))
     act = lambda obs, _: (obs[:, 2] + obs[:, 3] > 0).long()  # noqa: E731
     return collector.collect(act, torch.zeros(200, 1), lambda a: a.numpy()).obs.numpy().copy()
 
@@ -327,7 +328,7 @@ def test_collect_number_not_finite_raises_before_anything_is_learned(fault, at, 
     with pytest.raises(NotFinite, match=what):
         ppo.step(0.0)
     assert torch.equal(ppo.flat.vector, before)
-    assert ppo.collector.frame == 0
+    assert ppo.collector.episodes.frame == 0
 
 
 def test_make_vector_environment_of_a_module_beside_the_spec_is_registered(tmp_path, monkeypatch):

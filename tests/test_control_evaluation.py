@@ -4,6 +4,7 @@ import random
 
 import gymnasium as gym
 import numpy as np
+import probe_envs
 import pytest
 import torch
 from envs import Identity
@@ -17,7 +18,6 @@ from palestra.control.policy import Policy
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.control.watch import play, write_video
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import NetSpec
 
 torch.set_num_threads(1)
 
@@ -31,8 +31,7 @@ def short_and_long(mode: AutoresetMode) -> Stepper:
 
 
 def policy_for(env: gym.vector.VectorEnv, seed: int = 0) -> Policy:
-    torch.manual_seed(seed)
-    return Policy.of(env.single_observation_space, env.single_action_space, NetSpec(), torch.device("cpu"))
+    return probe_envs.policy_for(env.single_observation_space, env.single_action_space, seed)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,7 +113,7 @@ def test_random_state_restored_continues_every_global_generator():
 
 def test_play_episodes_gives_their_returns_and_every_picture(tmp_path):
     env = gym.make("CartPole-v1", render_mode="rgb_array", max_episode_steps=7)
-    policy = Policy.of(env.observation_space, env.action_space, NetSpec(), torch.device("cpu"))
+    policy = probe_envs.policy_for(env.observation_space, env.action_space)
     returns, frames = play(policy, env, 2, seed=0)
     assert returns == [7.0, 7.0]
     assert len(frames) == 2 * (7 + 1)

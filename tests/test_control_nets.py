@@ -5,13 +5,14 @@ import math
 
 import gymnasium as gym
 import numpy as np
+import probe_envs
 import pytest
 import torch
 from gymnasium import spaces
 from probe_envs import ppo_on, sync
 
 from palestra.control.actions import ActionHead
-from palestra.control.nets import Flat
+from palestra.control.nets import ActorCritic, Flat
 from palestra.control.policy import Policy
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import NetSpec
@@ -28,8 +29,7 @@ ACTIONS: dict[str, gym.Space] = {
 
 
 def policy_for(space: gym.Space, **net: object) -> Policy:
-    torch.manual_seed(0)
-    return Policy.of(spaces.Box(-np.inf, np.inf, (6,), np.float32), space, NetSpec(**net), CPU)
+    return probe_envs.policy_for(spaces.Box(-np.inf, np.inf, (6,), np.float32), space, **net)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -72,10 +72,10 @@ def test_flat_vector_and_parameters_are_the_same_numbers(shared):
 
 
 def test_trunk_images_are_scaled_once_and_scalars_are_taken():
-    net = Policy.of(spaces.Box(0, 255, (2, 2), np.uint8), spaces.Discrete(2), NetSpec(), CPU).net
+    net = probe_envs.policy_for(spaces.Box(0, 255, (2, 2), np.uint8), spaces.Discrete(2)).net
     white = torch.full((3, 2, 2), 255, dtype=torch.uint8)
     assert torch.equal(net.value(white), net.value(torch.ones(3, 4)))
-    scalar = Policy.of(spaces.Box(0, 1, (), np.float32), spaces.Discrete(2), NetSpec(), CPU)
+    scalar = probe_envs.policy_for(spaces.Box(0, 1, (), np.float32), spaces.Discrete(2))
     assert scalar.act(np.float32(0.5)) in (0, 1)
     assert scalar.act(np.zeros(7, np.float32)).shape == (7,)
 
@@ -172,4 +172,6 @@ def test_state_is_a_copy_and_restores_the_policy():
     with torch.no_grad():
         policy.net.policy_head.bias.add_(1.0)
     assert not np.array_equal(policy.act(obs), before)
-    np.testing.assert_array_equal(Policy.restored(state, NetSpec()).act(obs), before)
+    restored = Policy((6,), ActorCritic((6,), ActionHead(state["actions"]), NetSpec()))
+    restored.load_state(state)
+    np.testing.assert_array_equal(restored.act(obs), before)

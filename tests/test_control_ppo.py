@@ -301,7 +301,7 @@ def test_state_round_trip_next_step_is_identical(vectorize):
     resumed.begin(state)
     assert [resumed.algorithm.step(0.2) for _ in range(3)] == expected
     assert torch.equal(resumed.algorithm.flat.vector, going.algorithm.flat.vector)
-    assert resumed.collector.metrics() == going.collector.metrics()
+    assert resumed.episodes.metrics() == going.episodes.metrics()
     # the state is a copy: going on did not change it, so it can be gone back to
     going.begin(state)
     assert [going.algorithm.step(0.2) for _ in range(3)] == expected

@@ -1,6 +1,7 @@
 """From the numbers a network puts out to actions an environment takes, for each kind of Gymnasium action space."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
@@ -93,7 +94,11 @@ class ActionHead:
         return family[self.description["type"]].draw(generator, (*batch, self.outputs))
 
     def to_env(self, action: Tensor) -> np.ndarray:
-        """What the environment is given for a sampled action; a Box action is clipped here and nowhere else."""
+        """What the environment is given for a stored action.
+
+        Actions of a Box are stored in units of half its range, −1 to 1, where it has bounds, and are clipped here and
+        nowhere else.
+        """
         array = action.numpy(force=True)
         match self.description:
             case {"type": "discrete", "start": 0}:
@@ -104,6 +109,17 @@ class ActionHead:
                 return array + np.asarray(start)
             case {"type": "multi_binary"}:
                 return array.astype(np.int8)
-            case {"type": "box", "low": low, "high": high}:
-                return np.clip(array, low, high)
+            case {"type": "box"}:
+                middle, half, least, most = self._units
+                return middle + half * np.clip(array, least, most)
         raise AssertionError(self.description)
+
+    @cached_property
+    def _units(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Middle and half of the range of each part, and the bounds in units of it; parts without both bounds stay."""
+        low, high = self.description["low"], self.description["high"]
+        bounded = np.isfinite(low) & np.isfinite(high)
+        middle = np.where(bounded, (low.astype(np.float64) + high) / 2, 0)
+        half = np.where(bounded, (high.astype(np.float64) - low) / 2, 1)
+        units = (middle, half, np.where(bounded, -1, low), np.where(bounded, 1, high))
+        return tuple(array.astype(low.dtype) for array in units)  # pyrefly: ignore

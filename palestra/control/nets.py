@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead, Distribution
+from palestra.control.actors import Actor
 from palestra.spec.kinds.control import NetSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,12 +51,11 @@ class Trunk(nn.Module):
         return x
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(Actor):
     """A policy and a value function, with separate hidden layers or shared ones."""
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec):
-        super().__init__()
-        self.head = head
+        super().__init__(head)
         sizes = [math.prod(obs_shape), *spec.hidden]
         self.trunk = Trunk(sizes, spec)
         self.value_trunk = None if spec.shared else Trunk(sizes, spec)  # one module twice does not trace as one graph
@@ -63,6 +63,14 @@ class ActorCritic(nn.Module):
         self.policy_head = linear(sizes[-1], head.outputs, 0.01 if spec.orthogonal else None)
         self.value_head = linear(sizes[-1], 1, 1.0 if spec.orthogonal else None)
         self.log_std = nn.Parameter(torch.zeros(head.outputs)) if head.continuous else None
+
+    def greedy(self, obs: Tensor) -> Tensor:
+        """The most likely actions."""
+        return self.policy(obs).mode()
+
+    def drawn(self, obs: Tensor, generator: torch.Generator) -> Tensor:
+        """Actions drawn from the policy."""
+        return self.policy(obs).sample(self.head.noise(generator, len(obs)).to(obs.device))
 
     def policy(self, obs: Tensor) -> Distribution:
         """The distribution over actions in `obs`, (B, ...)."""

@@ -7,10 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
-from palestra.control.nets import ActorCritic
+from palestra.control.actors import Actor
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import NetSpec
 
 
 def as_input(obs: np.ndarray) -> np.ndarray:
@@ -18,28 +16,19 @@ def as_input(obs: np.ndarray) -> np.ndarray:
     return obs.astype(np.float32, copy=False) if obs.dtype.kind == "f" else obs
 
 
+def observation_shape(space: gym.Space) -> tuple[int, ...]:
+    """The shape of one observation of a space that policies can see."""
+    if not isinstance(space, gym.spaces.Box):
+        raise UsageError(f"the observation space {space} is not supported: wrap the environment so that it gives a Box")
+    return space.shape
+
+
 class Policy:
-    """Acts on observations: `act` for people, `sample` for the collector's loop."""
+    """Acts on observations: what a checkpoint holds of an algorithm, and `palestra.load` gives back."""
 
-    def __init__(self, obs_shape: tuple[int, ...], head: ActionHead, spec: NetSpec, device: torch.device):
-        self.obs_shape, self.head, self.device = obs_shape, head, device
-        self.net = ActorCritic(obs_shape, head, spec).to(device)
-
-    @classmethod
-    def of(cls, obs_space: gym.Space, action_space: gym.Space, spec: NetSpec, device: torch.device) -> "Policy":
-        """A fresh policy for an environment's spaces."""
-        if not isinstance(obs_space, gym.spaces.Box):
-            raise UsageError(
-                f"the observation space {obs_space} is not supported: wrap the environment so that it gives a Box"
-            )
-        return cls(obs_space.shape, ActionHead.of(action_space), spec, device)
-
-    @classmethod
-    def restored(cls, state: dict[str, Any], spec: NetSpec) -> "Policy":
-        """The policy that `state()` describes."""
-        policy = cls(tuple(state["obs_shape"]), ActionHead(state["actions"]), spec, torch.device("cpu"))
-        policy.load_state(state)
-        return policy
+    def __init__(self, obs_shape: tuple[int, ...], net: Actor, device: torch.device | str = "cpu"):
+        self.obs_shape, self.head, self.device = obs_shape, net.head, torch.device(device)
+        self.net = net.to(self.device)
 
     def act(self, obs: Any, *, deterministic: bool = True) -> np.ndarray:
         """The action for one observation, or the actions for a batch of them (one more dimension in front)."""
@@ -48,21 +37,17 @@ class Policy:
         if not single and array.shape[1:] != self.obs_shape:
             raise UsageError(f"expected an observation of shape {self.obs_shape} or a batch of them, got {array.shape}")
         batch = torch.from_numpy(array[None] if single else array)
-        actions = self.greedy(batch) if deterministic else self._sampled(batch)
+        actions = self.greedy(batch) if deterministic else self._drawn(batch)
         return self.head.to_env(actions)[0] if single else self.head.to_env(actions)
-
-    def sample(self, obs: Tensor, noise: Tensor) -> Tensor:
-        """Sampled actions for a batch of observations, by noise drawn before."""
-        return self.net.policy(obs.to(self.device)).sample(noise)
 
     @torch.no_grad()
     def greedy(self, obs: Tensor) -> Tensor:
-        """The most likely actions for a batch of observations."""
-        return self.net.policy(obs.to(self.device)).mode()
+        """The best actions for a batch of observations."""
+        return self.net.greedy(obs.to(self.device))
 
     @torch.no_grad()
-    def _sampled(self, obs: Tensor) -> Tensor:
-        return self.sample(obs, self.head.noise(torch.default_generator, len(obs)).to(self.device))
+    def _drawn(self, obs: Tensor) -> Tensor:
+        return self.net.drawn(obs.to(self.device), torch.default_generator)
 
     def state(self) -> dict[str, Any]:
         """Weights and spaces as plain data and tensors, copied: later updates do not change them."""

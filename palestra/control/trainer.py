@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from palestra.control.algorithms import ALGORITHMS
-from palestra.control.collector import Collector, NotFinite
+from palestra.control.algorithms.base import Parts
 from palestra.control.compiling import should_compile
 from palestra.control.envs.make import Factory, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
+from palestra.control.episodes import NotFinite
 from palestra.control.evaluation import evaluate
-from palestra.control.policy import Policy
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.control import ControlSpec
-from palestra.spec.schedule import in_fractions
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
 
@@ -35,20 +34,16 @@ class Learner:
         seed_everything(seed)
         self.seed, self.steps, self.name, self.compiled = seed, 0, spec.algorithm.name, compile
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
-        self.generator = torch.Generator().manual_seed(stream(seed, "policy"))
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
-        self.policy = Policy.of(self.env.single_observation_space, self.env.single_action_space, spec.net, device)
-        self.collector = Collector(
-            Stepper(self.env, spec.env.id), spec.algorithm.horizon, self.policy.head.shape, self.policy.head.dtype
-        )
-        algorithm = ALGORITHMS[spec.algorithm.name]
-        settings = in_fractions(spec.algorithm, spec.steps)
-        self.algorithm = algorithm(settings, self.policy, self.collector, self.generator, compile=compile)
+        parts = Parts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
+        self.generator = parts.generator
+        self.algorithm = ALGORITHMS[spec.algorithm.name](parts)
+        self.policy, self.episodes = self.algorithm.policy, self.algorithm.episodes
 
     @property
     def counters(self) -> dict[str, int]:
         """Policy improvements and environment transitions so far."""
-        return {"steps": self.steps, "frames": self.collector.frame}
+        return {"steps": self.steps, "frames": self.episodes.frame}
 
     def improve(self, progress: float) -> dict[str, float]:
         """One policy improvement; a row of metrics of the collecting policy and of the algorithm."""
@@ -60,16 +55,15 @@ class Learner:
                 f"training has diverged at step {self.steps}: {', '.join(broken)}. The last checkpoint is from before: "
                 "start again with a smaller algorithm.lr or algorithm.max_grad_norm."
             )
-        return self.collector.metrics() | {f"{self.name}/{metric}": value for metric, value in metrics.items()}
+        return self.episodes.metrics() | {f"{self.name}/{metric}": value for metric, value in metrics.items()}
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Reset the environments, or continue from `state()`."""
-        self.collector.reset(stream(self.seed, "env"))
+        self.episodes.reset(stream(self.seed, "env"))
         if saved is None:
             return
         self.steps = saved["steps"]
         self.algorithm.load_state(saved["algorithm"])
-        self.collector.load_state(saved["collector"])
         self.generator.set_state(saved["generator"])
         load_random_state(saved["random"])
 
@@ -95,7 +89,6 @@ class Learner:
             "steps": self.steps,
             "compiled": self.compiled,
             "algorithm": self.algorithm.state(),
-            "collector": self.collector.state(),
             "generator": self.generator.get_state(),
             "random": random_state(),
         }
@@ -124,12 +117,12 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
     ):
         learner.algorithm.span = record.span
         row, before = (saved.state["unevaluated"] if saved is not None else None) or (None, learner.counters)
-        last = row is None and learner.collector.frame >= spec.train.frames
+        last = row is None and learner.episodes.frame >= spec.train.frames
         while not last:
             if row is None:
                 before, started = learner.counters, time.perf_counter()
                 row = learner.improve(before["frames"] / spec.train.frames)
-                speed = (learner.collector.frame - before["frames"]) / (time.perf_counter() - started)
+                speed = (learner.episodes.frame - before["frames"]) / (time.perf_counter() - started)
                 record.stats.last("time/fps", speed)
             counters = learner.counters
             last = counters["frames"] >= spec.train.frames
@@ -142,7 +135,7 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
                 )
                 raise _interrupted(session, counters)
             if evaluated or due(spec.every.log, before, counters):
-                moment = Moment(learner.steps, learner.collector.frame, row, learner.policy, session.path)
+                moment = Moment(learner.steps, learner.episodes.frame, row, learner.policy, session.path)
                 call_hooks(hooks, moment)
                 if moment.stop and not evaluated:
                     evaluated = learner.evaluate(spec, evaluator, row, session, record)

@@ -1,5 +1,6 @@
-"""The algorithms, one file each, by their name in a spec."""
+"""The algorithms, by the name a spec calls them. Each is one file: what it stores, how it acts, how it learns."""
 
+from palestra.control.algorithms.base import Algorithm
 from palestra.control.algorithms.ppo import PPO
 
-ALGORITHMS = {"ppo": PPO}
+ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO}

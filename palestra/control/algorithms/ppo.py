@@ -5,23 +5,25 @@ How it acts: it samples from the policy; the noise of a whole rollout is drawn a
 How it learns: GAE, then some epochs of minibatches on the clipped surrogate, the value loss and the entropy bonus.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from palestra.control.actions import ActionHead
 from palestra.control.adam import Adam, adam_step, clip_norm
+from palestra.control.algorithms.base import Algorithm, Parts
 from palestra.control.collector import Collector, Rollout
 from palestra.control.compiling import compiled
-from palestra.control.nets import Flat
+from palestra.control.episodes import Episodes
+from palestra.control.nets import ActorCritic, Flat
 from palestra.control.policy import Policy
 from palestra.control.schedule import scheduled
 from palestra.rl.advantages import gae
 from palestra.rl.losses import masked_mean, ppo_policy_loss, value_loss
 from palestra.rl.normalise import batch_normalise
-from palestra.spec.kinds.control import PPOSpec
+from palestra.spec.control.on_policy import PPOSpec
+from palestra.spec.kinds.control import ControlSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
@@ -50,18 +52,27 @@ class Rates(NamedTuple):
     entropy: Tensor
 
 
-class PPO:
+class PPO(Algorithm):
     """The learner: `step()` is one policy improvement."""
 
-    def __init__(
-        self, spec: PPOSpec, policy: Policy, collector: Collector, generator: torch.Generator, *, compile: bool
-    ):
-        self.spec, self.policy, self.collector, self.generator = spec, policy, collector, generator
-        self.flat = Flat(policy.net)
+    supports = ("discrete", "multi_discrete", "multi_binary", "box")
+
+    def __init__(self, parts: Parts):
+        super().__init__(parts)
+        assert isinstance(parts.spec.algorithm, PPOSpec)
+        self.spec = parts.spec.algorithm
+        self.net = self.actor(parts.spec, parts.obs_shape, parts.head)
+        self.policy = Policy(parts.obs_shape, self.net, parts.device)
+        self.episodes = Episodes(parts.stepper)
+        self.collector = Collector(self.episodes, self.spec.horizon, parts.head.shape, parts.head.dtype)
+        self.flat = Flat(self.net)
         self.adam = Adam.zeros(self.flat.vector)
-        self.updates = 0
-        self._update = compiled(self.update) if compile else self.update
-        self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()  # timings, if anyone wants them
+        self._update = compiled(self.update) if parts.compile else self.update
+
+    @classmethod
+    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> ActorCritic:
+        """Policy and value."""
+        return ActorCritic(obs_shape, head, spec.net)
 
     def step(self, progress: float) -> dict[str, float]:
         """Collect one rollout and learn from it; `progress` in [0, 1] drives the schedules."""
@@ -72,16 +83,17 @@ class PPO:
 
     def collect(self) -> Rollout:
         """T steps of the sampling policy in all environments."""
-        noise = self.policy.head.noise(self.generator, self.collector.horizon, self.collector.stepper.num_envs)
-        return self.collector.collect(self.policy.sample, noise.to(self.policy.device), self.policy.head.to_env)
+        device, head = self.policy.device, self.policy.head
+        noise = head.noise(self.generator, self.collector.horizon, self.episodes.num_envs).to(device)
+        return self.collector.collect(lambda obs, n: self.net.policy(obs.to(device)).sample(n), noise, head.to_env)
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout) -> Batch:
         """Log-probabilities, values and advantages of a rollout, under the weights that collected it, shuffled."""
-        net, rollout = self.policy.net, rollout.to(self.policy.device)
+        net, rollout = self.net, rollout.to(self.policy.device)
         values, next_values = rollout.next_values(net.value)
         # By the kind of environment, not by what this rollout holds: see `compiled`.
-        valid = rollout.valid if self.collector.stepper.has_dummy_steps else None
+        valid = rollout.valid if self.episodes.stepper.has_dummy_steps else None
         advantages, returns = gae(
             rollout.rewards,
             values,
@@ -171,11 +183,17 @@ class PPO:
         return total, torch.stack([part.detach() for part in parts])
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, besides the collector's and the generator's state."""
-        return {"policy": self.policy.state(), "adam": dict(self.adam._asdict()), "updates": self.updates}
+        """Everything that the next step depends on, besides the generator's state."""
+        return {
+            "policy": self.policy.state(),
+            "adam": dict(self.adam._asdict()),
+            "updates": self.updates,
+            "episodes": self.episodes.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
         self.policy.load_state(state["policy"])
         self.updates = state["updates"]
         self.adam = Adam(**{name: value.to(self.policy.device) for name, value in state["adam"].items()})
+        self.episodes.load_state(state["episodes"])

@@ -3,79 +3,22 @@
 from math import isqrt
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec, Module
+from palestra.spec.base import Conflict, Every, ExperimentSpec
 from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.control.env import EnvSpec
+from palestra.spec.control.net import NetSpec
+from palestra.spec.control.off_policy import CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
+from palestra.spec.control.on_policy import A2CSpec, PPOSpec, ReinforceSpec, SARSASpec
 from palestra.spec.model import Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.schedule import warmup_problems
 
-
-class EnvSpec(Model):
-    """The environment and how many of it run side by side."""
-
-    id: str = Field(min_length=1)
-    """The Gymnasium id, for example CartPole-v1."""
-    num_envs: int = Field(default=4, ge=1)
-    """How many copies are stepped together (N)."""
-    vectorize: Literal["auto", "vector", "sync", "async"] = "auto"
-    """How they run: the environment's own vectorised form, one after the other, in processes, or the best there is."""
-    kwargs: dict[str, JsonValue] = Field(default={})
-    """Arguments for gymnasium.make."""
-    module: Module | None = None
-    """A module imported first, so that it can register environments."""
-
-
-class PPOSpec(Model):
-    """Proximal policy optimisation (Schulman et al. 2017)."""
-
-    name: Literal["ppo"]
-    """The algorithm."""
-    gamma: float = Field(default=0.99, ge=0, le=1)
-    """The discount factor γ."""
-    lam: float = Field(default=0.95, ge=0, le=1)
-    """λ of generalised advantage estimation."""
-    clip: Annotated[ScheduleSpec, Bounds(above=0)] = Schedule(shape="constant", start=0.2)
-    """How far the probability ratio may move from 1 before its gradient stops (ε)."""
-    clip_value: float | None = Field(default=None, gt=0)
-    """How far a value may move from its old prediction; null does not clip values."""
-    entropy: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="constant", start=0.0)
-    """The weight of the entropy bonus."""
-    value_coef: float = Field(default=0.5, ge=0)
-    """The weight of the value loss."""
-    lr: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="constant", start=3e-4)
-    """The learning rate of Adam."""
-    horizon: int = Field(default=128, ge=1)
-    """Transitions collected from each environment before learning from them (T)."""
-    minibatch: int = Field(default=128, ge=1)
-    """Transitions in one gradient step; divides horizon × num_envs."""
-    epochs: int = Field(default=4, ge=1)
-    """Passes over the collected transitions."""
-    max_grad_norm: float | None = Field(default=0.5, gt=0)
-    """The norm to which gradients are clipped; null does not clip."""
-    normalise_advantages: bool = True
-    """Bring the advantages of each minibatch to mean 0 and standard deviation 1."""
-    target_kl: float | None = Field(default=None, gt=0)
-    """Stop the passes of a step once the approximate KL to the collecting policy is above this; null never stops."""
-    adam_eps: float = Field(default=1e-5, gt=0)
-    """ε of Adam, added to the root of the second moment."""
-
-
-AlgorithmSpec = PPOSpec
-"""The algorithms, told apart by `name`. A second one: `Annotated[PPOSpec | NewSpec, Field(discriminator="name")]`."""
-
-
-class NetSpec(Model):
-    """The networks of policy and value."""
-
-    hidden: list[Annotated[int, Field(ge=1)]] = Field(default=[64, 64])
-    """The widths of the hidden layers."""
-    activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
-    """The nonlinearity between layers."""
-    shared: bool = False
-    """Whether policy and value share the hidden layers."""
-    orthogonal: bool = True
-    """Orthogonal initial weights, with gain 0.01 at the policy's and 1 at the value's output."""
+AlgorithmSpec = Annotated[
+    ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec,
+    Field(discriminator="name"),
+]
+"""The algorithms, told apart by `name`."""
 
 
 class TrainSpec(Model):
@@ -132,39 +75,66 @@ class ControlSpec(ExperimentSpec):
         return -(-self.train.frames // self.frames_per_step)
 
     @property
-    def minibatches_per_step(self) -> int:
-        """Gradient steps in one policy improvement, if `target_kl` stops none."""
-        return self.algorithm.epochs * self.frames_per_step // self.algorithm.minibatch
+    def updates(self) -> int:
+        """Gradient steps in the whole run, if nothing ends one early."""
+        if isinstance(self.algorithm, OffPolicySpec):
+            learned = max(0, self.train.frames - self.algorithm.start)
+            return learned * self.algorithm.updates_at_once(self.env.num_envs) // self._frames_between_updates
+        return self.steps * self.algorithm.updates_per_step(self.env.num_envs)
 
     @property
-    def updates(self) -> int:
-        """Gradient steps in the whole run, if `target_kl` stops none."""
-        return self.steps * self.minibatches_per_step
+    def _frames_between_updates(self) -> int:
+        assert isinstance(self.algorithm, OffPolicySpec)
+        return self.env.num_envs * self.algorithm.update_every
 
     def conflicts(self) -> list[Conflict]:
-        """Minibatches that the collected transitions cannot fill, warm-ups longer than the run."""
+        """Sizes that do not fit together, warm-ups longer than the run, networks that an algorithm has no use for."""
         warmups = warmup_problems(self.algorithm, self.steps)
-        return self._minibatch_conflicts() + [Conflict(("algorithm", *path), reason) for path, reason in warmups]
+        found = [Conflict(("algorithm", *path), reason) for path, reason in warmups]
+        if isinstance(self.algorithm, PPOSpec):
+            found += self._minibatch_conflicts(self.algorithm)
+        if isinstance(self.algorithm, OffPolicySpec):
+            found += self._replay_conflicts(self.algorithm)
+        if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec):
+            found.append(Conflict(("net", "recurrent"), f"{self.algorithm.name} has no use for it: use ppo or a2c"))
+        return found
 
-    def _minibatch_conflicts(self) -> list[Conflict]:
-        size, batch, at = self.algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
-        product = f"horizon × num_envs = {self.algorithm.horizon} × {self.env.num_envs} = {batch}"
+    def _minibatch_conflicts(self, algorithm: PPOSpec) -> list[Conflict]:
+        size, batch, at = algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
+        product = f"horizon × num_envs = {algorithm.horizon} × {self.env.num_envs} = {batch}"
         if size > batch:
             return [Conflict(at, f"expected at most {product}, got {size}")]
         if batch % size:
             near = sorted({max(d for d in _divisors(batch) if d < size), min(d for d in _divisors(batch) if d > size)})
             return [Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")]
-        if size == 1 and self.algorithm.normalise_advantages:
+        if size == 1 and algorithm.normalise_advantages:
             return [Conflict(at, "expected at least 2, because one advantage cannot be normalised")]
         return []
 
+    def _replay_conflicts(self, algorithm: OffPolicySpec) -> list[Conflict]:
+        found, n = [], self.env.num_envs
+        exact = algorithm.replay_ratio * n * algorithm.update_every
+        if algorithm.updates_at_once(n) < 1 or abs(exact - round(exact)) > 1e-6:
+            reason = (
+                f"expected a whole number of gradient steps, at least 1, every {algorithm.update_every} vector steps; "
+                f"replay_ratio × num_envs × update_every is {exact:g}"
+            )
+            found.append(Conflict(("algorithm", "replay_ratio"), reason))
+        if algorithm.horizon % algorithm.update_every:
+            reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
+            found.append(Conflict(("algorithm", "horizon"), reason))
+        if algorithm.buffer < max(algorithm.start, n * (algorithm.n_step + 1)):
+            least = max(algorithm.start, n * (algorithm.n_step + 1))
+            found.append(Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}"))
+        return found
+
     def derived(self) -> dict[str, int | float | str]:
-        """Frames a step, steps, minibatches a step and gradient steps in all."""
+        """Frames a step, steps and gradient steps, a step and in all."""
         return {
             "frames per step": self.frames_per_step,
             "steps": self.steps,
             "frames in all": self.steps * self.frames_per_step,
-            "minibatches per step": self.minibatches_per_step,
+            "gradient steps per step": self.algorithm.updates_per_step(self.env.num_envs),
             "gradient steps in all": self.updates,
         }
 

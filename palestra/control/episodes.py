@@ -1,0 +1,116 @@
+"""Where the environments stand: what each shows now, how far its episode is, and what the last episodes brought."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from palestra.control.envs.snapshot import restore_vector, vector_state
+from palestra.control.envs.stepping import Stepper, Transition
+from palestra.errors import PalestraError
+
+EPISODE_WINDOW = 100  # finished episodes that the running return is averaged over
+
+
+class NotFinite(PalestraError):
+    """A number that must be finite is not; training on would only spread it."""
+
+
+class Episodes:
+    """Steps the environments and remembers where each episode stands. Returns are of raw rewards."""
+
+    def __init__(self, stepper: Stepper):
+        n = stepper.num_envs
+        space = stepper.env.single_observation_space
+        assert space.shape is not None
+        assert space.dtype is not None
+        self.obs_dtype = np.dtype(np.float32) if space.dtype.kind == "f" else space.dtype
+        """Of observations as they are stored and as networks take them."""
+        self.stepper, self.num_envs = stepper, n
+        self.now = np.zeros((n, *space.shape), self.obs_dtype)
+        """What the policy acts on next, (N, ...)."""
+        self.frame = 0
+        """Environment transitions so far; the dummy steps of an autoreset are none."""
+        self.episode_return = np.zeros(n)
+        self.episode_length = np.zeros(n, np.int64)
+        self.recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)  # (return, length)
+        self.finished = 0
+
+    def reset(self, seed: int) -> None:
+        """Begin: every environment gets its own seed."""
+        self.now = self.stepper.reset(seed).astype(self.obs_dtype, copy=False)
+
+    def step(self, actions: np.ndarray) -> Transition:
+        """One vector step with actions as the environments take them; `now` is then what follows.
+
+        Who keeps observations copies them: environments may write into the same arrays again.
+        """
+        moved = self.stepper.step(actions)
+        obs, rewards, _, _, valid, ended, _ = moved
+        self.now = obs if obs.dtype == self.obs_dtype else obs.astype(self.obs_dtype)
+        self.episode_return += rewards
+        if valid is None:
+            self.episode_length += 1
+            self.frame += self.num_envs
+        else:
+            self.episode_length += valid
+            self.frame += int(valid.sum())
+        if ended is not None:
+            returns, lengths = self.episode_return[ended].tolist(), self.episode_length[ended].tolist()
+            self.recent.extend(zip(returns, lengths, strict=True))
+            self.finished += len(ended)
+            self.episode_return[ended] = self.episode_length[ended] = 0
+        return moved
+
+    def check(self, what: str, numbers: np.ndarray | torch.Tensor) -> None:
+        """Stop with a clear error if what the last vector step gave, N rows of it, is not finite."""
+        finite = np.isfinite(np.asarray(numbers))
+        if finite.all():
+            return
+        first = tuple(np.argwhere(~finite)[0])
+        raise self.not_finite(what, float(np.asarray(numbers)[first]), int(first[0]), self.stepper.steps, self.frame)
+
+    def not_finite(self, what: str, number: float, env: int, step: int, frame: int) -> NotFinite:
+        """The error that says which environment gave what and when."""
+        return NotFinite(
+            f"{self.stepper.name} gave a {what} of {number:g} in environment {env} at vector step "
+            f"{step} (about frame {frame}). Nothing was "
+            "learned from it and the last checkpoint is intact: fix the environment, then resume."
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """How the policy that collects is doing: raw returns of its last finished episodes."""
+        if not self.recent:
+            return {"episodes": self.finished}
+        returns, lengths = zip(*self.recent, strict=True)
+        return {"return": float(np.mean(returns)), "length": float(np.mean(lengths)), "episodes": self.finished}
+
+    def state(self) -> dict[str, Any]:
+        """Where each environment and its episode stand."""
+        return {
+            "stepper": self.stepper.state(),
+            "env": vector_state(self.stepper.env),
+            "now": self.now.copy(),
+            "frame": self.frame,
+            "episodes": self.finished,
+            "episode_return": self.episode_return.copy(),
+            "episode_length": self.episode_length.copy(),
+            "recent": [list(pair) for pair in self.recent],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> np.ndarray | None:
+        """Continue from `state()`. Environments that cannot be restored begin new episodes: which, (K,), else None."""
+        self.stepper.load_state(state["stepper"])
+        self.now = state["now"].copy()
+        self.frame, self.finished = state["frame"], state["episodes"]
+        self.episode_return, self.episode_length = state["episode_return"].copy(), state["episode_length"].copy()
+        self.recent = deque((tuple(pair) for pair in state["recent"]), maxlen=EPISODE_WINDOW)
+        restarted = restore_vector(self.stepper.env, state["env"])
+        if restarted is None:
+            return None
+        rows = restarted.which
+        self.now[rows] = restarted.observations[rows]
+        self.episode_return[rows] = self.episode_length[rows] = 0
+        self.stepper.forget(rows)
+        return rows

@@ -1,0 +1,1 @@
+"""What kind `control` is made of: environments, networks and the algorithms."""
