@@ -6,8 +6,10 @@ TRL has an environment of its own, which must not get torchvision:
     python benchmarks/grpo_cpu.py --peer-python trl-venv/bin/python
 
 Both start from one model folder and take the same prompts in the same order, with the same group, lengths, rewards,
-loss (Dr. GRPO without KL), AdamW and number of updates, in FP32 on the same number of threads. They run side by side,
-and only one at a time: each step of ours is followed by one of theirs. Two sizes:
+loss (Dr. GRPO without KL), AdamW and number of updates, on the same number of threads. They run side by side, and only
+one at a time: each step of ours is followed by one of theirs. Both compute in bf16 unless told otherwise; on a CPU TRL
+is faster in FP32 than in its own default, so it runs twice, once in each, and `trl_precision` says which ratio a line
+is of. Ours is in bf16, a spec's default, unless `--precision fp32` is given. Two sizes:
 
 - `small`: 0.87M parameters, 16 prompts × 8 answers of 32 tokens without an early stop; the reward is the share of
   digits in an answer.
@@ -17,7 +19,7 @@ and only one at a time: each step of ours is followed by one of theirs. Two size
 Ours is the kind `posttrain` as `palestra train` runs it. `step_s` is the median of time/rollout + time/train +
 time/publish; `wall_s` is all that lies between two steps, with the writing of metrics and rollouts, for both. `cpu_s`
 is the time of the processor, which other programs on the machine change less. `reward_first` and `reward_last` are
-means over a tenth of the steps. One JSON line a size.
+means over a tenth of the steps. One JSON line a size and precision of TRL.
 """
 
 import argparse
@@ -32,10 +34,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+PRECISIONS = ("bf16", "fp32")
 WARM_UP = 3
 """Steps that do not count: caches, pages and first calls."""
 
@@ -148,7 +152,7 @@ def tick(moment: Any) -> None:
     turns.end(reward=moment.metrics["reward"])
 
 
-def ours(folder: Path, name: str, threads: int) -> None:
+def ours(folder: Path, name: str, threads: int, precision: str) -> None:
     import palestra
     from palestra.tasks.rewards import reward
 
@@ -166,7 +170,7 @@ def ours(folder: Path, name: str, threads: int) -> None:
             "tasks": {"train": [task | ({} if reward_of is None else {"reward": reward_of})]},
             "rollout": {"group": size.group, "max_new_tokens": size.new_tokens, "max_prompt_tokens": 8},
             "algorithm": {"preset": "dr_grpo"},
-            "train": {"steps": size.steps, "prompts_per_step": size.prompts, "precision": "fp32"},
+            "train": {"steps": size.steps, "prompts_per_step": size.prompts, "precision": precision},
             "optim": {
                 "name": "adamw",
                 "lr": {"shape": "linear", "start": size.lr, "end": 0},
@@ -191,7 +195,7 @@ def ours(folder: Path, name: str, threads: int) -> None:
     )
 
 
-def theirs(folder: Path, name: str, threads: int) -> None:
+def theirs(folder: Path, name: str, threads: int, precision: str) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -222,9 +226,9 @@ def theirs(folder: Path, name: str, threads: int) -> None:
             turns.end(reward=rewards[-1])
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str(folder / f"trl_{precision}"),
         use_cpu=True,
-        bf16=False,
+        bf16=precision == "bf16",
         gradient_checkpointing=False,
         per_device_train_batch_size=size.prompts * size.group,
         num_generations=size.group,
@@ -264,7 +268,9 @@ def versions(*names: str) -> dict[str, str]:
 # ---- both, in turns
 
 
-def compare(folder: Path, name: str, threads: int, peer_python: str) -> dict[str, Any]:
+def compare(
+    folder: Path, name: str, threads: int, pythons: dict[str, str], precisions: dict[str, str]
+) -> dict[str, Any]:
     """Run both, a step of one and a step of the other."""
     size = SIZES[name]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
@@ -281,9 +287,13 @@ def compare(folder: Path, name: str, threads: int, peer_python: str) -> dict[str
     ]
     sides = {
         who: subprocess.Popen(
-            [python, *command, "--one", who], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [python, *command, "--one", who, "--precision", precisions[who]],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        for who, python in {"ours": sys.executable, "trl": peer_python}.items()
+        for who, python in pythons.items()
     }
     try:
         steps: dict[str, list[dict[str, float]]] = {who: [answer(process)] for who, process in sides.items()}
@@ -299,7 +309,8 @@ def compare(folder: Path, name: str, threads: int, peer_python: str) -> dict[str
     finally:
         for process in sides.values():
             process.kill()
-    return summary(name, threads, steps["ours"], steps["trl"], ends["ours"], ends["trl"])
+    found = summary(name, threads, steps["ours"], steps["trl"], ends["ours"], ends["trl"])
+    return found | {"precision": precisions["ours"], "trl_precision": precisions["trl"]}
 
 
 def go(process: subprocess.Popen[str]) -> None:
@@ -361,6 +372,8 @@ def main() -> None:
     parser.add_argument("--peer-python", help="the interpreter of the environment with TRL")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of ours")
+    parser.add_argument("--peer-precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="of TRL")
     parser.add_argument("--steps", type=int, help="updates of both; without it 40 and 80")
     parser.add_argument("--taught", help="a run of examples/quickstart/sft.yaml; without it one is made")
     parser.add_argument("--one", choices=["ours", "trl"], help=argparse.SUPPRESS)
@@ -370,15 +383,18 @@ def main() -> None:
         SIZES.update({name: replace(size, steps=given.steps) for name, size in SIZES.items()})
     if given.one is not None:
         turns = Turns()
-        (ours if given.one == "ours" else theirs)(given.folder, given.sizes[0], given.threads[0])
+        side = ours if given.one == "ours" else theirs
+        side(given.folder, given.sizes[0], given.threads[0], given.precision)
         return
     if given.peer_python is None:
         parser.error("--peer-python: the interpreter of an environment with TRL; --help says how to make one")
+    pythons = {"ours": sys.executable, "trl": given.peer_python}
     for name in given.sizes:
-        for threads in given.threads:
-            with tempfile.TemporaryDirectory() as scratch:
-                prepare(Path(scratch), name, given.taught)
-                print(json.dumps(compare(Path(scratch), name, threads, given.peer_python)), flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            prepare(Path(scratch), name, given.taught)
+            for threads, precision in product(given.threads, given.peer_precisions):
+                precisions = {"ours": given.precision, "trl": precision}
+                print(json.dumps(compare(Path(scratch), name, threads, pythons, precisions)), flush=True)
 
 
 if __name__ == "__main__":

@@ -240,15 +240,19 @@ def test_state_taken_in_the_middle_of_episodes_continues_identically():
 
     going = made()
     collect(going)
-    state = going.state()
+    state = going.episodes.state()
     second = transitions(collect(going))
     fresh = made()
-    fresh.load_state(state)
+    fresh.episodes.load_state(state)
     again = transitions(collect(fresh))
     assert again == second
-    assert fresh.metrics() == going.metrics()
-    assert (fresh.frame, fresh.episodes, fresh.stepper.steps) == (going.frame, going.episodes, going.stepper.steps)
-    np.testing.assert_array_equal(fresh.episode_return, going.episode_return)
+    assert fresh.episodes.metrics() == going.episodes.metrics()
+    assert (fresh.episodes.frame, fresh.episodes.finished, fresh.episodes.stepper.steps) == (
+        going.episodes.frame,
+        going.episodes.finished,
+        going.episodes.stepper.steps,
+    )
+    np.testing.assert_array_equal(fresh.episodes.episode_return, going.episodes.episode_return)
 
 
 def test_state_taken_changes_nothing_and_is_not_changed_by_going_on():
@@ -256,10 +260,10 @@ def test_state_taken_changes_nothing_and_is_not_changed_by_going_on():
     watched = collector_of(make_vector(EnvSpec(id="object:Scripted"), 2, Scripted), horizon=5, seed=2)
     for _ in range(4):
         expected = transitions(collect(plain))
-        before = watched.state()
+        before = watched.episodes.state()
         held = [before["now"].copy(), before["episode_return"].copy(), before["frame"], list(before["recent"])]
         assert transitions(collect(watched)) == expected
-        watched.state()
+        watched.episodes.state()
         np.testing.assert_array_equal(before["now"], held[0])
         np.testing.assert_array_equal(before["episode_return"], held[1])
         assert [before["frame"], before["recent"]] == held[2:]
@@ -328,7 +332,7 @@ def test_collect_number_not_finite_raises_before_anything_is_learned(fault, at, 
     with pytest.raises(NotFinite, match=what):
         ppo.step(0.0)
     assert torch.equal(ppo.flat.vector, before)
-    assert ppo.collector.episodes.frame == 0
+    assert ppo.updates == 0
 
 
 def test_make_vector_environment_of_a_module_beside_the_spec_is_registered(tmp_path, monkeypatch):

@@ -154,9 +154,10 @@ def test_collect_box_actions_are_stored_as_sampled_and_given_clipped():
     stored = rollout.actions[:, 0].numpy()
     assert heard.min() == -0.5
     assert heard.max() == 0.25
-    assert stored.min() < -0.5
-    assert stored.max() > 0.25
-    np.testing.assert_array_equal(heard, np.clip(stored, -0.5, 0.25))
+    # Stored in units of half the range: −1 is the lower bound, 1 the upper.
+    assert stored.min() < -1
+    assert stored.max() > 1
+    np.testing.assert_allclose(heard, -0.125 + 0.375 * np.clip(stored, -1, 1), rtol=1e-6)
     batch = ppo.prepare(rollout)
     with torch.no_grad():
         mean = ppo.policy.net.policy(batch.obs).mode()

@@ -12,7 +12,8 @@ from gymnasium.vector import AutoresetMode
 from probe_envs import Scripted, ppo_on, sync
 
 from palestra.control.adam import Adam, adam_step, clip_norm
-from palestra.control.algorithms.ppo import METRICS, PPO, Batch, Rates
+from palestra.control.algorithms.on_policy import Batch
+from palestra.control.algorithms.ppo import METRICS, PPO, Rates
 from palestra.control.nets import Flat
 from palestra.control.trainer import Learner
 from palestra.rl.distributions import Categorical

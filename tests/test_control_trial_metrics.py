@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.control.trial_metrics import consistency, session_metrics, trial_metrics
+from palestra.control.trial_metrics import consistency, score, session_metrics, trial_metrics
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -16,7 +16,7 @@ numbers = st.floats(-1e3, 1e3)
 def test_session_metrics_of_four_points_equal_the_numbers_by_hand():
     """Strengths 1, 3, 2, 4 over a random return of 10, at frames 1, 2, 4, 8 and 10, 20, 30, 40 updates."""
     metrics = session_metrics([11, 13, 12, 14], [1, 2, 4, 8], [10, 20, 30, 40], 10)
-    assert metrics.total_reward_ma == 12.5
+    assert metrics.total_reward_ma == 14  # of frames 1, 2, 4 and 8 only the last lies in the last quarter, (6, 8]
     assert metrics.strength == 2.5
     assert metrics.max_strength == 4
     assert metrics.final_strength == 4
@@ -25,10 +25,24 @@ def test_session_metrics_of_four_points_equal_the_numbers_by_hand():
     assert metrics.stability == pytest.approx(1 - 1 / 6)  # fell by 1 once; 1 + 3 + 2 = 6
 
 
-def test_total_reward_ma_of_many_points_is_the_mean_of_the_last_hundred():
-    metrics = session_metrics(list(range(250)), list(range(1, 251)), list(range(1, 251)), 0)
-    assert metrics.total_reward_ma == np.mean(range(150, 250))
+def test_total_reward_ma_at_slm_labs_budget_is_the_mean_of_its_last_hundred_log_points():
+    frames = list(range(500, 200_001, 500))  # CartPole: 2e5 frames, a log point every 500
+    metrics = session_metrics(list(range(400)), frames, frames, 0)
+    assert metrics.total_reward_ma == np.mean(range(300, 400))
     assert metrics.stability == 1  # never fell
+
+
+@given(st.integers(1, 2000), st.integers(1, 300))
+def test_score_any_log_frequency_covers_the_last_quarter_of_the_frames(every, points):
+    frames = [every * (i + 1) for i in range(points)]
+    inside = [f for f in frames if f > 0.75 * frames[-1]]
+    assert score(frames, frames) == pytest.approx(math.fsum(inside) / len(inside))
+
+
+def test_score_with_a_window_takes_the_points_in_its_frames_alone():
+    assert score([1, 2, 3, 4], [10, 20, 30, 40], window=20) == 3.5
+    assert score([1, 2, 3, 4], [10, 20, 30, 40], window=1e9) == 2.5
+    assert score([1, 2, 3, 4], [10, 20, 30, 40], window=1) == 4
 
 
 @given(st.lists(numbers, min_size=2, max_size=30), numbers, st.integers(1, 1000))
@@ -77,6 +91,6 @@ def test_trial_metrics_are_means_over_sessions_with_the_spread_of_the_score():
     sessions = [session_metrics([r, r + 1], [1, 2], [1, 2], 0) for r in (1, 2, 6)]
     metrics = trial_metrics(sessions)
     assert metrics["strength"] == pytest.approx(3.5)
-    assert metrics["total_reward_ma"] == pytest.approx(3.5)
+    assert metrics["total_reward_ma"] == pytest.approx(4)  # the second point alone lies in the last quarter
     assert metrics["total_reward_ma_std"] == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
     assert math.isnan(trial_metrics(sessions[:1])["total_reward_ma_std"])

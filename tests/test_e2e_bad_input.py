@@ -11,7 +11,7 @@ import pytest
 from conftest import Scratch, last_step, wait_until
 
 import palestra
-from palestra.control.collector import NotFinite
+from palestra.control.episodes import NotFinite
 from palestra.errors import UsageError
 from palestra.runs.checkpoint import load, metas
 

@@ -170,7 +170,7 @@ def test_control_derived_counts_of_the_published_cartpole_spec():
         "frames per step": 1024,
         "steps": 196,
         "frames in all": 200_704,
-        "minibatches per step": 120,
+        "gradient steps per step": 120,
         "gradient steps in all": 23_520,
     }
 
@@ -184,7 +184,7 @@ def test_control_steps_are_the_fewest_that_hold_all_frames(horizon, num_envs, fr
         | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalise_advantages": False}}
     )
     assert (spec.steps - 1) * batch < frames <= spec.steps * batch
-    assert spec.minibatches_per_step == 4
+    assert spec.updates == 4 * spec.steps
 
 
 def test_spec_is_frozen():

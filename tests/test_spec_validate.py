@@ -114,7 +114,11 @@ def test_validate_unknown_key_anywhere_is_named(path, key):
     [
         ("algorithm", 3, "expected a mapping, got 3"),
         ("algorithm", [], "expected a mapping, got []"),
-        ("algorithm.name", "ppa", "expected 'ppo', got 'ppa'"),
+        (
+            "algorithm.name",
+            "ppa",
+            "expected one of 'reinforce', 'sarsa', 'a2c', 'ppo', 'dqn', 'sac', 'td3', 'crossq', got 'ppa'",
+        ),
         ("algorithm.gamma", None, "expected a number of at least 0 and at most 1, got null"),
         ("algorithm.gamma", float("nan"), "expected a number of at least 0 and at most 1, got nan"),
         ("algorithm.clip", 0, "expected a number above 0, got 0"),

@@ -1,6 +1,8 @@
 """A trained reward model as a reward."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from palestra.lm.scorer import Scorer
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.judge_models import model_folder
 from palestra.tasks.judging import Judges
-from palestra.tasks.reward_model import RewardModel
+from palestra.tasks.reward_model import AT_ONCE, RewardModel
 from palestra.tasks.rewards import make_reward
 from palestra.tasks.types import Answer, Problem, Status, Verdict
 
@@ -101,3 +103,110 @@ def test_judges_take_their_scores_from_a_reward_model(lab: Lab, scorer: Scorer):
         verdict = asyncio.run(judges.judge(PLAIN, Answer("yes")))
     assert verdict.score == scorer.score(turns)
     assert verdict.seconds > 0
+
+
+class Held(Scorer):
+    """A scorer that begins when it is told to, and counts what it was given each time."""
+
+    def __init__(self, scorer: Scorer):
+        super().__init__(scorer.model, scorer.tokenizer)
+        self.begin, self.reached, self.taken = threading.Event(), threading.Event(), []
+
+    def token_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        self.reached.set()
+        self.begin.wait()
+        self.taken.append(len(sequences))
+        return super().token_scores(sequences)
+
+
+def test_answers_that_wait_are_scored_together_up_to_a_bound_and_get_their_own_scores(scorer: Scorer):
+    held = Held(scorer)
+    reward, texts = RewardModel(held), ["yes red", "no", "cat", "old hen sits", ""]
+    count = 2 * AT_ONCE + 100
+
+    async def judged() -> list[Verdict]:
+        tasks = [asyncio.create_task(reward.judge(PLAIN, Answer(texts[i % len(texts)]))) for i in range(count)]
+        await asyncio.sleep(0)  # all of them wait
+        held.begin.set()
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(judged())
+    reward.close()
+    alone = [scorer.score([{"role": "user", "content": "red cat"}, {"role": "assistant", "content": t}]) for t in texts]
+    assert [one.score for one in found] == [alone[i % len(texts)] for i in range(count)]
+    sizes = [size for size in held.taken if size]
+    assert sum(sizes) == count
+    assert max(sizes) == AT_ONCE
+    assert len(sizes) <= 5  # the first of them was taken while others were still coming
+
+
+def test_a_conversation_that_cannot_be_scored_spoils_none_beside_it(scorer: Scorer):
+    held = Held(scorer)
+    reward = RewardModel(held)
+
+    async def judged() -> list[Verdict | BaseException]:
+        texts = ["yes red", "λ", "red " * 50, "no"]
+        tasks = [asyncio.create_task(reward.judge(PLAIN, Answer(text))) for text in texts]
+        await asyncio.sleep(0)
+        held.begin.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    good, unknown, long, bad = asyncio.run(judged())
+    reward.close()
+    assert isinstance(good, Verdict)
+    assert isinstance(bad, Verdict)
+    assert good.score > bad.score
+    assert isinstance(unknown, UsageError)
+    assert "no token for 'λ'" in str(unknown)
+    assert isinstance(long, Verdict)
+    assert long.status == Status.ERROR
+
+
+def test_scores_that_are_no_numbers_are_errors(scorer: Scorer):
+    class Broken(Scorer):
+        def token_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+            return [float("nan")] * len(sequences)
+
+    reward = RewardModel(Broken(scorer.model, scorer.tokenizer))
+    (found,) = verdicts(reward, PLAIN, "yes")
+    reward.close()
+    assert found.status == Status.ERROR
+    assert "gave nan" in found.note
+
+
+def test_scoring_that_fails_raises_for_each_answer_and_later_ones_are_scored(scorer: Scorer):
+    class Once(Scorer):
+        failed = False
+
+        def token_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+            if not self.failed and sequences:
+                self.failed = True
+                raise MemoryError("no room")
+            return super().token_scores(sequences)
+
+    reward = RewardModel(Once(scorer.model, scorer.tokenizer))
+    with pytest.raises(MemoryError, match="no room"):
+        verdicts(reward, PLAIN, "yes")
+    assert verdicts(reward, PLAIN, "yes")[0].status != Status.ERROR
+    reward.close()
+
+
+def test_closing_cancels_what_waits(scorer: Scorer):
+    held = Held(scorer)
+    reward = RewardModel(held)
+
+    async def judged() -> tuple[Verdict | BaseException, ...]:
+        first = asyncio.create_task(reward.judge(PLAIN, Answer("yes")))
+        while not held.reached.is_set():  # until the thread has taken it
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(reward.judge(PLAIN, Answer("no")))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(reward.close))
+        await asyncio.sleep(0.05)
+        held.begin.set()
+        await closing
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    first, second = asyncio.run(judged())
+    assert isinstance(first, Verdict)
+    assert isinstance(second, asyncio.CancelledError)

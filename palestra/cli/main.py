@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from palestra import __version__
+from palestra.cli.lab import app as lab
+from palestra.cli.lab import variables as _variables
 from palestra.errors import PalestraError
 
 app = typer.Typer(
@@ -84,6 +86,32 @@ def train(
     )
     if os.environ.get("RANK", "0") == "0":  # one of the processes that `torchrun` started speaks for all
         show_result(result)
+
+
+@app.command()
+def search(
+    spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
+    overrides: Overrides = None,
+    set_: Set = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Continue a search: its folder, name or name/id.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the checkpoints of the best N trials only.", min=1)
+    ] = None,
+    runs: Root = RUNS,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Search the space of a spec's `search:` block: trials side by side, bad ones given up early."""
+    from palestra.cli.show import show_search
+    from palestra.search.experiment import search as start
+
+    given = overrides or []
+    if resume is not None and spec is not None and "=" in spec:  # `search --resume FOLDER key=value`: no spec was given
+        spec, given = None, [spec, *given]
+    show_search(
+        start(spec, resume=resume, keep=keep, variables=_variables(set_), root=runs, quiet=quiet, overrides=given)
+    )
 
 
 @app.command()
@@ -280,6 +308,7 @@ models = typer.Typer(help="Get models and bring them into the Hugging Face forma
 app.add_typer(models, name="model")
 data = typer.Typer(help="Datasets.", no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(lab)
 
 
 @models.command()
@@ -304,16 +333,6 @@ def convert(
 
     convert_model(source, target, dtype=dtype)
     typer.echo(target)
-
-
-def _variables(given: list[str] | None) -> dict[str, str]:
-    pairs = {}
-    for text in given or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise typer.BadParameter(f"{text!r} is not VAR=VALUE", param_hint="--set")
-        pairs[name] = value
-    return pairs
 
 
 @data.command(name="push")

@@ -14,6 +14,7 @@ from palestra.api import check
 from palestra.errors import PalestraError
 from palestra.runs.compare import diff
 from palestra.runs.run import Run, list_runs, open_run
+from palestra.search.folder import Experiment
 from palestra.spec.plain import plain
 from palestra.track.recorder import in_words
 
@@ -92,6 +93,35 @@ def show_result(run: Run) -> None:
     here = run.path.parent.parent.resolve() == Path("runs").resolve()
     label, command = NEXT.get(run.spec["kind"], ("draw it", "palestra plot"))
     lines.append((label, f"{command} {f'{run.name}/{run.id}' if here else run.path}"))
+    for label, text in lines:
+        print(f"{label:<15}{text}")
+
+
+def show_search(experiment: Experiment) -> None:
+    """Every trial of a search with its values, score and state, then the best one and where all is."""
+    summary = experiment.summary()
+    keys = list(summary["trials"][0]["values"])
+    table = Table(box=None, header_style="bold")
+    for column in ("trial", *keys, summary["metric"], summary["by"], "state"):
+        table.add_column(column, justify="left" if column == "state" else "right")
+    for row in summary["trials"]:
+        state = row["state"] if row["reason"] is None else f"{row['state']}: {row['reason'].strip().splitlines()[-1]}"
+        mark = "*" if row["trial"] == summary["best"] else ""
+        values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (row["values"][key] for key in keys)]
+        score = "–" if row["score"] is None else f"{row['score']:.6g}"
+        table.add_row(f"{mark}{row['trial']}", *values, score, f"{row['counted']:,}", state)
+    console().print(table)
+    whole = summary["counted_if_all_ran"]
+    cost = f"{summary['counted']:,} {summary['by']}"
+    if whole:
+        cost += f", {summary['counted'] / whole:.0%} of the {whole:,} of running every trial to its end"
+    lines = [
+        ("best", f"trial {summary['best']}, {summary['metric']} {summary['score']:.6g}"),
+        ("cost", cost),
+        ("folder", str(experiment.path)),
+        *(("plot", str(path)) for path in sorted((experiment.path / "plots").glob("*.png"))),
+        ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
+    ]
     for label, text in lines:
         print(f"{label:<15}{text}")
 

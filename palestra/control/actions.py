@@ -1,6 +1,6 @@
 """From the numbers a network puts out to actions an environment takes, for each kind of Gymnasium action space."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +11,9 @@ from gymnasium import spaces
 from torch import Tensor
 
 from palestra.errors import UsageError
-from palestra.rl.distributions import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
+from palestra.rl.distributions import Bernoulli, Beta, Categorical, DiagonalGaussian, MultiCategorical
 
-Distribution = Categorical | MultiCategorical | Bernoulli | DiagonalGaussian
+Distribution = Categorical | MultiCategorical | Bernoulli | DiagonalGaussian | Beta
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,14 @@ class ActionHead:
     """The policy's end of one action space. `description` is plain data, so a checkpoint can hold it."""
 
     description: dict[str, Any]
+    _kind: str = field(init=False, repr=False, compare=False)
+    _sizes: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Beside the description, whose arrays a compiled graph must not touch when it asks for the type.
+        kind = "beta" if self.family == "beta" else self.description["type"]
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_sizes", list(self.description.get("sizes", [])))
 
     @classmethod
     def of(cls, space: gym.Space) -> "ActionHead":
@@ -39,6 +47,22 @@ class ActionHead:
             "use Discrete, MultiDiscrete, MultiBinary or a one-dimensional Box of floats"
         )
 
+    def drawing(self, family: str) -> "ActionHead":
+        """The head that draws continuous actions by `family`, gaussian or beta; itself for other actions."""
+        if not self.continuous or family == self.family:
+            return self
+        if family == "beta" and not np.isfinite([self.description["low"], self.description["high"]]).all():
+            raise UsageError(
+                "algorithm.distribution: beta draws actions between bounds, and the action space "
+                "has parts without: use gaussian"
+            )
+        return ActionHead({**self.description, "family": family})
+
+    @property
+    def family(self) -> str:
+        """How continuous actions are drawn."""
+        return self.description.get("family", "gaussian")
+
     @property
     def outputs(self) -> int:
         """How many numbers the policy network puts out."""
@@ -46,15 +70,30 @@ class ActionHead:
             case {"type": "multi_discrete", "sizes": sizes}:
                 return sum(sizes)
             case {"type": "box", "low": low}:
-                return len(low)
+                return len(low) * (2 if self.family == "beta" else 1)
             case {"n": n}:
                 return n
         raise AssertionError(self.description)
 
     @property
     def continuous(self) -> bool:
-        """Whether the policy has a log-std beside its outputs."""
+        """Whether actions are numbers within a Box."""
         return self.description["type"] == "box"
+
+    @property
+    def maskable(self) -> list[int] | None:
+        """The numbers of choices of each part of an action, where an environment may forbid some; else None."""
+        match self.description:
+            case {"type": "discrete", "n": n}:
+                return [n]
+            case {"type": "multi_discrete", "sizes": sizes}:
+                return sizes
+        return None
+
+    @property
+    def has_log_std(self) -> bool:
+        """Whether the policy has a log-std beside its outputs."""
+        return self.continuous and self.family == "gaussian"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +103,8 @@ class ActionHead:
                 return ()
             case {"type": "multi_discrete", "sizes": sizes}:
                 return (len(sizes),)
+            case {"type": "box", "low": low}:
+                return (len(low),)
         return (self.outputs,)
 
     @property
@@ -71,27 +112,33 @@ class ActionHead:
         """The dtype of a stored action."""
         return torch.float32 if self.continuous else torch.int64
 
-    def distribution(self, outputs: Tensor, log_std: Tensor | None) -> Distribution:
-        """The distribution over actions that the network's `outputs` stand for."""
-        match self.description:
-            case {"type": "discrete"}:
-                return Categorical(outputs)
-            case {"type": "multi_discrete", "sizes": sizes}:
-                return MultiCategorical(outputs, sizes)
-            case {"type": "multi_binary"}:
+    def distribution(self, outputs: Tensor, log_std: Tensor | None, mask: Tensor | None = None) -> Distribution:
+        """The distribution over actions that the network's `outputs` stand for.
+
+        `mask`, shaped like them, is True for what is allowed.
+        """
+        match self._kind:
+            case "discrete":
+                return Categorical(outputs, mask)
+            case "multi_discrete":
+                return MultiCategorical(outputs, self._sizes, mask)
+            case "multi_binary":
                 return Bernoulli(outputs)
+            case "beta":
+                return Beta.of(outputs)
         assert log_std is not None
         return DiagonalGaussian(outputs, log_std)
 
     def noise(self, generator: torch.Generator, *batch: int) -> Tensor:
         """Noise for `batch` samples, drawn in one go."""
-        family = {
-            "discrete": Categorical,
-            "multi_discrete": Categorical,
-            "multi_binary": Bernoulli,
-            "box": DiagonalGaussian,
-        }
-        return family[self.description["type"]].draw(generator, (*batch, self.outputs))
+        match self.description["type"], self.family:
+            case "box", "beta":
+                return Beta.draw(generator, (*batch, *self.shape, 2, Beta.ATTEMPTS, 2))
+            case "box", _:
+                return DiagonalGaussian.draw(generator, (*batch, self.outputs))
+            case "multi_binary", _:
+                return Bernoulli.draw(generator, (*batch, self.outputs))
+        return Categorical.draw(generator, (*batch, self.outputs))
 
     def to_env(self, action: Tensor) -> np.ndarray:
         """What the environment is given for a stored action.

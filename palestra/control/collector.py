@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from palestra.control.episodes import Episodes
+
+Act = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -22,12 +25,18 @@ class Rollout:
     last_obs: torch.Tensor  # (N, ...) what follows the last row
     ends: torch.Tensor  # (K,) flat indices t·N + n of the rows that ended an episode
     final_obs: torch.Tensor  # (K, ...) the true successors of those rows
+    began: torch.Tensor  # (T, N) where nothing came before the row: the first of an episode
+    masks: torch.Tensor | None  # (T, N, choices) what was allowed; None where the environment never forbids anything
 
     def to(self, device: torch.device) -> "Rollout":
         """The rollout on a device; itself where it is there already."""
         if self.obs.device == device:
             return self
-        return Rollout(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: column if column is None else column.to(device) for name, column in columns.items()
+        }
+        return Rollout(**moved)
 
     def next_values(self, value: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """V of each row's observation and of its true successor, both (T, N), in one call of `value`."""
@@ -54,22 +63,30 @@ class Collector:
         self.terminated = np.zeros((horizon, n), bool)
         self.truncated = np.zeros((horizon, n), bool)
         self.valid = np.ones((horizon, n), bool)
+        self.began = np.zeros((horizon, n), bool)
+        self.masks: np.ndarray | None = None  # made when the environment has given its first
         self.actions = torch.zeros((horizon, n, *action_shape), dtype=action_dtype)
         self._obs_rows = torch.from_numpy(self.obs).unbind(0)  # made once: a view a step costs more than the copy
         self._action_rows = self.actions.unbind(0)
 
     @torch.no_grad()
-    def collect(
-        self, act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], noise: torch.Tensor, to_env: Callable
-    ) -> Rollout:
-        """`horizon` steps of `act(obs, noise[t])`; `to_env` makes of the sampled action what the environment takes."""
+    def collect(self, act: Act, noise: torch.Tensor, to_env: Callable) -> Rollout:
+        """`horizon` steps of `act(obs, noise[t])`; `to_env` makes of the sampled action what the environment takes.
+
+        `act` finds what else it wants to know of the moment, such as what is allowed, at `episodes`.
+        """
         ends: list[int] = []
         finals: list[np.ndarray] = []
         episodes, n = self.episodes, self.episodes.num_envs
         before = episodes.frame
         self.valid[:] = True
+        if episodes.mask is not None and self.masks is None:
+            self.masks = np.ones((self.horizon, *episodes.mask.shape), bool)
         for t, noise_t in enumerate(noise.unbind(0)):
             self.obs[t] = episodes.now
+            self.began[t] = episodes.began
+            if self.masks is not None:
+                self.masks[t] = episodes.mask
             action = act(self._obs_rows[t], noise_t)
             self._action_rows[t].copy_(action)
             _, rewards, terminated, truncated, valid, ended, final_obs = episodes.step(to_env(action))
@@ -94,6 +111,8 @@ class Collector:
             final_obs=torch.from_numpy(
                 np.concatenate(finals).astype(self.obs.dtype) if finals else self.obs[:0, 0].reshape(0, *space)
             ),
+            began=torch.from_numpy(self.began),
+            masks=None if self.masks is None else torch.from_numpy(self.masks),
         )
         self._check_finite(rollout, before)
         return rollout

@@ -30,6 +30,8 @@ class Episodes:
         self.stepper, self.num_envs = stepper, n
         self.now = np.zeros((n, *space.shape), self.obs_dtype)
         """What the policy acts on next, (N, ...)."""
+        self.began = np.ones(n, bool)
+        """Where that is the first observation of an episode, or is only there to be reset: nothing came before it."""
         self.frame = 0
         """Environment transitions so far; the dummy steps of an autoreset are none."""
         self.episode_return = np.zeros(n)
@@ -40,6 +42,12 @@ class Episodes:
     def reset(self, seed: int) -> None:
         """Begin: every environment gets its own seed."""
         self.now = self.stepper.reset(seed).astype(self.obs_dtype, copy=False)
+        self.began = np.ones(self.num_envs, bool)
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        """Which choices are allowed in `now`, bool (N, choices); None where the environment never forbids any."""
+        return self.stepper.mask
 
     def step(self, actions: np.ndarray) -> Transition:
         """One vector step with actions as the environments take them; `now` is then what follows.
@@ -47,8 +55,10 @@ class Episodes:
         Who keeps observations copies them: environments may write into the same arrays again.
         """
         moved = self.stepper.step(actions)
-        obs, rewards, _, _, valid, ended, _ = moved
+        obs, rewards, terminated, truncated, valid, _, _ = moved
         self.now = obs if obs.dtype == self.obs_dtype else obs.astype(self.obs_dtype)
+        # The step after a dummy one is an episode's first, the dummy one itself follows an end.
+        self.began = terminated | truncated if valid is None else terminated | truncated | ~valid
         self.episode_return += rewards
         if valid is None:
             self.episode_length += 1
@@ -56,11 +66,12 @@ class Episodes:
         else:
             self.episode_length += valid
             self.frame += int(valid.sum())
-        if ended is not None:
-            returns, lengths = self.episode_return[ended].tolist(), self.episode_length[ended].tolist()
+        over = self.stepper.over  # not `ended`: the score of a game goes on after a lost life
+        if over is not None:
+            returns, lengths = self.episode_return[over].tolist(), self.episode_length[over].tolist()
             self.recent.extend(zip(returns, lengths, strict=True))
-            self.finished += len(ended)
-            self.episode_return[ended] = self.episode_length[ended] = 0
+            self.finished += len(over)
+            self.episode_return[over] = self.episode_length[over] = 0
         return moved
 
     def check(self, what: str, numbers: np.ndarray | torch.Tensor) -> None:
@@ -92,6 +103,7 @@ class Episodes:
             "stepper": self.stepper.state(),
             "env": vector_state(self.stepper.env),
             "now": self.now.copy(),
+            "began": self.began.copy(),
             "frame": self.frame,
             "episodes": self.finished,
             "episode_return": self.episode_return.copy(),
@@ -100,17 +112,20 @@ class Episodes:
         }
 
     def load_state(self, state: dict[str, Any]) -> np.ndarray | None:
-        """Continue from `state()`. Environments that cannot be restored begin new episodes: which, (K,), else None."""
+        """Continue from `state()`. Environments that cannot be restored begin anew: which, bool (N,), else None."""
         self.stepper.load_state(state["stepper"])
-        self.now = state["now"].copy()
+        self.now, self.began = state["now"].copy(), state["began"].copy()
         self.frame, self.finished = state["frame"], state["episodes"]
         self.episode_return, self.episode_length = state["episode_return"].copy(), state["episode_length"].copy()
         self.recent = deque((tuple(pair) for pair in state["recent"]), maxlen=EPISODE_WINDOW)
         restarted = restore_vector(self.stepper.env, state["env"])
         if restarted is None:
             return None
-        rows = restarted.which
-        self.now[rows] = restarted.observations[rows]
+        rows, observations = restarted.which, restarted.observations
+        if self.mask is not None:  # what the new episodes forbid is known only to a reset: all of them begin again
+            rows, observations = np.ones_like(rows), self.stepper.reset()
+        self.now[rows] = observations[rows]
+        self.began[rows] = True
         self.episode_return[rows] = self.episode_length[rows] = 0
         self.stepper.forget(rows)
         return rows

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from palestra.control.envs.masks import random_allowed
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper
 from palestra.control.policy import Policy, as_input
 
@@ -37,24 +38,39 @@ def evaluate(
     Each environment has a quota: taking the first episodes to finish, wherever, would favour short ones.
     """
 
-    def act(obs: np.ndarray) -> np.ndarray:
-        return policy.head.to_env(policy.greedy(torch.from_numpy(obs)))
+    policy.reset()
+
+    def act(obs: np.ndarray, began: np.ndarray | None) -> np.ndarray:
+        if began is not None:
+            policy.reset(began)
+        mask = None if stepper.mask is None else torch.from_numpy(stepper.mask)
+        return policy.head.to_env(policy.greedy(torch.from_numpy(obs), mask))
 
     return _episodes(act, stepper, episodes, seed, stop)
 
 
 def random_episodes(stepper: Stepper, episodes: int, seed: int) -> Evaluation:
-    """`episodes` episodes of uniformly random actions: the zero of the trial metrics."""
-    space = stepper.env.action_space
+    """`episodes` episodes of actions drawn uniformly from what is allowed: the zero of the trial metrics."""
+    space, single = stepper.env.action_space, stepper.env.single_action_space
     space.seed(seed)
-    evaluation = _episodes(lambda obs: space.sample(), stepper, episodes, seed, lambda: False)
+    random = np.random.default_rng(seed)
+
+    def act(obs: np.ndarray, began: np.ndarray | None) -> np.ndarray:
+        return space.sample() if stepper.mask is None else random_allowed(stepper.mask, single, random)
+
+    evaluation = _episodes(act, stepper, episodes, seed, lambda: False)
     assert evaluation is not None
     return evaluation
 
 
 def _episodes(
-    act: Callable[[np.ndarray], np.ndarray], stepper: Stepper, episodes: int, seed: int, stop: Callable[[], bool]
+    act: Callable[[np.ndarray, np.ndarray | None], np.ndarray],
+    stepper: Stepper,
+    episodes: int,
+    seed: int,
+    stop: Callable[[], bool],
 ) -> Evaluation | None:
+    """Whole episodes of `act(obs, began)`; `began`, bool (N,), says where an episode begins, None where none does."""
     n = stepper.num_envs
     quota = np.full(n, episodes // n)
     quota[: episodes % n] += 1
@@ -62,15 +78,18 @@ def _episodes(
     returns: list[list[float]] = [[] for _ in range(n)]
     lengths: list[list[int]] = [[] for _ in range(n)]
     missing = episodes
-    obs = stepper.reset(seed)
+    obs, began = stepper.reset(seed), None
     while missing:
         if stop():
             return None
-        transition = stepper.step(act(as_input(obs)))
+        transition = stepper.step(act(as_input(obs), began))
         obs = transition.obs
+        began = transition.terminated | transition.truncated if transition.ended is not None else None
+        if transition.valid is not None:  # the step after a dummy one is an episode's first
+            began = ~transition.valid if began is None else began | ~transition.valid
         running_return += transition.rewards
         running_length += 1 if transition.valid is None else transition.valid
-        for i in () if transition.ended is None else transition.ended:
+        for i in () if stepper.over is None else stepper.over:
             if len(returns[i]) < quota[i]:
                 returns[i].append(running_return[i])
                 lengths[i].append(running_length[i])

@@ -1,8 +1,7 @@
 """Networks for control, and the one vector that holds all parameters of a network."""
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,88 +9,87 @@ from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead, Distribution
 from palestra.control.actors import Actor
-from palestra.spec.kinds.control import NetSpec
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-}
+from palestra.control.layers import linear
+from palestra.control.trunks import make_trunk
+from palestra.spec.control.net import NetSpec
 
 
-def linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
-    """A linear layer, with orthogonal weights of the given gain and zero biases, or with torch's own (None)."""
-    layer = nn.Linear(inputs, outputs)
-    if gain is not None:
-        nn.init.orthogonal_(layer.weight, gain)
-        nn.init.zeros_(layer.bias)
-    return layer
+class PolicyNet(Actor):
+    """A policy without a value function."""
 
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+        super().__init__(head)
+        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        self.policy_head, self.log_std = _policy_end(self.trunk.size, head, spec)
 
-class Trunk(nn.Module):
-    """Hidden layers over flattened observations, the activation after each."""
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The most likely actions."""
+        return self.policy(obs, mask).mode()
 
-    def __init__(self, sizes: Sequence[int], spec: NetSpec):
-        super().__init__()
-        self.activation = ACTIVATIONS[spec.activation]
-        gain = math.sqrt(2) if spec.orthogonal else None
-        # A plain list beside the registered one: on nets this small, looking a module up costs as much as its matmul.
-        self._linears = [linear(i, o, gain) for i, o in pairwise(sizes)]
-        self.layers = nn.ModuleList(self._linears)
+    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        """Actions drawn from the policy."""
+        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) to (B, last size)."""
-        if not x.is_floating_point():
-            x = x / 255 if x.dtype == torch.uint8 else x.float()  # the one place where images are scaled
-        if x.ndim != 2:
-            x = x.reshape(len(x), -1)
-        for layer in self._linears:
-            x = self.activation(F.linear(x, layer.weight, layer.bias))
-        return x
+    def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
+        """The distribution over actions in `obs`, (B, ...)."""
+        hidden = self.trunk.forward(obs)
+        outputs = F.linear(hidden, self.policy_head.weight, self.policy_head.bias)
+        return self.head.distribution(outputs, self.log_std, mask)
+
+    forward = policy
 
 
 class ActorCritic(Actor):
     """A policy and a value function, with separate hidden layers or shared ones."""
 
-    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec):
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
-        sizes = [math.prod(obs_shape), *spec.hidden]
-        self.trunk = Trunk(sizes, spec)
-        self.value_trunk = None if spec.shared else Trunk(sizes, spec)  # one module twice does not trace as one graph
-        # A small policy head makes the first policy almost uniform, whatever the observation.
-        self.policy_head = linear(sizes[-1], head.outputs, 0.01 if spec.orthogonal else None)
-        self.value_head = linear(sizes[-1], 1, 1.0 if spec.orthogonal else None)
-        self.log_std = nn.Parameter(torch.zeros(head.outputs)) if head.continuous else None
+        # Here and not in the trunks: one module twice does not trace as one graph.
+        self.obs_scale = obs_scale
+        self.trunk = make_trunk(obs_shape, spec)
+        self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
+        self.policy_head, self.log_std = _policy_end(self.trunk.size, head, spec)
+        self.value_head = linear((self.value_trunk or self.trunk).size, 1, 1.0 if spec.orthogonal else None)
 
-    def greedy(self, obs: Tensor) -> Tensor:
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
         """The most likely actions."""
-        return self.policy(obs).mode()
+        return self.policy(obs, mask).mode()
 
-    def drawn(self, obs: Tensor, generator: torch.Generator) -> Tensor:
+    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
         """Actions drawn from the policy."""
-        return self.policy(obs).sample(self.head.noise(generator, len(obs)).to(obs.device))
+        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
 
-    def policy(self, obs: Tensor) -> Distribution:
+    def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
         """The distribution over actions in `obs`, (B, ...)."""
-        return self._distribution(self.trunk.forward(obs))
+        return self._distribution(self.trunk.forward(self._scaled(obs)), mask)
 
     def value(self, obs: Tensor) -> Tensor:
         """V of `obs`, (B,)."""
-        return self._values((self.value_trunk or self.trunk).forward(obs))
+        return self._values((self.value_trunk or self.trunk).forward(self._scaled(obs)))
 
-    def forward(self, obs: Tensor) -> tuple[Distribution, Tensor]:
+    def forward(self, obs: Tensor, mask: Tensor | None = None) -> tuple[Distribution, Tensor]:
         """Both, for learning."""
+        obs = self._scaled(obs)
         hidden = self.trunk.forward(obs)
-        return self._distribution(hidden), self._values(
+        return self._distribution(hidden, mask), self._values(
             hidden if self.value_trunk is None else self.value_trunk.forward(obs)
         )
 
-    def _distribution(self, hidden: Tensor) -> Distribution:
-        return self.head.distribution(F.linear(hidden, self.policy_head.weight, self.policy_head.bias), self.log_std)
+    def _scaled(self, obs: Tensor) -> Tensor:
+        return obs if self.obs_scale is None else self.obs_scale.forward(obs)
+
+    def _distribution(self, hidden: Tensor, mask: Tensor | None) -> Distribution:
+        outputs = F.linear(hidden, self.policy_head.weight, self.policy_head.bias)
+        return self.head.distribution(outputs, self.log_std, mask)
 
     def _values(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
+
+
+def _policy_end(inputs: int, head: ActionHead, spec: NetSpec) -> tuple[nn.Linear, nn.Parameter | None]:
+    # A small policy head makes the first policy almost uniform, whatever the observation.
+    last = linear(inputs, head.outputs, 0.01 if spec.orthogonal else None)
+    return last, nn.Parameter(torch.full((head.outputs,), spec.log_std)) if head.has_log_std else None
 
 
 class Flat:
@@ -110,7 +108,7 @@ class Flat:
         for p, part in zip(self.parameters, self.vector.split(self.sizes), strict=True):
             p.data = part.view(p.shape)
 
-    def gradient(self, loss: Callable[[Callable], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def gradient(self, loss: Callable[[Callable], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         """The gradient of `loss(net)[0]` as one vector, and `loss(net)[1]`.
 
         Eagerly autograd differentiates by the parameters themselves; inside a compiled graph the network is called as a
@@ -121,7 +119,7 @@ class Flat:
             gradients = torch.autograd.grad(value, self.parameters)
             return torch.cat([g.reshape(-1) for g in gradients]), extra
 
-        def of(vector: Tensor) -> tuple[Tensor, Tensor]:
+        def of(vector: Tensor) -> tuple[Tensor, Any]:
             views = [part.view(p.shape) for part, p in zip(vector.split(self.sizes), self.parameters, strict=True)]
             named = dict(zip(self.names, views, strict=True))
             return loss(lambda *args: torch.func.functional_call(self.net, named, args))

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.control.actions import Distribution
 from palestra.control.actors import Actor
+from palestra.control.recurrent import Recurrent
 from palestra.errors import UsageError
 
 
@@ -29,25 +31,74 @@ class Policy:
     def __init__(self, obs_shape: tuple[int, ...], net: Actor, device: torch.device | str = "cpu"):
         self.obs_shape, self.head, self.device = obs_shape, net.head, torch.device(device)
         self.net = net.to(self.device)
+        self._memory: Tensor | None = None  # of a recurrent policy, (B, memory)
 
-    def act(self, obs: Any, *, deterministic: bool = True) -> np.ndarray:
-        """The action for one observation, or the actions for a batch of them (one more dimension in front)."""
+    def reset(self, rows: np.ndarray | None = None) -> None:
+        """Episodes begin: forget those before. `rows`, bool (B,), says which of a batch begin; None is all of them.
+
+        Only a recurrent policy remembers anything.
+        """
+        if rows is None or self._memory is None:
+            self._memory = None
+        else:
+            self._memory = torch.where(torch.from_numpy(rows).to(self.device)[:, None], 0.0, self._memory)
+
+    def act(self, obs: Any, *, deterministic: bool = True, mask: Any = None) -> np.ndarray:
+        """The action for one observation, or the actions for a batch of them (one more dimension in front).
+
+        `mask` is the environment's `info["action_mask"]`, where it gives one; for a batch, one a row. A recurrent
+        policy takes this observation for the one after the last: call `reset` where an episode begins.
+        """
         array = as_input(np.asarray(obs))
         single = array.shape == self.obs_shape
         if not single and array.shape[1:] != self.obs_shape:
             raise UsageError(f"expected an observation of shape {self.obs_shape} or a batch of them, got {array.shape}")
         batch = torch.from_numpy(array[None] if single else array)
-        actions = self.greedy(batch) if deterministic else self._drawn(batch)
+        allowed = None if mask is None else self._mask(mask, single, len(batch))
+        actions = self.greedy(batch, allowed) if deterministic else self._drawn(batch, allowed)
         return self.head.to_env(actions)[0] if single else self.head.to_env(actions)
 
     @torch.no_grad()
-    def greedy(self, obs: Tensor) -> Tensor:
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
         """The best actions for a batch of observations."""
-        return self.net.greedy(obs.to(self.device))
+        obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
+        if self.net.memory:
+            return self._remembering(obs, mask).mode()
+        return self.net.greedy(obs, mask)
 
     @torch.no_grad()
-    def _drawn(self, obs: Tensor) -> Tensor:
-        return self.net.drawn(obs.to(self.device), torch.default_generator)
+    def _drawn(self, obs: Tensor, mask: Tensor | None) -> Tensor:
+        obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
+        generator = torch.default_generator
+        if self.net.memory:
+            return self._remembering(obs, mask).sample(self.head.noise(generator, len(obs)).to(self.device))
+        return self.net.drawn(obs, generator, mask)
+
+    def _remembering(self, obs: Tensor, mask: Tensor | None) -> Distribution:
+        """The distribution of a recurrent policy, which then remembers `obs` too."""
+        assert isinstance(self.net, Recurrent)
+        if self._memory is None:
+            self._memory = obs.new_zeros((len(obs), self.net.memory), dtype=torch.float32)
+        if len(self._memory) != len(obs):
+            raise UsageError(
+                f"a recurrent policy that has acted on {len(self._memory)} episodes side by side got {len(obs)} "
+                "observations: call policy.reset() first"
+            )
+        distribution, _, self._memory = self.net.advance(obs, self._memory, mask)
+        return distribution
+
+    def _mask(self, given: Any, single: bool, rows: int) -> Tensor:
+        """What the environment allows, as (B, choices)."""
+        sizes = self.head.maskable
+        if sizes is None:
+            raise UsageError("a mask is for Discrete and MultiDiscrete actions")
+        if isinstance(given, tuple):  # one array for each part of a MultiDiscrete action
+            given = np.concatenate([np.asarray(part) for part in given], axis=-1)
+        array = np.asarray(given, dtype=bool)
+        array = array[None] if single else array
+        if array.shape != (rows, sum(sizes)):
+            raise UsageError(f"expected a mask of {sum(sizes)} entries for each observation, got {array.shape}")
+        return torch.from_numpy(array)
 
     def state(self) -> dict[str, Any]:
         """Weights and spaces as plain data and tensors, copied: later updates do not change them."""

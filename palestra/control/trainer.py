@@ -16,6 +16,7 @@ from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
 from palestra.control.evaluation import evaluate
+from palestra.control.precision import products
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
@@ -36,7 +37,7 @@ class Learner:
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
         parts = Parts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
-        self.generator = parts.generator
+        self.generator, self.precision = parts.generator, spec.train.precision
         self.algorithm = ALGORITHMS[spec.algorithm.name](parts)
         self.policy, self.episodes = self.algorithm.policy, self.algorithm.episodes
 
@@ -47,7 +48,8 @@ class Learner:
 
     def improve(self, progress: float) -> dict[str, float]:
         """One policy improvement; a row of metrics of the collecting policy and of the algorithm."""
-        metrics = self.algorithm.step(progress)
+        with products(self.precision):
+            metrics = self.algorithm.step(progress)
         self.steps += 1
         broken = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
         if broken:
@@ -103,6 +105,7 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
     learner = Learner(spec, session.seed, factory, compile=compile)
     evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory)
     evaluator = Stepper(evaluation_env, spec.env.id)
+    learner.algorithm.folder = session.path
     learner.begin(None if saved is None else saved.state)
     log.info("seed %d: %s", session.seed, "from the start" if saved is None else f"resumed at step {saved.step}")
     if (inexact := vector_exactness(learner.env)) is not None:

@@ -2,6 +2,10 @@
 
 R_i is the logged return at log point i (the mean of the last 100 finished episodes of the *sampling* policy), f_i its
 frame, o_i its number of optimizer steps, and s_i = R_i − R_random, the strength over a random policy.
+
+The score, `total_reward_ma`, is the mean of R_i over the log points of the last quarter of the frames. SLM-Lab takes
+its last 100 log points: at the budget and log frequency of most of its tables (400 points) that is the same quarter,
+and unlike a number of points a share of the frames does not change with how often a run writes a row.
 """
 
 import math
@@ -12,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 100  # log points in total_reward_ma
+SHARE = 0.25  # of the frames in total_reward_ma
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class SessionMetrics:
     """One session's numbers; `nan` where a denominator is 0."""
 
     total_reward_ma: float
-    """Mean of the last 100 R_i: the score of SLM-Lab's benchmark tables."""
+    """Mean of the R_i in the last quarter of the frames: the score of SLM-Lab's benchmark tables."""
     strength: float
     """Mean of s_i over the whole run."""
     max_strength: float
@@ -33,6 +37,12 @@ class SessionMetrics:
     """1 − |Σ min(s_{i+1} − s_i, 0) / Σ_{i<N} s_i|: 1 when it never got worse."""
 
 
+def score(returns: Sequence[float], frames: Sequence[float], window: float | None = None) -> float:
+    """The mean of the R_i whose f_i is among the last `window` frames; by default the last quarter of them."""
+    reward, at = np.asarray(returns, dtype=np.float64), np.asarray(frames, dtype=np.float64)
+    return float(reward[at > at[-1] - (SHARE * at[-1] if window is None else window)].mean())
+
+
 def session_metrics(
     returns: Sequence[float], frames: Sequence[float], updates: Sequence[float], random_return: float
 ) -> SessionMetrics:
@@ -41,7 +51,7 @@ def session_metrics(
     strength = reward - random_return
     worse = np.minimum(np.diff(strength), 0).sum()
     return SessionMetrics(
-        total_reward_ma=float(reward[-WINDOW:].mean()),
+        total_reward_ma=score(returns, frames),
         strength=float(strength.mean()),
         max_strength=float(strength.max()),
         final_strength=float(strength[-1]),
@@ -90,6 +100,8 @@ def summarise(rows: Mapping[int, Sequence[Mapping[str, float]]], random_return: 
 
 
 def _efficiency(strength: np.ndarray, cost: np.ndarray) -> float:
+    """The mean strength weighted by 1 / cost; log points from before anything was spent do not count."""
+    strength, cost = strength[cost > 0], cost[cost > 0]
     return _divide((strength / cost).sum(), (1 / cost).sum())
 
 

@@ -20,11 +20,12 @@ def play(policy: Policy, env: gym.Env, episodes: int, seed: int) -> tuple[list[f
     """Returns of some episodes with the most likely actions, and their pictures where the environment gives any."""
     returns, frames = [], []
     for episode in range(episodes):
-        obs, _ = env.reset(seed=seed + episode)
+        obs, info = env.reset(seed=seed + episode)
+        policy.reset()
         total, over = 0.0, False
         _add_frame(env, frames)
         while not over:
-            obs, reward, terminated, truncated, _ = env.step(policy.act(obs))
+            obs, reward, terminated, truncated, info = env.step(policy.act(obs, mask=info.get("action_mask")))
             total, over = total + float(reward), terminated or truncated
             _add_frame(env, frames)
         returns.append(total)

@@ -129,45 +129,54 @@ class Segment:
 
 
 class PrefillAttention:
-    """Attention of pieces of sequences that lie end to end, each over what its row has cached and itself."""
+    """Attention of pieces of sequences that lie end to end, each over what its row has cached and itself.
+
+    Pieces with the same places in their sequences, such as prompts of one length, are computed together.
+    """
 
     def __init__(self, cache: Cache, segments: Sequence[Segment]):
-        self.cache, self.segments = cache, segments
+        self.cache = cache
+        self._alike: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By start and end: the rows (n), and where their tokens lie (n, end - start)."""
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        ends = np.cumsum([segment.end - segment.start for segment in segments])
+        for bounds in dict.fromkeys((segment.start, segment.end) for segment in segments):
+            same = [i for i, segment in enumerate(segments) if (segment.start, segment.end) == bounds]
+            places = ends[same][:, None] + np.arange(bounds[0] - bounds[1], 0)
+            rows = torch.tensor([segments[i].row for i in same], device=cache.keys.device)
+            self._alike[bounds] = rows, torch.from_numpy(places).to(rows.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T at least all segments → (T, H, dim), zeros beyond them."""
-        out, offset = torch.zeros_like(q), 0
-        for segment in self.segments:
-            keys, values = self.cache.keys[layer, segment.row], self.cache.values[layer, segment.row]
-            new = slice(offset, offset + segment.end - segment.start)
-            keys[:, segment.start : segment.end] = k[new].transpose(0, 1)
-            values[:, segment.start : segment.end] = v[new].transpose(0, 1)
-            for start in range(segment.start, segment.end, BLOCK):
-                count = min(BLOCK, segment.end - start)
+        out = torch.zeros_like(q)
+        for (first, last), (rows, places) in self._alike.items():
+            for cached, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
+                cached[rows, :, first:last] = new[places].transpose(1, 2)
+            for start in range(first, last, BLOCK):
+                count = min(BLOCK, last - start)
                 columns = -(-count // LANES) * LANES
-                # Filled up with queries of others, which count for nothing, and keys that are later than all queries.
-                part = q[offset : offset + columns]
-                if len(part) < columns:
-                    part = F.pad(part, (0, 0, 0, 0, 0, columns - len(part)))
-                end = start + columns
-                found = self._block(part, keys[:, :end], values[:, :end], start, window)
-                out[offset : offset + count] = found[:count]
-                offset += count
+                block = places[:, start - first : start - first + count]
+                # Filled up with queries that count for nothing, and keys that are later than all queries.
+                part = F.pad(q[block], (0, 0, 0, 0, 0, columns - count))
+                keys, values = (
+                    cached[layer, :, :, : start + columns][rows] for cached in (self.cache.keys, self.cache.values)
+                )
+                out[block] = self._block(part, keys, values, start, window)[:, :count]
         return out
 
     def _block(self, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-        """q (n, H, dim), the tokens from `start` on, over keys and values (K, start + n, dim) → (n, H, dim)."""
-        plain = start == 0 and (window is None or window >= len(q))
+        """q (B, n, H, dim), the tokens from `start` on, over keys and values (B, K, start + n, dim) → like q."""
+        length = q.shape[1]
+        plain = start == 0 and (window is None or window >= length)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=None if plain else self._mask(start, start + len(q), window, q),
+            q.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=None if plain else self._mask(start, start + length, window, q),
             is_causal=plain,
-            enable_gqa=q.shape[1] != len(keys),
+            enable_gqa=q.shape[2] != keys.shape[1],
         )
-        return out[0].transpose(0, 1)
+        return out.transpose(1, 2)
 
     def _mask(self, start: int, end: int, window: int | None, like: Tensor) -> Tensor:
         """(n, end): 0 where a token looks, −inf elsewhere."""

@@ -56,7 +56,7 @@ class Engine:
         self.context = min(context or shape.context, shape.context)
         self.eos, self.tokenizer = eos, tokenizer
         # A GPU waits for the host after every burst, and takes many prompts as fast as few.
-        self.steps = burst or (32 if device.type == "cuda" else 4)
+        self.steps = burst or (32 if device.type == "cuda" else 8)
         self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 4096)
         self.max_waiting = max_waiting
         self.version = 0

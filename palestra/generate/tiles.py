@@ -33,6 +33,7 @@ class Tiles:
         self._matrices: list[TiledLinear] = [self.head]
         self._short: dict[tuple[int, int, torch.dtype], Tensor] = {}
         """Memory for tiles that are not full."""
+        self._wholes: dict[tuple[object, ...], bool] = {}
         self._put_into(model)
 
     def _put_into(self, module: nn.Module) -> None:
@@ -62,8 +63,23 @@ class Tiles:
         """Maybe few rows: tiles that waste little. A token is only ever computed in one of the two sizes."""
         self.rows = DECODE_ROWS.get(self.dtype, 64)
 
-    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A function of rows (T, D), tile by tile."""
+    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor, key: object = None) -> Tensor:
+        """A function of rows (T, D), tile by tile; at once where `key` names the product and that gives the same bits.
+
+        Whether it does is tried out once for each number of rows: which kernel is taken depends on shapes alone.
+        """
+        if len(x) <= self.rows or key is None:
+            return self._tiled(product, x)
+        case = (key, self.rows, len(x))
+        if case not in self._wholes:
+            trial = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+            expected = self._tiled(product, trial)
+            if not expected.any():  # weights of zeros tell nothing
+                return self._tiled(product, x)
+            self._wholes[case] = torch.equal(expected, product(trial))
+        return product(x) if self._wholes[case] else self._tiled(product, x)
+
+    def _tiled(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         out = [product(tile) for tile in self.of(x)]
         return (out[0] if len(out) == 1 else torch.cat(out))[: len(x)]
 
@@ -103,7 +119,7 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs) → (T, outputs)."""
-        return self.tiles.apply(self.product, x)
+        return self.tiles.apply(self.product, x, (type(self), self.weight.shape))
 
     def product(self, tile: Tensor) -> Tensor:
         """The same for one tile."""
@@ -143,7 +159,8 @@ class TiledMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
-        return self.tiles.apply(lambda tile: self.down.product(self.gate_up.product(tile)), x)
+        key = (type(self), self.gate_up.gate, self.down.weight.shape)
+        return self.tiles.apply(lambda tile: self.down.product(self.gate_up.product(tile)), x, key)
 
 
 class TiledHead(TiledLinear):

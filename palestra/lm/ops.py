@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` over its root mean square, times the weight."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, weight, self.eps)
+        return _RMSNorm.apply(x, weight, self.eps) if torch.is_grad_enabled() else _rms_norm(x, weight, self.eps)[0]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -49,15 +53,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of `x` (T, heads, dim) by `cos` and `sin` (T, dim / 2), in FP32; halves are paired."""
     if _fused(x):
         return _kernels().rotate(x, cos, sin)
-    first, second = wide(x).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    if x.is_cuda:
+        first, second = wide(x).chunk(2, dim=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    # Rows twice as long for the CPU, which loops over the last dimension.
+    cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves."""
     if _fused(gate_up):
         return _kernels().swiglu(gate_up)
+    if torch.is_grad_enabled() and not gate_up.is_cuda:
+        return _SwiGLU.apply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -91,3 +101,71 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
         return self.down(self.gate(self.gate_up(x)))
+
+
+# ---- backward passes by hand for the CPU: autograd's own would take twice as many passes over memory
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, hat = wide(grads[0]), wide(x) * scale
+        product = grad * hat
+        to_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        # With ĝ = grad · weight: (ĝ − x̂ · mean(ĝ · x̂)) · scale.
+        mean = (product @ wide(weight) / x.shape[-1])[..., None]
+        to_x = (grad * wide(weight)).addcmul_(hat, mean, value=-1.0).mul_(scale)
+        return to_x.to(x.dtype), to_weight, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and what each row of `x` was multiplied by."""
+    high = wide(x)
+    norm = torch.linalg.vector_norm(high, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (high * scale).mul_(wide(weight)).to(x.dtype), scale
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` (T, heads, dim) by `cos` and `sin` (T, 1, dim), the first half of sines negative."""
+    high = wide(x)
+    first, second = high.chunk(2, dim=-1)
+    return (high * cos).addcmul_(torch.cat([second, first], dim=-1), sin).to(x.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        opened = F.silu(gate)
+        ctx.save_for_backward(gate_up, opened)
+        return opened * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        gate_up, opened = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        to_both = torch.empty_like(gate_up)
+        to_gate, to_up = to_both.chunk(2, dim=-1)
+        torch.mul(grads[0], opened, out=to_up)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=to_gate)
+        return to_both

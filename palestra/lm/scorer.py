@@ -1,21 +1,35 @@
-"""A trained reward model to call from Python."""
+"""A trained reward model to call from Python, for one conversation or many at once."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.lm.batch import Batch
+from palestra.lm.batch import Batch, forward
 from palestra.lm.hf import load_pretrained
 from palestra.lm.value_head import ScalarModel
 
+Conversation = Sequence[Mapping[str, Any]]
+
+LANES = 16
+"""Sequences are filled up to a multiple of so many tokens: vectors are full, and there are few lengths."""
+TOKENS = 256
+"""Tokens of a pass over short sequences: 5 times the rate of one after the other for a small model; longer ones are
+passed alone, because they keep the processor busy by themselves."""
+
 
 class Scorer:
-    """Scores conversations."""
+    """Scores conversations.
+
+    A conversation has the same score, to the last bit, whatever others are scored with it. How many rows a pass has
+    depends on the length of the conversation alone: a matrix library picks its kernel, and with it the order of
+    additions, by the number of rows. Rows that are to spare are filled up, and what comes of them is not read.
+    """
 
     def __init__(self, model: ScalarModel, tokenizer: Tokenizer):
         self.model, self.tokenizer = model, tokenizer
@@ -33,11 +47,56 @@ class Scorer:
             model.value.weight.copy_(found.score)
         return cls(model, Tokenizer.load(found.tokenizer))
 
-    @torch.no_grad()
-    def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
+    @property
+    def context(self) -> int:
+        """The most tokens that it reads."""
+        return self.model.transformer.shape.context
+
+    def score(self, messages: Conversation) -> float:
         """A number for a conversation, higher for a better one."""
+        return self.scores([messages])[0]
+
+    def scores(self, conversations: Sequence[Conversation]) -> list[float]:
+        """A number for each conversation, the same that `score` gives."""
+        return self.token_scores([self.encode(messages) for messages in conversations])
+
+    def encode(self, messages: Conversation) -> list[int]:
+        """The tokens of a conversation."""
         tokens = encode_chat(self.tokenizer, list(messages), add_generation_prompt=False).tokens
-        context = self.model.transformer.shape.context
-        if len(tokens) > context:
-            raise UsageError(f"the conversation has {len(tokens)} tokens, and the reward model reads at most {context}")
-        return float(self.model.sequence_scores(Batch.pack([tokens])))
+        if not tokens:
+            raise UsageError("the chat template writes nothing for this conversation, so that it has no score")
+        return tokens
+
+    @torch.no_grad()
+    def token_scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """A number for each conversation that `encode` gave."""
+        longest = max(map(len, sequences), default=0)
+        if longest > self.context:
+            raise UsageError(
+                f"the conversation has {longest} tokens, and the reward model reads at most {self.context}"
+            )
+        same: dict[int, list[int]] = {}  # by length, once filled up
+        for place, tokens in enumerate(sequences):
+            same.setdefault(-(-len(tokens) // LANES) * LANES, []).append(place)
+        found: dict[int, float] = {}
+        for length, places in same.items():
+            rows = self._rows(length)
+            for start in range(0, len(places), rows):
+                taken = places[start : start + rows]
+                found |= zip(taken, self._pass([sequences[i] for i in taken], length, rows), strict=True)
+        return [found[place] for place in range(len(sequences))]
+
+    def _rows(self, length: int) -> int:
+        """Sequences of a pass. How many tokens an expert gets depends on all of them: with experts there is one."""
+        return 1 if self.model.transformer.shape.moe is not None else max(1, TOKENS // length)
+
+    def _pass(self, sequences: Sequence[Sequence[int]], length: int, rows: int) -> list[float]:
+        """The scores of at most `rows` sequences of at most `length` tokens; no token sees those that fill them up."""
+        filled = [[*tokens, *[tokens[0]] * (length - len(tokens))] for tokens in sequences]
+        filled += [filled[0]] * (rows - len(filled))
+        hidden = forward(self.model.transformer, Batch.pack(filled)).hidden.unflatten(0, (rows, length))
+        return [self._read(row[len(tokens) - 1]) for row, tokens in zip(hidden, sequences, strict=False)]
+
+    def _read(self, hidden: Tensor) -> float:
+        """The score in the last hidden state (D), by itself: of several at once the product could round otherwise."""
+        return float(self.model.value(hidden[None]))

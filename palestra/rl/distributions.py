@@ -172,3 +172,125 @@ class DiagonalGaussian:
     def entropy(self) -> Tensor:
         """Differential entropy in nats, `(...)`."""
         return (self.log_std + (0.5 + HALF_LOG_TWO_PI)).sum(dim=-1)
+
+
+class Beta:
+    """Continuous actions `(..., D)` within ±1, by Beta(α, β) stretched to it (Chou et al. 2017), α and β at least 1.
+
+    With both at least 1 the density has one peak. Unlike a clipped Gaussian it has no mass outside of the bounds.
+    """
+
+    __slots__ = ("alpha", "beta")
+
+    ATTEMPTS = 8
+    """Draws made beforehand for each gamma variable; one is accepted with probability above 0.95."""
+    EDGE = 1e-6
+    """How near to a bound, in units of the range, an action is scored: log 0 is never taken."""
+
+    def __init__(self, alpha: Tensor, beta: Tensor):
+        self.alpha, self.beta = alpha, beta
+
+    @classmethod
+    def of(cls, outputs: Tensor) -> "Beta":
+        """From a network's outputs `(..., 2·D)`: 1 + softplus, α first."""
+        alpha, beta = (1.0 + F.softplus(outputs)).chunk(2, dim=-1)
+        return cls(alpha, beta)
+
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise of one `sample`: two gamma variables, each with its attempts of two numbers."""
+        return torch.Size((*self.alpha.shape, 2, self.ATTEMPTS, 2))
+
+    @staticmethod
+    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+        """Standard normal and log-uniform numbers, side by side on the last dimension, for `noise_shape`."""
+        normal = torch.randn(tuple(shape[:-1]), generator=generator, device=generator.device)
+        exponential = torch.empty(tuple(shape[:-1]), device=generator.device).exponential_(generator=generator)
+        return torch.stack((normal, -exponential), dim=-1)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Actions `(..., D)`; not differentiable: the gradient of an acceptance is not that of the distribution."""
+        shapes = torch.stack((self.alpha, self.beta), dim=-1).detach()  # (..., D, 2)
+        # Marsaglia & Tsang 2000: v is accepted if log u < x²/2 + d - d·v + d·log v, with v = (1 + x/√(9d))³ above 0.
+        d = (shapes - 1.0 / 3.0).unsqueeze(-1)
+        x, log_u = noise.unbind(-1)
+        v = (1.0 + x * torch.rsqrt(9.0 * d)) ** 3
+        log_v = v.clamp_min(torch.finfo(v.dtype).tiny).log()
+        accepted = (v > 0) & (log_u < 0.5 * x * x + d - d * v + d * log_v)
+        # The first that is accepted. Where none is, one time in 10^10, d itself: near the mean.
+        first = accepted.int().argmax(dim=-1, keepdim=True)
+        v = torch.where(accepted.any(dim=-1), v.gather(-1, first).squeeze(-1), 1.0)
+        gamma = d.squeeze(-1) * v
+        return 2.0 * gamma[..., 0] / gamma.sum(dim=-1) - 1.0
+
+    def mode(self) -> Tensor:
+        """The peak; 0 where the density is flat (α = β = 1)."""
+        a, b = self.alpha - 1.0, self.beta - 1.0
+        total = a + b
+        return torch.where(total > 0, (a - b) / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Log-density of actions `(..., D)` within ±1, summed to `(...)`."""
+        y = ((action + 1.0) / 2.0).clamp(self.EDGE, 1.0 - self.EDGE)
+        density = (self.alpha - 1.0) * y.log() + (self.beta - 1.0) * torch.log1p(-y) - self._log_normaliser()
+        return density.sum(dim=-1)
+
+    def entropy(self) -> Tensor:
+        """Differential entropy in nats, `(...)`."""
+        a, b = self.alpha, self.beta
+        parts = (a - 1.0) * torch.digamma(a) + (b - 1.0) * torch.digamma(b) - (a + b - 2.0) * torch.digamma(a + b)
+        return (self._log_normaliser() - parts).sum(dim=-1)
+
+    def _log_normaliser(self) -> Tensor:
+        """log of the Beta function, and of the 2 by which ±1 is wider than 0 to 1."""
+        a, b = self.alpha, self.beta
+        return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b) + math.log(2.0)
+
+
+class SquashedGaussian:
+    """Continuous actions `(..., D)` within (-1, 1): the tanh of a diagonal Gaussian (Haarnoja et al. 2018, appendix C).
+
+    Its entropy has no closed form: the mean of `-log_prob` of its samples estimates it.
+    """
+
+    __slots__ = ("log_std", "mean")
+
+    def __init__(self, mean: Tensor, log_std: Tensor):
+        self.mean = mean
+        self.log_std = log_std.expand_as(mean)
+
+    @property
+    def noise_shape(self) -> torch.Size:
+        """The shape of the noise of one `sample`."""
+        return self.mean.shape
+
+    @staticmethod
+    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+        """Standard normal noise on the generator's device."""
+        return DiagonalGaussian.draw(generator, shape)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Actions `(..., D)`, differentiable in mean and log_std (reparametrised)."""
+        return torch.tanh(self.mean + self.log_std.exp() * noise)
+
+    def sample_scored(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions and their log-densities `(...)`, exact also where tanh has rounded an action to 1."""
+        before = self.mean + self.log_std.exp() * noise
+        gaussian = -0.5 * noise * noise - self.log_std - HALF_LOG_TWO_PI
+        return torch.tanh(before), (gaussian - log_tanh_slope(before)).sum(dim=-1)
+
+    def mode(self) -> Tensor:
+        """The tanh of the mean: the middle of the distribution, and what evaluation acts by."""
+        return torch.tanh(self.mean)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Log-density of actions `(..., D)`, summed to `(...)`; of 1 itself, that of the number just below."""
+        most = 1.0 - torch.finfo(action.dtype).eps
+        before = torch.atanh(action.clamp(-most, most))
+        gaussian = DiagonalGaussian(self.mean, self.log_std).log_prob(before)
+        return gaussian - log_tanh_slope(before).sum(dim=-1)
+
+
+def log_tanh_slope(x: Tensor) -> Tensor:
+    """log(1 - tanh(x)²), finite for every finite x."""
+    return 2.0 * (math.log(2.0) - x - F.softplus(-2.0 * x))

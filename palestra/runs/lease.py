@@ -84,6 +84,7 @@ class Lease:
         self.ttl = ttl
         self._token = uuid.uuid4().hex
         self._held: bytes | None = None
+        self._beating = threading.Lock()  # two threads of the owner are no thieves
 
     def acquire(self) -> None:
         """Take the lease, from a dead owner too; raises `RunBusy` where the owner lives."""
@@ -95,8 +96,20 @@ class Lease:
                 self._held = mine
                 return
 
+    def holder(self) -> Owner | None:
+        """The process that holds the lease and is alive, if there is one."""
+        data = _parse(self.store.get(self.key))
+        if data is None:
+            return None
+        owner = Owner.read(data)
+        return owner if owner.alive(data["heartbeat"], self.ttl) else None
+
     def renew(self) -> None:
         """Beat; raises `LeaseLost` where another process has taken the lease over."""
+        with self._beating:
+            self._renew()
+
+    def _renew(self) -> None:
         if self._held is None:
             raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
         mine, found = self._content(), self.store.get(self.key)
@@ -113,12 +126,13 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease back; one that was lost is left to its new owner."""
-        if self._held is not None:
-            found = self.store.get(self.key)
-            current = _parse(found)
-            if current is not None and current["token"] == self._token:
-                self.store.swap(self.key, found, None)
-            self._held = None
+        with self._beating:
+            if self._held is not None:
+                found = self.store.get(self.key)
+                current = _parse(found)
+                if current is not None and current["token"] == self._token:
+                    self.store.swap(self.key, found, None)
+                self._held = None
 
     def _content(self) -> bytes:
         return json.dumps({**asdict(Owner.here()), "token": self._token, "heartbeat": time.time()}).encode()

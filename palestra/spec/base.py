@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from palestra.spec.cadence import Cadence, CountCadence
 from palestra.spec.model import Model
+from palestra.spec.search import SearchSpec
 from palestra.spec.words import Words
 
 Name = Annotated[
@@ -90,6 +91,8 @@ class ExperimentSpec(Model):
     """Where to compute; auto takes what suits the kind (the CPU for control, whose networks are small)."""
     threads: int | None = Field(default=None, ge=1)
     """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
+    search: SearchSpec | None = None
+    """Which fields `palestra search` varies, and how; all other commands take the spec as it stands."""
 
     @property
     def seeds(self) -> list[int]:
@@ -106,7 +109,9 @@ class ExperimentSpec(Model):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        conflicts = self.conflicts() + _uncounted(self.every, self.counts)
+        from palestra.spec.space import search_conflicts  # which validates specs, and so builds on this module
+
+        conflicts = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
         if conflicts:
             reasons = "; ".join(f"{'.'.join(map(str, c.path))}: {c.reason}" for c in conflicts)
             raise PydanticCustomError("conflicts", "{reasons}", {"reasons": reasons, "conflicts": conflicts})

@@ -83,8 +83,10 @@ def _required(model: type[BaseModel], besides: tuple[str, ...] = ()) -> dict[str
 
 def _required_inside(field: FieldInfo) -> dict[str, Any] | None:
     members = list(models(field.annotation))
+    if field.discriminator is not None:  # what tells the members of a union apart; the rest they ask for themselves
+        return {"required": [field.discriminator]}
     if len(members) != 1 or field.annotation is not members[0]:
-        return None  # a union tells its own members apart; lists hold whole items
+        return None  # lists hold whole items
     schema = _required(members[0])
     return schema if schema["required"] or schema["properties"] else None
 
@@ -103,6 +105,8 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
     if "const" in schema or "$ref" in schema or _is_free_text(schema):
         return schema
     about = {key: schema[key] for key in ("description", "default") if key in schema}
+    if "oneOf" in schema:  # without the key that tells its members apart, as in a spec that extends one, several fit
+        schema = {"anyOf": schema["oneOf"]}
     value = {key: item for key, item in schema.items() if key not in about}
     if set(value) == {"anyOf"}:
         return about | {"anyOf": [*map(_items_or_variable, value["anyOf"]), _VARIABLE]}

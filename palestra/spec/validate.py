@@ -141,7 +141,7 @@ def _nearest_key(path: DataPath, place: Place, model: type[ExperimentSpec]) -> s
     near = get_close_matches(key, valid, n=1)
     if near:
         return f"Did you mean '{near[0]}'?"
-    elsewhere = [f"'{where}'" for where in _paths_of(key, model)]
+    elsewhere = [f"'{where}'" for where in dict.fromkeys(_paths_of(key, model))]
     known = f"Valid keys: {', '.join(valid)}"
     return f"Did you mean {' or '.join(elsewhere)}? {known}" if elsewhere else known
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import math
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +16,25 @@ from palestra.tasks.types import Answer, Message, Problem, Status, Verdict
 if TYPE_CHECKING:
     from palestra.lm.scorer import Scorer
 
+AT_ONCE = 256
+"""Answers that are scored together at most; those that come later wait no longer than for these."""
+
+Waiting = tuple[list[Message], "Future[Verdict]"]
+
 
 class RewardModel:
-    """Scores answers with a reward model, one after the other, in a thread of its own. Above 0 counts as correct."""
+    """Scores answers with a reward model in a thread of its own, all that wait together. Above 0 counts as correct.
+
+    Which answers happen to wait together changes no score: `Scorer` sees to that.
+    """
 
     isolated = False
 
     def __init__(self, scorer: "Scorer"):
         self.scorer = scorer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        self._waiting: deque[Waiting] = deque()
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, ref: str, root: Path) -> "RewardModel":
@@ -33,21 +46,50 @@ class RewardModel:
     async def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """The score of the prompt and the answer as a conversation; a plain prompt is one message of the user."""
         messages = [*messages_of(problem), {"role": "assistant", "content": answer.text}]
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._verdict, messages)
+        verdict: Future[Verdict] = Future()
+        with self._lock:
+            self._waiting.append((messages, verdict))
+        self._thread.submit(self._work)  # where others have taken it along by then, there is nothing left to do
+        return await asyncio.wrap_future(verdict)
 
     def close(self) -> None:
         """End the thread; what waits for it is cancelled."""
         self._thread.shutdown(cancel_futures=True)
+        for _, verdict in self._waiting:
+            verdict.cancel()
+        self._waiting.clear()
 
-    def _verdict(self, messages: list[Message]) -> Verdict:
-        from palestra.data.chat import encode_chat
+    def _work(self) -> None:
+        """In the thread: judge what waits."""
+        with self._lock:
+            taken = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+        taken = [one for one in taken if one[1].set_running_or_notify_cancel()]
+        read: list[tuple[list[int], Future[Verdict]]] = []
+        for messages, verdict in taken:
+            try:
+                tokens = self.scorer.encode(messages)
+            except Exception as error:  # of this conversation alone: it rises where its verdict is awaited
+                verdict.set_exception(error)
+                continue
+            if len(tokens) > self.scorer.context:  # no fault of the spec's, and no sign of a bad answer either
+                note = f"the conversation has {len(tokens)} tokens, and the reward model reads at most "
+                verdict.set_result(Verdict(0.0, Status.ERROR, note=f"{note}{self.scorer.context}"))
+                continue
+            read.append((tokens, verdict))
+        self._score(read)
 
-        context = self.scorer.model.transformer.shape.context
-        length = len(encode_chat(self.scorer.tokenizer, messages, add_generation_prompt=False).tokens)
-        if length > context:  # no fault of the spec's, and no sign of a bad answer either
-            note = f"the conversation has {length} tokens, and the reward model reads at most {context}"
-            return Verdict(0.0, Status.ERROR, note=note)
-        score = self.scorer.score(messages)
-        if not math.isfinite(score):
-            return Verdict(0.0, Status.ERROR, note=f"the reward model gave {score}")
-        return Verdict(score, Status.CORRECT if score > 0 else Status.WRONG, {"reward_model": score})
+    def _score(self, read: Sequence[tuple[list[int], "Future[Verdict]"]]) -> None:
+        try:
+            scores = self.scorer.token_scores([tokens for tokens, _ in read])
+        except Exception as error:  # it rises where the verdicts are awaited
+            for _, verdict in read:
+                verdict.set_exception(error)
+            return
+        for score, (_, verdict) in zip(scores, read, strict=True):
+            verdict.set_result(_verdict(score))
+
+
+def _verdict(score: float) -> Verdict:
+    if not math.isfinite(score):
+        return Verdict(0.0, Status.ERROR, note=f"the reward model gave {score}")
+    return Verdict(score, Status.CORRECT if score > 0 else Status.WRONG, {"reward_model": score})

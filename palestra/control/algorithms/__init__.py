@@ -1,6 +1,22 @@
 """The algorithms, by the name a spec calls them. Each is one file: what it stores, how it acts, how it learns."""
 
+from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.base import Algorithm
+from palestra.control.algorithms.crossq import CrossQ
+from palestra.control.algorithms.dqn import DQN
 from palestra.control.algorithms.ppo import PPO
+from palestra.control.algorithms.reinforce import Reinforce
+from palestra.control.algorithms.sac import SAC
+from palestra.control.algorithms.sarsa import SARSA
+from palestra.control.algorithms.td3 import TD3
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"ppo": PPO}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "a2c": A2C,
+    "dqn": DQN,
+    "sarsa": SARSA,
+    "ppo": PPO,
+    "reinforce": Reinforce,
+    "sac": SAC,
+    "td3": TD3,
+    "crossq": CrossQ,
+}

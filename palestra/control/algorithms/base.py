@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +58,8 @@ class Algorithm(ABC):
     episodes: Episodes
     updates: int = 0
     """Gradient steps so far."""
+    folder: Path | None = None
+    """The session's folder, for what is too large to be in every checkpoint; None: all goes into `state()`."""
 
     def __init__(self, parts: Parts):
         self.generator = parts.generator

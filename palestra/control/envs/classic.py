@@ -132,6 +132,29 @@ class NumpyVector(VectorEnv):
             generator.bit_generator.state = saved
 
 
+def discrete_actions(env: NumpyVector, actions: np.ndarray, choices: int, meaning: str) -> np.ndarray:
+    """The actions of N environments with so many choices, checked."""
+    actions = np.asarray(actions)
+    whole = actions.shape == (env.num_envs,) and actions.dtype.kind in "iu"
+    if not whole or actions.min() < 0 or actions.max() >= choices:
+        raise UsageError(
+            f"The actions of {type(env).__name__} are {env.num_envs} integers from 0 to {choices - 1} ({meaning}), "
+            f"got {actions!r} of type {actions.dtype}."
+        )
+    return actions
+
+
+def continuous_actions(env: NumpyVector, actions: np.ndarray) -> np.ndarray:
+    """The actions of N environments with one number each, checked: single precision, (N,)."""
+    actions = np.asarray(actions)
+    if actions.shape != (env.num_envs, 1) or actions.dtype.kind != "f" or not np.isfinite(actions).all():
+        raise UsageError(
+            f"The actions of {type(env).__name__} are finite floats of shape ({env.num_envs}, 1), "
+            f"got {actions!r} of type {actions.dtype}."
+        )
+    return actions[:, 0].astype(np.float32)
+
+
 class CartPoleVector(NumpyVector):
     """CartPole-v1: the arithmetic of Gymnasium's CartPoleEnv, operation by operation, over arrays of N poles.
 

@@ -1,18 +1,20 @@
-"""Makes environments: by Gymnasium id or from an object, one or many, always with a state that can be saved."""
+"""Makes environments: by Gymnasium id, import path or from an object, one or many, with a state that can be saved."""
 
 import importlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import VectorEnv
 
+from palestra.control.envs.atari import AtariGame, atari_games
+from palestra.control.envs.choice import copies, processes_for
 from palestra.control.envs.classic import CartPoleVector
+from palestra.control.envs.mountain_car import MountainCarContinuousVector, MountainCarVector
 from palestra.control.envs.snapshot import Snapshot
+from palestra.control.envs.swing import AcrobotVector, PendulumVector
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
 from palestra.spec.kinds.control import EnvSpec
@@ -23,6 +25,10 @@ Factory = Callable[[], gym.Env]
 NUMPY: dict[str, Callable[[int], VectorEnv]] = {
     "CartPole-v0": partial(CartPoleVector, max_episode_steps=200),
     "CartPole-v1": CartPoleVector,
+    "Acrobot-v1": AcrobotVector,
+    "Pendulum-v1": PendulumVector,
+    "MountainCar-v0": MountainCarVector,
+    "MountainCarContinuous-v0": MountainCarContinuousVector,
 }
 
 
@@ -35,36 +41,46 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     if spec.module is not None:
         import_named(spec.module, "env.module")
     if factory is None and spec.vectorize in ("auto", "vector"):
-        if spec.id in NUMPY and not spec.kwargs:
+        if spec.id in NUMPY and not spec.kwargs and spec.frame_stack is None:
             return NUMPY[spec.id](num_envs)
+        if _is_atari(spec):
+            with _explained(spec):
+                return atari_games(spec.id, num_envs, spec.kwargs, spec.frame_stack)
         if spec.vectorize == "vector":
             return _own_vector(spec, num_envs)
-    maker = partial(_checked, spec, factory, os.getpid())
-    vector = AsyncVectorEnv if spec.vectorize == "async" else SyncVectorEnv
-    return vector([maker] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    make = partial(_with_state, spec, factory)
+    return copies(spec, [make] * num_envs, processes_for(spec, num_envs, make))
 
 
 def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = None) -> VectorEnv:
-    """Environments to evaluate in; no more than train where each is a process of its own."""
-    return make_vector(spec, min(at_most, spec.num_envs) if spec.vectorize == "async" else at_most, factory)
+    """Environments to evaluate in, whose episodes are whole games."""
+    if factory is None and _is_atari(spec):
+        whole = {name: value for name, value in spec.kwargs.items() if name != "life_loss_info"}
+        spec = spec.model_copy(update={"kwargs": whole})
+    return make_vector(spec, at_most, factory)
 
 
-def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: object) -> gym.Env:
-    """One environment, flattened to a Box of observations where it is not one."""
+def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) -> gym.Env:
+    """One environment as the vector of them shows it: flattened to a Box where it is none, its last frames stacked."""
     if spec.module is not None:
         import_named(spec.module, "env.module")
     if factory is not None:
         if spec.kwargs:
             raise UsageError("env.kwargs are for environments made by id: pass a function that makes yours with them")
-        env = factory()
-        if not isinstance(env, gym.Env):
-            raise UsageError(f"the environment {spec.id} must make a gymnasium.Env, it made a {type(env).__name__}")
+        env = _checked(spec, factory())
+    elif _is_atari(spec) and spec.vectorize in ("auto", "vector"):
+        with _explained(spec):
+            return AtariGame(atari_games(spec.id, 1, spec.kwargs, spec.frame_stack), kwargs.get("render_mode"))
+    elif ":" in spec.id:
+        env = _imported(spec, kwargs)
     else:
         with _explained(spec):
             arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
             env = gym.make(spec.id, **arguments)
     if not isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
+    if spec.frame_stack is not None:
+        env = gym.wrappers.FrameStackObservation(env, spec.frame_stack, padding_type="zero")
     return env
 
 
@@ -88,19 +104,44 @@ def factory_of(env: object) -> Factory:
     )
 
 
-def _checked(spec: EnvSpec, factory: Factory | None, trainer: int) -> gym.Env:
-    if os.getpid() != trainer:
-        # A process of AsyncVectorEnv, forked with the run's own handlers: with them SIGTERM would not end it, and a
-        # Ctrl-C at the terminal, which is for the run to answer, would reach it too.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _is_atari(spec: EnvSpec) -> bool:
+    return spec.id.startswith("ALE/")
+
+
+def _with_state(spec: EnvSpec, factory: Factory | None) -> Snapshot:
     return Snapshot(make_single(spec, factory))
+
+
+def _checked(spec: EnvSpec, env: object) -> gym.Env:
+    if not isinstance(env, gym.Env):
+        raise UsageError(f"the environment {spec.id} must make a gymnasium.Env, it made a {type(env).__name__}")
+    return env
+
+
+def _imported(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env:
+    """An environment of `module:Class`; also of Gymnasium's `module:Id-v0`, whose module registers it."""
+    module, _, name = spec.id.partition(":")
+    made = getattr(import_named(module, "env.id"), name, None)
+    with _explained(spec):
+        if made is None and name in gym.registry:
+            arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
+            return gym.make(name, **arguments)
+        if not callable(made):
+            raise UsageError(
+                f"env.id: {module} has no environment {name!r}: expected a class or a function of that name, "
+                "or an id that the module registers"
+            )
+        # A class of one's own need not know of render modes.
+        wanted = kwargs if kwargs.get("render_mode") in getattr(made, "metadata", {}).get("render_modes", ()) else {}
+        return _checked(spec, made(**{**spec.kwargs, **wanted}))
 
 
 def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
     with _explained(spec):
-        if gym.spec(spec.id).vector_entry_point is None:
+        if ":" in spec.id or gym.spec(spec.id).vector_entry_point is None:
             raise UsageError(f"{spec.id} has no vectorised form of its own: use `vectorize: sync` or `async`")
+        if spec.frame_stack is not None:
+            raise UsageError("env.frame_stack: not with `vectorize: vector`: use `sync` or `async`")
         arguments: dict[str, Any] = dict(spec.kwargs)
         return gym.make_vec(spec.id, num_envs, vectorization_mode="vector_entry_point", **arguments)
 
@@ -109,7 +150,7 @@ def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
 def _explained(spec: EnvSpec) -> Iterator[None]:
     """Gymnasium's errors about ids and missing packages, as errors of the spec."""
     try:
-        if spec.id.startswith("ALE/"):
+        if _is_atari(spec):
             gym.register_envs(importlib.import_module("ale_py"))
         yield
     except gym.error.UnregisteredEnv as error:

@@ -246,6 +246,8 @@ def vector_exactness(venv: VectorEnv) -> str | None:
     match _kind(core):
         case "own":
             return None
+        case "copies":
+            return core.exactness()
         case "snapshots":
             return next((sentence for sentence in core.get_attr("exactness") if sentence is not None), None)
     return _sentence(type(core).__name__)
@@ -259,6 +261,8 @@ def vector_state(venv: VectorEnv) -> Tree:
     state["wrappers"] = [attributes(wrapper, strict=False) for wrapper in wrappers]
     if kind == "own":
         state["own"] = core.get_state()
+    elif kind == "copies":
+        state["environments"] = core.get_states()
     elif kind == "snapshots":
         state["environments"] = list(core.call("get_state"))
         state["internals"] = {name: encode(getattr(core, name)) for name in _internals(core)}
@@ -274,23 +278,24 @@ def restore_vector(venv: VectorEnv, state: Tree) -> Restarted | None:
             f"This state is of another kind of vector environment than {type(core).__name__} with {len(wrappers)} "
             "wrappers: resume with the environment that the run began with."
         )
-    restarts: list[Any] = []
+    which = np.zeros(venv.num_envs, dtype=bool)
     if kind == "own":
         core.set_state(state["own"])
+    elif kind == "copies":
+        which = core.set_states(state["environments"])
     elif kind == "snapshots":
-        restarts = _restore_snapshots(core, state)
+        which = np.array([restart is not None for restart in _restore_snapshots(core, state)])
     for wrapper, saved in zip(wrappers, state["wrappers"], strict=True):
         set_attributes(wrapper, saved)
     set_space_generators(spaces(layers(venv)), state["spaces"])
-    which = np.array([restart is not None for restart in restarts])
     if kind != "none" and not which.any():
         return None
-    _warn(core.get_attr("name")[0] if kind == "snapshots" else type(core).__name__)
+    _warn(core.get_attr("name")[0] if kind == "snapshots" else getattr(core, "name", type(core).__name__))
     if kind == "none" or wrappers:
         # Wrappers around the vector change observations as they please: only a reset of all gives consistent ones.
         observations, _ = venv.reset()
         return Restarted(np.ones(venv.num_envs, dtype=bool), observations)
-    return Restarted(which, deepcopy(_observations(core)))
+    return Restarted(which, core.observations if kind == "copies" else deepcopy(_observations(core)))
 
 
 def _restore_snapshots(venv: SyncVectorEnv | AsyncVectorEnv, state: Tree) -> list[Any]:
@@ -341,6 +346,8 @@ def _observations(venv: SyncVectorEnv | AsyncVectorEnv) -> Any:
 def _kind(venv: VectorEnv) -> str:
     if hasattr(venv, "get_state") and hasattr(venv, "set_state"):
         return "own"
+    if hasattr(venv, "get_states") and hasattr(venv, "set_states"):
+        return "copies"
     gymnasiums = isinstance(venv, SyncVectorEnv | AsyncVectorEnv)
     return "snapshots" if gymnasiums and all(venv.call("has_wrapper_attr", "reset_due")) else "none"
 

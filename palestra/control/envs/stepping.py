@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from palestra.control.envs.masks import KEY, check_masks, choices, read_masks
 from palestra.errors import PalestraError, UsageError
 
 
@@ -49,11 +50,26 @@ class Stepper:
         self.steps = 0
         self.has_dummy_steps = mode is AutoresetMode.NEXT_STEP  # whether `valid` is ever anything but None
         self._dummy = np.zeros(env.num_envs, dtype=bool)  # NEXT_STEP: rows whose next step only resets
+        self.mask: np.ndarray | None = None
+        """Which choices are allowed in what is acted on next, bool (N, choices); None: nothing is ever forbidden.
+
+        A new array every step. Known after the first reset."""
+        self._sizes: list[int] = []  # of the parts of an action that has masks
+        self.over: np.ndarray | None = None
+        """Of the episodes that ended in the last step those whose score is complete: indices, None when none is.
+
+        All that ended, unless the environment says in `info["game_over"]` that its game goes on, after a lost life."""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset every environment; environment i gets `seed + i`."""
         self._dummy[:] = False
-        return self._reset(seed=seed)
+        obs, infos = self._reset(seed=seed)
+        self.mask = None
+        if KEY in infos:
+            self._sizes = choices(self.env.single_action_space, self.name)
+            self.mask = np.ones((self.num_envs, sum(self._sizes)), bool)
+            self._read_masks(infos)
+        return obs
 
     def step(self, actions: np.ndarray) -> Transition:
         """Step all environments once."""
@@ -66,11 +82,15 @@ class Stepper:
         self.steps += 1
         ends = np.logical_or(terminated, truncated)
         any_end = ends.any()
+        self.over = _over(ends, infos) if any_end else None
         if self.mode is AutoresetMode.NEXT_STEP:
             valid = ~self._dummy if self._dummy.any() else None
             self._dummy = ends
             ended = ends.nonzero()[0] if any_end else None
+            self._read_masks(infos, any_choice=ends)  # the next action only resets, whatever it is
             return Transition(obs, rewards, terminated, truncated, valid, ended, None if ended is None else obs[ended])
+        # With SAME_STEP the infos are of the new episode already.
+        self._read_masks(infos, any_choice=ends if self.mode is AutoresetMode.DISABLED else None)
         if not any_end:
             return Transition(obs, rewards, terminated, truncated, None, None, None)
         ended = ends.nonzero()[0]
@@ -78,12 +98,31 @@ class Stepper:
             final_obs = _rows(infos, ended, self.name)
         else:
             final_obs = obs[ended]
-            obs = self._reset(options={"reset_mask": ends})
+            obs, infos = self._reset(options={"reset_mask": ends})
+            self._read_masks(infos, keep=~ends)
         return Transition(obs, rewards, terminated, truncated, None, ended, final_obs)
 
-    def _reset(self, **arguments: Any) -> np.ndarray:
+    def _read_masks(
+        self, infos: dict[str, Any], any_choice: np.ndarray | None = None, keep: np.ndarray | None = None
+    ) -> None:
+        """Take the masks of `infos`; `any_choice` are rows where all is allowed, `keep` those that stay as they are."""
+        if self.mask is None:
+            if KEY in infos:
+                raise UsageError(f"{self.name} gives info['{KEY}'] after a step but gave none with its first reset")
+            return
+        masks = np.ones_like(self.mask)
+        if KEY in infos:
+            masks = read_masks(infos, masks, self.env.single_action_space, self.name)
+        if any_choice is not None:
+            masks[any_choice] = True
+        if keep is not None:
+            masks[keep] = self.mask[keep]
+        check_masks(masks, self._sizes, self.name)
+        self.mask = masks
+
+    def _reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
         try:
-            return self.env.reset(**arguments)[0]
+            return self.env.reset(**arguments)
         except PalestraError:
             raise
         except (Exception, SystemExit) as error:
@@ -99,11 +138,11 @@ class Stepper:
 
     def state(self) -> dict[str, Any]:
         """What the stepper itself remembers; the environment's own state is in `envs.snapshot`."""
-        return {"dummy": self._dummy.copy(), "steps": self.steps}
+        return {"dummy": self._dummy.copy(), "steps": self.steps, "mask": self.mask}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
-        self._dummy, self.steps = state["dummy"].copy(), state["steps"]
+        self._dummy, self.steps, self.mask = state["dummy"].copy(), state["steps"], state["mask"]
 
 
 def _rows(infos: dict[str, Any], ended: np.ndarray, name: str) -> np.ndarray:
@@ -114,3 +153,10 @@ def _rows(infos: dict[str, Any], ended: np.ndarray, name: str) -> np.ndarray:
             "truncated episode cannot be bootstrapped. Use another autoreset mode or add it."
         )
     return np.stack([np.asarray(infos["final_obs"][i]) for i in ended])
+
+
+def _over(ends: np.ndarray, infos: dict[str, Any]) -> np.ndarray | None:
+    if "game_over" in infos:
+        said = infos.get("_game_over", True)
+        ends = ends & np.where(said, np.asarray(infos["game_over"], bool), True)
+    return ends.nonzero()[0] if ends.any() else None

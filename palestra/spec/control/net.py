@@ -24,15 +24,15 @@ class GraphSpec(Model):
     layers: dict[str, dict[str, dict[str, JsonValue]]]
     """Name of the layer: {class of torch.nn: its arguments}, for example {first: {LazyLinear: {out_features: 64}}}."""
     join: dict[str, list[str]] = Field(default={})
-    """For a layer that does not take the one before it: the layers whose outputs it takes, concatenated; `obs` is the
-    observation."""
+    """For a layer that does not take the one before it: those it takes, concatenated; `obs` is the observation."""
 
 
 class NetSpec(Model):
     """The networks of policy and value."""
 
     trunk: Literal["auto", "mlp", "nature", "impala"] = "auto"
-    """What reads observations: hidden layers alone, or a convolutional network before them; auto looks at the shape."""
+    """What reads observations: hidden layers alone, or a convolutional network before them; auto takes nature for
+    images of at least 36 × 36 pixels."""
     hidden: list[Width] = Field(default=[64, 64])
     """The widths of the hidden layers; after convolutions one of 512 is usual."""
     critic_hidden: list[Width] | None = None
@@ -40,7 +40,7 @@ class NetSpec(Model):
     activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
     """The nonlinearity between layers."""
     layer_norm: bool = False
-    """Layer normalisation before each nonlinearity."""
+    """Layer normalisation before the nonlinearity of each hidden layer."""
     shared: bool = False
     """Whether policy and value share the hidden layers."""
     orthogonal: bool = True

@@ -107,10 +107,10 @@ class SACSpec(ActorCriticSpec):
     """The algorithm."""
     tau: float = Field(default=0.005, gt=0, le=1)
     """How far the target critics move towards the critics after each gradient step."""
-    alpha: float | Literal["auto"] = "auto"
+    alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """The weight of the entropy; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
-    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log |A| for Discrete."""
+    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log n for n Discrete ones."""
     alpha_lr: Rate | None = None
     """The learning rate of the entropy's weight where it is not `lr`."""
 
@@ -141,10 +141,10 @@ class CrossQSpec(ActorCriticSpec):
     """The learning rate of Adam."""
     policy_delay: int = Field(default=3, ge=1)
     """Gradient steps of the critics for each of the policy."""
-    alpha: float | Literal["auto"] = "auto"
+    alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """The weight of the entropy; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
-    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log |A| for Discrete."""
+    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log n for n Discrete ones."""
     alpha_lr: Rate | None = None
     """The learning rate of the entropy's weight where it is not `lr`."""
     beta1: float = Field(default=0.5, ge=0, lt=1)

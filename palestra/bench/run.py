@@ -1,0 +1,130 @@
+"""Runs what a suite still lacks: a run for each spec and seed, several at a time; finished seeds are kept."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.bench.finished import Shipped, find
+from palestra.bench.suites import SHIPPED, Entry, chosen, parse_seeds
+from palestra.bench.suites import suite as named
+from palestra.bench.table import show_rows, write_page
+from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.runs.stop import stop_signals
+from palestra.work.pool import Pool, Task
+
+LOOK_SECONDS = 0.25
+STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
+SILENT_SECONDS = 300.0  # without a sign of life a run's process is taken for hung and killed
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made, or to be continued."""
+
+    name: str
+    seeds: tuple[int, ...]
+    source: Path
+    resume: Path | None
+
+    def __str__(self) -> str:
+        return f"{self.name} seed {', '.join(map(str, self.seeds))}"
+
+
+def bench(
+    suite: str | None,
+    *,
+    seeds: str | None,
+    only: str | None,
+    parallel: int,
+    out: Path,
+    run_nothing: bool,
+    specs: Path | None,
+    root: Path,
+    tell: Tell,
+) -> None:
+    """Run what a suite lacks, unless told not to, then write the page of all suites and say what the suite came to."""
+    if suite is None and not run_nothing:
+        raise UsageError("give a suite to run (classic, box2d, mujoco, atari), or --table to write the page only")
+    folder, wanted = specs or SHIPPED, None if seeds is None else parse_seeds(seeds)
+    entries = None if suite is None else chosen(named(suite).entries, only)
+    try:
+        if suite is not None and entries is not None and not run_nothing:
+            run(plan(entries, wanted or named(suite).seeds, folder, root, tell), root, parallel, tell)
+    finally:  # what is finished stands in the table, also where other runs failed or were stopped
+        suites = write_page(out, folder, root, wanted)
+        rows = [row for name, of in suites.items() for row in of if suite in (None, name)]
+        show_rows([row for row in rows if entries is None or row.entry in entries], tell)
+        tell(str(out))
+
+
+def plan(entries: Sequence[Entry], seeds: Sequence[int], specs: Path, root: Path, tell: Tell) -> list[Job]:
+    """What is left to do; says what is kept, what runs already and what other specs' runs are passed over."""
+    jobs = []
+    for entry in entries:
+        source = specs / f"{entry.spec}.yaml"
+        shipped = Shipped.read(specs, entry.spec)
+        if shipped is None:
+            raise UsageError(f"there is no spec {source}: give the folder of the suite's specs with --specs")
+        found = find(root, shipped.spec.name, shipped.hash)
+        if found.stale:
+            tell(f"{entry.spec}: {found.stale} runs of another version of the spec are passed over")
+        for what, those in (("done", found.done), ("running already", found.running)):
+            if kept := [seed for seed in seeds if seed in those]:
+                tell(f"{entry.spec}: seed {', '.join(map(str, kept))} {what}")
+        left = [seed for seed in seeds if seed not in found.done and seed not in found.running]
+        begun: dict[Path, list[int]] = {}
+        for seed in left:
+            if seed in found.open:
+                begun.setdefault(found.open[seed].path, []).append(seed)
+            else:
+                jobs.append(Job(entry.spec, (seed,), source, None))
+        jobs += [Job(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
+    return jobs
+
+
+def run(jobs: Sequence[Job], root: Path, parallel: int, tell: Tell) -> None:
+    """Run the jobs, `parallel` at a time; those that fail do not stop the others."""
+    if not jobs:
+        return
+    stop: list[bool] = []
+    logs = root / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    pool = Pool(min(parallel, len(jobs)), name="bench", heartbeat_timeout=SILENT_SECONDS)
+    with pool, stop_signals(lambda: stop.append(True)):
+        tasks = {job: pool.submit(run_one, job, root, log=logs / f"{job.name}_{job.seeds[0]}.txt") for job in jobs}
+        waiting = dict(tasks)
+        while waiting and not stop:
+            time.sleep(LOOK_SECONDS)
+            for job in [job for job, task in waiting.items() if task.done()]:
+                tell(f"{job}: {_outcome(waiting.pop(job))} ({len(tasks) - len(waiting)} of {len(tasks)})")
+        if stop:
+            tell("stopping: runs save what they have")
+            pool.stop(STOP_SECONDS)
+    if stop:
+        raise Interrupted("stopped with everything saved; the same command continues")
+    failed = [f"  {job}: {task.exception()}" for job, task in tasks.items() if task.exception() is not None]
+    if failed:
+        raise PalestraError(f"{len(failed)} of {len(tasks)} runs failed; {logs} has more:\n" + "\n".join(failed))
+
+
+def run_one(job: Job, root: Path) -> None:
+    """Run or continue one job, in the process that calls."""
+    from palestra.api import run as start  # here, because only the process that trains needs it
+
+    if job.resume is not None:
+        start(resume=job.resume, root=root, quiet=True)
+    else:
+        start(job.source, root=root, quiet=True, overrides={"seed": job.seeds[0], "max_session": 1})
+
+
+def _outcome(task: Task) -> str:
+    if task.cancelled():
+        return "cancelled"
+    error = task.exception()
+    if error is None:
+        return "done"
+    return "killed" if isinstance(error, CancelledError) else f"failed: {error}".splitlines()[0]

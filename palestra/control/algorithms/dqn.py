@@ -1,0 +1,148 @@
+"""Deep Q-learning (Mnih et al. 2015) and what was added to it: double, dueling, n-step, prioritised, quantiles.
+
+What it stores: transitions in a replay memory; prioritised, what surprised most is drawn more often.
+How it acts: ε-greedily, each environment for itself, or by a softmax of the values; at random until `start`.
+How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the best action of the target network or, double,
+of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from palestra.control.actions import ActionHead
+from palestra.control.adam import Adam, adam_step, clip_norm
+from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.off_policy import OffPolicy
+from palestra.control.compiling import compiled
+from palestra.control.exploring import Draws, draws, explored
+from palestra.control.memory.replay import Batch
+from palestra.control.nets import Flat
+from palestra.control.q_nets import QNet
+from palestra.control.scaling import obs_scale
+from palestra.control.schedule import scheduled
+from palestra.rl.quantiles import quantile_loss
+from palestra.rl.schedules import value
+from palestra.spec.control.off_policy import DQNSpec
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.schedule import in_fractions
+
+
+class Learned(NamedTuple):
+    """What one gradient step gives."""
+
+    vector: Tensor  # new parameters
+    adam: Adam
+    errors: Tensor  # (B,) how far each value was off: its priority
+    metrics: Tensor
+
+
+class DQN(OffPolicy):
+    """The learner."""
+
+    supports = ("discrete",)
+    metrics = ("loss", "q", "td_error", "grad_norm")
+    net: QNet
+
+    def __init__(self, parts: Parts):
+        assert isinstance(parts.spec.algorithm, DQNSpec)
+        super().__init__(parts)
+        self.spec = parts.spec.algorithm
+        self.beta = None
+        if self.spec.prioritised is not None:
+            self.beta = in_fractions(self.spec.prioritised, parts.spec.steps).beta
+        self.flat = Flat(self.net)
+        # A copy from the start, with a vector of its own.
+        twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
+        twin.load_state_dict(self.net.state_dict())
+        self.target = Flat(twin)
+        self.adam = Adam.zeros(self.flat.vector)
+        self._update = compiled(self.update) if parts.compile else self.update
+
+    @classmethod
+    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:
+        """The values of all actions."""
+        assert isinstance(spec.algorithm, DQNSpec)
+        quantiles = 1 if spec.algorithm.distributional is None else spec.algorithm.distributional.quantiles
+        scale = obs_scale(spec.env, obs_shape)
+        return QNet(obs_shape, head, spec.net, scale, dueling=spec.algorithm.dueling, quantiles=quantiles)
+
+    def explore(self, horizon: int) -> Draws:
+        """The noise of a step."""
+        softmax = self.spec.temperature is not None
+        return draws(self.net, self.generator, horizon, self.episodes.num_envs, softmax=softmax)
+
+    def act(self, obs: Tensor, noise: Draws, t: int, progress: float) -> Tensor:
+        """Actions of the exploring policy."""
+        return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
+
+    def learn(self, updates: int, progress: float) -> Tensor:
+        """Gradient steps, the target network following, and new priorities for what was seen."""
+        spec = self.spec
+        lr = scheduled(spec.lr, progress).to(self.device)
+        beta = None if self.beta is None else value(progress=progress, **self.beta.arguments())
+        totals = torch.zeros(len(self.metrics), device=self.device)
+        if self.scale is not None:  # its statistics are buffers: the target network's follow
+            for buffer, now in zip(self.target.net.buffers(), self.net.buffers(), strict=True):
+                buffer.copy_(now)
+        for batch in self.batches(updates, beta):
+            learned = self._update(self.adam, batch._replace(rows=batch.rows[:0]), lr)
+            self.flat.vector.copy_(learned.vector)
+            self.adam = learned.adam
+            self.updates += 1
+            if spec.target_every is None:
+                self.target.vector.lerp_(self.flat.vector, spec.tau)
+            elif self.updates % spec.target_every == 0:
+                self.target.vector.copy_(self.flat.vector)
+            if beta is not None:
+                self.memory.update_priorities(batch.rows, learned.errors)
+            totals += learned.metrics
+        return totals
+
+    def update(self, adam: Adam, batch: Batch, lr: Tensor) -> Learned:
+        """One gradient step. A pure function, eager or one graph."""
+        targets = self.targets(batch)
+        gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
+        gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps)
+        return Learned(vector, adam, errors, torch.cat([metrics, norm.detach().reshape(1)]))
+
+    @torch.no_grad()
+    def targets(self, batch: Batch) -> Tensor:
+        """What values should be, (B, quantiles): nothing is differentiated by it."""
+        following = self.target.net(batch.next_obs)  # (B, A, quantiles)
+        chooses = self.net(batch.next_obs) if self.spec.double else following
+        best = chooses.mean(dim=2).argmax(dim=1)
+        return batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)
+
+    def loss(self, net: Any, batch: Batch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Weighted mean of Huber's loss, or of that of quantile regression; errors and metrics beside it."""
+        values = _of_action(net(batch.obs), batch.actions)  # (B, quantiles)
+        if self.spec.distributional is None:
+            each = F.smooth_l1_loss(values, targets, reduction="none").squeeze(1)
+        else:
+            each = quantile_loss(values, targets)
+        loss = each.mean() if batch.weights is None else (batch.weights * each).mean()
+        errors = (values.detach().mean(dim=1) - targets.mean(dim=1)).abs()
+        if self.spec.distributional is not None and self.spec.prioritised is not None:
+            errors = each.detach()  # equal means may hide different distributions
+        metrics = torch.stack([loss.detach(), values.detach().mean(), errors.mean()])
+        return loss, (errors, metrics)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, besides the generator's state."""
+        target = self.target.vector.to("cpu", copy=True)
+        return super().state() | {"adam": dict(self.adam._asdict()), "target": target}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        super().load_state(state)
+        self.adam = Adam(**{name: kept.to(self.device) for name, kept in state["adam"].items()})
+        self.target.vector.copy_(state["target"])
+
+
+def _of_action(values: Tensor, actions: Tensor) -> Tensor:
+    """Of (B, A, quantiles), the rows of the given actions, (B, quantiles)."""
+    return values.gather(1, actions[:, None, None].expand(-1, 1, values.shape[2])).squeeze(1)

@@ -1,0 +1,177 @@
+"""What algorithms that learn from a replay memory share: acting, storing and learning in turns."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.control.actions import ActionHead
+from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.envs.stepping import Transition
+from palestra.control.episodes import Episodes
+from palestra.control.memory.replay import Batch, Replay
+from palestra.control.policy import Policy
+from palestra.control.scaling import ObsScale, Rewards
+from palestra.errors import UsageError
+from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
+
+GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, at most
+
+
+class OffPolicy(Algorithm):
+    """A learner with a memory. A subclass says how to act (`explore`, `act`) and how to learn (`learn`)."""
+
+    metrics: ClassVar[tuple[str, ...]]
+    """What `learn` gives, by name."""
+    net: Any
+    """The network that acts."""
+
+    def __init__(self, parts: Parts):
+        super().__init__(parts)
+        spec = parts.spec.algorithm
+        assert isinstance(spec, OffPolicySpec)
+        self.head, self.device, self.frames, self.common = parts.head, parts.device, parts.spec.train.frames, spec
+        self.net = self.actor(parts.spec, parts.obs_shape, parts.head)
+        self.policy = Policy(parts.obs_shape, self.net, parts.device)
+        self.episodes = Episodes(parts.stepper)
+        self.memory = Replay(
+            spec.buffer,
+            self.episodes.num_envs,
+            parts.obs_shape,
+            self.episodes.obs_dtype,
+            parts.head.shape,
+            parts.head.dtype,
+            gamma=spec.gamma,
+            n_step=spec.n_step,
+            prioritised=spec.prioritised if isinstance(spec, DQNSpec) else None,
+            frame_stack=parts.spec.env.frame_stack,
+            device=parts.device,
+        )
+        self.rewards = Rewards(parts.spec.env, self.episodes.num_envs, spec.gamma, parts.device)
+        self.scale = next((module for module in self.net.modules() if isinstance(module, ObsScale)), None)
+        # What the environments show, in an array of our own: they may write into theirs again.
+        self._shown = np.zeros_like(self.episodes.now)
+        self._shown_tensor = torch.from_numpy(self._shown)
+
+    @abstractmethod
+    def explore(self, horizon: int) -> Any:
+        """Draw all the noise that `act` needs in a step of `horizon` vector steps at once."""
+
+    @abstractmethod
+    def act(self, obs: Tensor, noise: Any, t: int, progress: float) -> Tensor:
+        """The actions to store for `obs`, (N, ...), at vector step `t` of those that `noise` was drawn for."""
+
+    @abstractmethod
+    def learn(self, updates: int, progress: float) -> Tensor:
+        """So many gradient steps; the sums over them of what `metrics` names, as one tensor."""
+
+    def step(self, progress: float) -> dict[str, float]:
+        """Act for `horizon` vector steps, and learn every `update_every` of them once there is enough to learn from."""
+        with self.span("interact"):
+            return self._step(progress)
+
+    def _step(self, progress: float) -> dict[str, float]:
+        spec, episodes = self.common, self.episodes
+        refuse_masks(episodes, spec.name)  # pyrefly: ignore
+        began, before = episodes.frame, self.updates
+        at_once = spec.updates_at_once(episodes.num_envs)
+        noise = self.explore(spec.horizon)
+        random = random_actions(self.head, self.generator, spec.horizon, episodes.num_envs)
+        totals = torch.zeros(len(self.metrics), device=self.device)
+        for t in range(spec.horizon):
+            now = progress + (episodes.frame - began) / self.frames
+            self._shown[:] = episodes.now
+            if episodes.frame < spec.start:
+                actions = random[t]
+            else:
+                with torch.no_grad():
+                    actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
+            moved = episodes.step(self.head.to_env(actions))
+            self._check(moved)
+            kept = moved._replace(rewards=self.rewards.kept(moved.rewards))
+            self.memory.add(self._shown, actions.numpy(force=True), kept)
+            if self.rewards.scale is not None:
+                self._add_rewards(moved)
+            if (t + 1) % spec.update_every == 0 and episodes.frame >= spec.start:
+                totals += self.learn(at_once, min(now, 1.0))
+        if self.scale is not None:
+            self.scale.update(*self.memory.newest(spec.horizon))
+        made = self.updates - before
+        means = (totals / made).tolist() if made else []
+        return dict(zip(self.metrics, means, strict=False)) | {"updates": self.updates}
+
+    def batches(self, updates: int, beta: float | None = None) -> Iterator[Batch]:
+        """What to learn from in so many updates, one batch each: uniform ones gathered many at a time."""
+        size = self.common.batch
+        if beta is not None:
+            for _ in range(updates):
+                batch = self.memory.sample(size, self.generator, beta)
+                yield batch._replace(rewards=self.rewards.scaled(batch.rewards))
+            return
+        most = max(1, GATHERED_BYTES // (2 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize))
+        for done in range(0, updates, most):
+            many = self.memory.sample_many(min(most, updates - done), size, self.generator)
+            many = many._replace(rewards=self.rewards.scaled(many.rewards))
+            parts = [(None,) * len(many.obs) if part is None else part.unbind(0) for part in many]
+            yield from map(Batch._make, zip(*parts, strict=True))
+
+    def _check(self, moved: Transition) -> None:
+        """Stop before what is not finite is stored. A sum is: then each number is looked at."""
+        if not math.isfinite(moved.rewards.sum()):
+            self.episodes.check("reward", moved.rewards)
+        if moved.obs.dtype.kind == "f" and not math.isfinite(moved.obs.sum()):
+            self.episodes.check("observation", moved.obs)
+        final = moved.final_obs
+        if final is not None and final.dtype.kind == "f" and not math.isfinite(final.sum()):
+            self.episodes.check("final observation", final)
+
+    def _add_rewards(self, moved: Transition) -> None:
+        ended = np.logical_or(moved.terminated, moved.truncated)
+        columns = [moved.rewards, ended] + ([] if moved.valid is None else [moved.valid])
+        self.rewards.update(*(torch.as_tensor(column)[None].to(self.device) for column in columns))
+
+    @property
+    def _beside(self) -> Path | None:
+        return None if self.folder is None else self.folder / "replay"
+
+    def state(self) -> dict[str, Any]:
+        """Policy, memory, environments and counters; a subclass adds its own."""
+        return {
+            "policy": self.policy.state(),
+            "updates": self.updates,
+            "episodes": self.episodes.state(),
+            "memory": self.memory.state(self._beside),
+            "rewards": self.rewards.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self.policy.load_state(state["policy"])
+        self.updates = state["updates"]
+        self.memory.load_state(state["memory"], self._beside)
+        self.rewards.load_state(state["rewards"])
+        restarted = self.episodes.load_state(state["episodes"])
+        if restarted is not None:
+            self.memory.cut(restarted)
+            self.rewards.cut(np.isin(np.arange(self.episodes.num_envs), restarted))
+
+
+def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) -> Tensor:
+    """Actions as they are stored, drawn uniformly; parts of a Box without bounds too, from −1 to 1."""
+    if head.continuous:
+        return torch.rand((*batch, *head.shape), generator=generator) * 2 - 1
+    return torch.randint(head.outputs, batch, generator=generator)
+
+
+def refuse_masks(episodes: Episodes, name: str) -> None:
+    """Stop where the environment forbids actions: the values of forbidden ones would be learned from and chosen."""
+    if episodes.mask is not None:
+        raise UsageError(
+            f"{episodes.stepper.name} forbids actions (info['action_mask']), and {name} cannot leave them out: "
+            "use ppo, a2c or reinforce"
+        )

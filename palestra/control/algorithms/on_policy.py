@@ -1,0 +1,194 @@
+"""What the algorithms share that learn from what the policy of the moment collected: acting, values, advantages.
+
+Each has one file of its own that says how it learns: `ppo.py`, `a2c.py`, `reinforce.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from palestra.control.actions import ActionHead
+from palestra.control.actors import Actor
+from palestra.control.adam import Adam, adam_step, clip_norm
+from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.collector import Collector, Rollout
+from palestra.control.compiling import compiled
+from palestra.control.episodes import Episodes
+from palestra.control.nets import ActorCritic, Flat
+from palestra.control.policy import Policy
+from palestra.control.recurrent import Recurrent
+from palestra.control.scaling import ObsScale, Rewards, obs_scale
+from palestra.rl.advantages import gae
+from palestra.spec.control.on_policy import OnPolicySpec
+from palestra.spec.kinds.control import ControlSpec
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from, one a row; of a recurrent policy (T, B) of them, an environment a column."""
+
+    obs: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    valid: Tensor | None  # None: every row is a real transition
+    masks: Tensor | None = None  # what was allowed; None: everything always is
+    began: Tensor | None = None  # recurrent: (T, B), where nothing came before
+    memory: Tensor | None = None  # recurrent: (1, B, memory), what was remembered before the first row
+
+    def rows(self, which: Tensor | slice) -> "Batch":
+        """Some of the rows; of a recurrent policy whole sequences, because what came before is part of them."""
+        if self.began is None:
+            return Batch(*(None if column is None else column[which] for column in self))  # pyrefly: ignore
+        return Batch(*(None if column is None else column[:, which] for column in self))  # pyrefly: ignore
+
+    def outputs(self, net: Any) -> tuple[Any, Tensor]:
+        """The distribution over actions and the values that `net` gives for the rows."""
+        if self.began is None or self.memory is None:
+            return net(self.obs, self.masks)
+        return net(self.obs, self.began, self.memory[0], self.masks)
+
+    def logprobs_by(self, net: Any) -> Tensor:
+        """Log-probabilities of the actions by `net`."""
+        distribution = net.policy(self.obs, self.masks) if self.began is None else self.outputs(net)[0]
+        return distribution.log_prob(self.actions)
+
+
+class Estimates(NamedTuple):
+    """What a rollout is worth, each (T, N)."""
+
+    rewards: Tensor  # as they are learned from
+    values: Tensor
+    next_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    valid: Tensor | None
+
+
+class OnPolicy(Algorithm):
+    """Collects rollouts with the policy of the moment, and makes gradient steps on one vector of all parameters."""
+
+    supports = ("discrete", "multi_discrete", "multi_binary", "box")
+    net: Any
+
+    def __init__(self, parts: Parts, spec: OnPolicySpec):
+        super().__init__(parts)
+        net = self.actor(parts.spec, parts.obs_shape, parts.head)
+        self.net, self.policy = net, Policy(parts.obs_shape, net, parts.device)
+        self.recurrent = isinstance(net, Recurrent)
+        self.episodes = Episodes(parts.stepper)
+        self.collector = Collector(self.episodes, spec.horizon, net.head.shape, net.head.dtype)
+        self.rewards = Rewards(parts.spec.env, self.episodes.num_envs, spec.gamma, parts.device)
+        self.flat = Flat(net)
+        self.adam = Adam.zeros(self.flat.vector)
+        self.memory = net.nothing(self.episodes.num_envs) if isinstance(net, Recurrent) else None
+        """What a recurrent policy remembers now, (N, memory)."""
+        self.start = self.memory
+        """What it remembered before the last rollout."""
+        self._max_grad_norm, self._adam_eps = spec.max_grad_norm, spec.adam_eps
+        # A loop over the steps would be compiled as one graph of all of them: minutes.
+        self._update = compiled(self.update) if self.compiles(parts) else self.update  # pyrefly: ignore
+
+    @classmethod
+    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Actor:
+        """Policy and value."""
+        assert isinstance(spec.algorithm, OnPolicySpec)
+        net = ActorCritic if spec.net.recurrent is None else Recurrent
+        return net(obs_shape, head.drawing(spec.algorithm.distribution), spec.net, obs_scale(spec.env, obs_shape))
+
+    def compiles(self, parts: Parts) -> bool:
+        """Whether its updates are compiled."""
+        return parts.compile and not self.recurrent
+
+    def collect(self) -> Rollout:
+        """T steps of the sampling policy in all environments."""
+        device, head, net, episodes = self.policy.device, self.policy.head, self.net, self.episodes
+        noise = head.noise(self.generator, self.collector.horizon, episodes.num_envs).to(device)
+
+        def act(obs: Tensor, noise: Tensor) -> Tensor:
+            mask = None if episodes.mask is None else torch.from_numpy(episodes.mask).to(device)
+            if self.memory is None:
+                return net.policy(obs.to(device), mask).sample(noise)
+            before = torch.where(torch.from_numpy(episodes.began).to(device)[:, None], 0.0, self.memory)
+            distribution, _, self.memory = net.advance(obs.to(device), before, mask)
+            return distribution.sample(noise)
+
+        self.start = self.memory
+        return self.collector.collect(act, noise, head.to_env)
+
+    def estimates(self, rollout: Rollout, gamma: float, lam: float) -> Estimates:
+        """Values and advantages of a rollout under the weights that collected it."""
+        # By the kind of environment, not by what this rollout holds: see `compiled`.
+        valid = rollout.valid if self.episodes.stepper.has_dummy_steps else None
+        rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
+        values, next_values = self._values(rollout)
+        advantages, returns = gae(
+            rewards,
+            values,
+            next_values,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            valid=valid,
+            gamma=gamma,
+            lam=lam,
+        )
+        return Estimates(rewards, values, next_values, advantages, returns, valid)
+
+    def _values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        if self.start is None:
+            return rollout.next_values(self.net.value)
+        values, memories = self.net.values(rollout.obs, rollout.began, self.start)
+        # Successors are seen with the memory of the step before them, final observations too.
+        _, last, _ = self.net.advance(rollout.last_obs, memories[-1])
+        successors = torch.cat((values[1:], last[None])).flatten()
+        if len(rollout.ends):
+            _, final, _ = self.net.advance(rollout.final_obs, memories.flatten(0, 1)[rollout.ends])
+            successors[rollout.ends] = final
+        return values, successors.view(values.shape)
+
+    def update(self, adam: Adam, batch: Any, rates: Any) -> tuple[Tensor, Adam, Tensor]:
+        """One gradient step: new parameters, new optimizer memory, metrics. A pure function, eager or one graph."""
+        gradient, metrics = self.flat.gradient(lambda net: self.loss(net, batch, rates))
+        # One global norm over policy and value together, clipped before Adam sees it.
+        gradient, norm = clip_norm(gradient, self._max_grad_norm)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, rates.lr, self._adam_eps)
+        return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
+
+    def loss(self, net: Any, batch: Any, rates: Any) -> tuple[Tensor, Tensor]:
+        """What is made smaller, and the parts of it that are logged."""
+        raise NotImplementedError
+
+    def observed(self, rollout: Rollout) -> None:
+        """The rollout was learned from: its observations may now change the scale of those to come."""
+        scales = [module for module in self.net.modules() if isinstance(module, ObsScale)]
+        for scale in scales:
+            scale.update(rollout.obs, rollout.valid if self.episodes.stepper.has_dummy_steps else None)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, besides the generator's state."""
+        return {
+            "policy": self.policy.state(),
+            "adam": dict(self.adam._asdict()),
+            "updates": self.updates,
+            "episodes": self.episodes.state(),
+            "rewards": self.rewards.state(),
+            "memory": None if self.memory is None else self.memory.to("cpu", copy=True),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        device = self.policy.device
+        self.policy.load_state(state["policy"])
+        self.updates = state["updates"]
+        self.adam = Adam(**{name: value.to(device) for name, value in state["adam"].items()})
+        self.rewards.load_state(state["rewards"])
+        self.memory = None if state["memory"] is None else state["memory"].to(device, copy=True)
+        restarted = self.episodes.load_state(state["episodes"])
+        if restarted is not None:
+            self.cut(restarted)
+
+    def cut(self, rows: Any) -> None:
+        """The environments of these rows, bool (N,), began new episodes outside of a step."""
+        self.rewards.cut(rows)

@@ -1,0 +1,134 @@
+"""Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018).
+
+What it stores: transitions, in a replay memory.
+How it acts: the policy's action with Gaussian noise, within the bounds; evenly before `start`.
+How it learns: twin critics towards the smaller of their targets' values of a smoothed target action; every
+`policy_delay` gradient steps of theirs the policy climbs the first critic, and only then the targets follow.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from palestra.control.actions import ActionHead
+from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.off_policy import OffPolicy
+from palestra.control.compiling import compiled
+from palestra.control.critics import Critics
+from palestra.control.memory.replay import Batch
+from palestra.control.nets import Flat
+from palestra.control.scaling import obs_scale
+from palestra.control.squashed import DeterministicActor, check_bounds
+from palestra.control.vectors import Shaped, Trained, gradient, pace, put_back, taken
+from palestra.rl.schedules import value
+from palestra.rl.soft import polyak, td_target, twin_loss
+from palestra.spec.control.off_policy import TD3Spec
+from palestra.spec.kinds.control import ControlSpec
+
+
+class Learned(NamedTuple):
+    """All that updates change."""
+
+    actor: Trained
+    critics: Trained
+    actor_target: Tensor
+    critic_target: Tensor
+    seen: Tensor  # the policy's loss at its last update: it has fewer than the critics
+
+
+class TD3(OffPolicy):
+    """The learner."""
+
+    supports = ("box",)
+    metrics = ("critic_loss", "q", "policy_loss")
+
+    def __init__(self, parts: Parts):
+        super().__init__(parts)
+        assert isinstance(parts.spec.algorithm, TD3Spec)
+        self.spec = parts.spec.algorithm
+        check_bounds(self.head, "td3")
+        self.actors = Shaped(self.net)
+        self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
+        actor, critics = Flat(self.net).vector, self.critics.start()  # the network that acts has views of the vector
+        seen = torch.zeros(1, device=self.device)
+        self.learned = Learned(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
+        self._update_critics, self._update_policy = self.update_critics, self.update_policy
+        if parts.compile:
+            self._update_critics, self._update_policy = compiled(self.update_critics), compiled(self.update_policy)
+
+    @classmethod
+    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> DeterministicActor:
+        """The policy; the critics are not part of what acts."""
+        return DeterministicActor(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
+
+    def explore(self, horizon: int) -> Tensor:
+        """The noise of a whole step."""
+        return self.head.noise(self.generator, horizon, self.episodes.num_envs).to(self.device)
+
+    def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
+        """The policy's actions with noise, within the bounds."""
+        std = value(progress=progress, **self.spec.noise.arguments())
+        return (self.net.forward(obs) + std * noise[t]).clamp(-1.0, 1.0)
+
+    @torch.no_grad()
+    def learn(self, updates: int, progress: float) -> Tensor:
+        """Gradient steps of the critics, and every `policy_delay` of them one of the policy and of the targets."""
+        spec = self.spec
+        lr, critic_lr = (
+            value(progress=progress, **(rate or spec.lr).arguments()) for rate in (spec.lr, spec.critic_lr)
+        )
+        noise = self.head.noise(self.generator, updates, spec.batch).to(self.device)
+        totals = torch.zeros(len(self.metrics), device=self.device)
+        for batch, smoothing in zip(self.batches(updates), noise, strict=True):
+            self.updates += 1
+            rate = pace(critic_lr, spec.adam_eps, self.updates).to(self.device)
+            seen = self._update_critics(self.learned, batch, smoothing, rate)
+            if self.updates % spec.policy_delay == 0:
+                rate = pace(lr, spec.adam_eps, self.updates // spec.policy_delay).to(self.device)
+                self._update_policy(self.learned, batch.obs, rate)
+            totals += torch.cat([seen, self.learned.seen])
+        return totals
+
+    def smoothed(self, actions: Tensor, noise: Tensor) -> Tensor:
+        """Actions of the target policy with clipped noise, within the bounds: similar actions get similar values."""
+        clip = self.spec.noise_clip
+        return (actions + (self.spec.target_noise * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
+
+    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+        """One gradient step of the critics; the loss and the mean value."""
+        actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), noise)
+        values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
+        targets = td_target(batch.rewards, batch.discounts, values)
+
+        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
+            q = self.critics(vector)(batch.obs, batch.actions)
+            error = twin_loss(q, targets)
+            return error, torch.stack([error.detach(), q.detach().mean()])
+
+        slope, seen = gradient(loss, learned.critics.vector)
+        learned.critics.step(slope, rate, self.spec.max_grad_norm)
+        return seen
+
+    def update_policy(self, learned: Learned, obs: Tensor, rate: Tensor) -> None:
+        """One gradient step of the policy on the first critic, which stays as it is; then both targets follow."""
+        critics = self.critics(learned.critics.vector)
+
+        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
+            total = -critics(obs, self.actors(vector)(obs))[0].mean()
+            return total, total.detach()[None]
+
+        slope, seen = gradient(loss, learned.actor.vector)
+        learned.seen.copy_(seen)
+        learned.actor.step(slope, rate, self.spec.max_grad_norm)
+        learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
+        learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on, besides the generator's state."""
+        return super().state() | {"learned": taken(self.learned)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        super().load_state(state)
+        put_back(self.learned, state["learned"])

@@ -1,0 +1,393 @@
+"""A ring of transitions over vector environments, drawn from uniformly or by priority, with n-step returns.
+
+Each observation is stored once: the successor of a row is the next row of the same environment, except where an episode
+ended, whose true final observation is kept aside. Of stacked frames only the newest is stored. The row after the newest
+one holds what the environments show now, so that the newest transition can be drawn as well.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.control.envs.stepping import Transition
+from palestra.control.memory.shards import LIMIT, drop_shards, read_shard, write_shard
+from palestra.control.memory.sparse import Sparse
+from palestra.control.memory.sum_tree import SumTree
+from palestra.spec.control.off_policy import PrioritisedSpec
+
+ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
+
+
+class Batch(NamedTuple):
+    """Transitions to learn from, one a row, on the device."""
+
+    obs: Tensor
+    actions: Tensor
+    rewards: Tensor  # discounted sums of k raw rewards, k being n_step or what there was until an end or the newest row
+    next_obs: Tensor  # what followed the k-th
+    discounts: Tensor  # γ^k · (1 − terminated at the k-th): what the value of next_obs counts
+    weights: Tensor | None  # importance weights, where drawn by priority
+    rows: Tensor  # for `update_priorities`
+
+
+class Column:
+    """One array of the ring, (rows, N, ...): written by NumPy where it can, gathered by torch, on the device."""
+
+    def __init__(self, rows: int, envs: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        whole = (rows, envs, *shape)
+        if device.type == "cpu":
+            # Pages of zeros cost nothing until they are written.
+            self.array: np.ndarray | None = np.zeros(whole, torch.zeros(0, dtype=dtype).numpy().dtype)
+            self.tensor = torch.from_numpy(self.array)
+        else:
+            self.array, self.tensor = None, torch.zeros(whole, dtype=dtype, device=device)
+        self.flat = self.tensor.flatten(0, 1)
+
+    def __setitem__(self, row: Any, values: Any) -> None:
+        if self.array is not None:
+            self.array[row] = values
+        else:
+            self.tensor[row] = torch.as_tensor(values).to(self.tensor)
+
+    def __getitem__(self, row: Any) -> np.ndarray:
+        return self.array[row] if self.array is not None else self.tensor[row].numpy(force=True)
+
+    def take(self, flat: Tensor) -> Tensor:
+        """The rows at flat indices."""
+        return self.flat.index_select(0, flat)
+
+
+class Replay:
+    """The memory. A row's number counts all vector steps so far, so that it says for ever which one is meant."""
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        obs_shape: tuple[int, ...],
+        obs_dtype: np.dtype,
+        action_shape: tuple[int, ...],
+        action_dtype: torch.dtype,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        prioritised: PrioritisedSpec | None = None,
+        frame_stack: int | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.num_envs, self.n_step, self.stack = num_envs, n_step, frame_stack
+        self.device = torch.device(device)
+        self.rows = max(1, capacity // num_envs)
+        """Vector steps that can be drawn from at most."""
+        # One more for what is shown now, and those that the stacks of the oldest reach back to.
+        self.ring = self.rows + (frame_stack or 1)
+        self.added = 0
+        """Vector steps stored so far, those overwritten too."""
+        self.dummies = 0
+        """Dummy steps among the rows."""
+
+        def column(shape: tuple[int, ...], dtype: torch.dtype) -> Column:
+            return Column(self.ring, num_envs, shape, dtype, self.device)
+
+        obs_type = torch.from_numpy(np.zeros(0, obs_dtype)).dtype
+        single = obs_shape if frame_stack is None else obs_shape[1:]
+        self.columns = {
+            "obs": column(single, obs_type),
+            "actions": column(action_shape, action_dtype),
+            "rewards": column((), torch.float32),
+            "flags": column((), torch.uint8),
+            "final": column((), torch.int32),  # slot of the final observation
+        }
+        self.finals = Sparse(single, obs_type, self.device)
+        if frame_stack is not None:
+            self.columns["age"] = column((), torch.uint8)  # steps since the episode began, frame_stack − 1 at most
+            self.columns["start"] = column((), torch.int32)  # slot of the frames before an episode's first one
+            self.starts = Sparse((frame_stack - 1, *single), obs_type, self.device)
+        self.ages = np.zeros(num_envs, np.uint8)  # of the observations to come
+        self.powers = torch.tensor([gamma**k for k in range(n_step + 1)], dtype=torch.float64).float().to(self.device)
+        self.prioritised = prioritised
+        self.tree = None if prioritised is None else SumTree(self.ring * num_envs)
+        self.weighted = 0  # rows before this number have their priority
+        self.top = 1.0  # the highest priority so far, to the power of alpha
+        self.row_bytes = sum(column.tensor[0].nbytes for column in self.columns.values())
+        self.shard_rows = max(1, self.ring // 64)
+        """Rows in one of the files that a large memory is saved in."""
+        self.shards: dict[int, dict[str, Any]] = {}  # those written, by number
+        self._needed = 0  # the first one that the newest checkpoint needs
+
+    def __len__(self) -> int:
+        return self._size * self.num_envs - self.dummies
+
+    @property
+    def _size(self) -> int:
+        return min(self.added, self.rows)
+
+    # ---- writing
+
+    def add(self, obs: np.ndarray, actions: Any, transition: Transition) -> None:
+        """Store one vector step: the observations acted on, the stored actions, and what came of them."""
+        now, rewards, terminated, _, valid, ended, final_obs = transition
+        at, columns = self.added % self.ring, self.columns
+        following = (at + 1) % self.ring
+        if self.added >= self.rows and self.dummies:
+            leaving = columns["flags"][(self.added - self.rows) % self.ring]
+            self.dummies -= int(np.count_nonzero(leaving & DUMMY))
+        if self.added >= self.ring:
+            self._clear(at)
+        flags = terminated * np.uint8(TERMINATED)
+        if ended is not None:
+            flags[ended] |= ENDED
+        if valid is not None:
+            flags[~valid] = DUMMY
+            self.dummies += self.num_envs - int(np.count_nonzero(valid))
+        if self.stack is not None:
+            self._start(at, obs)
+            obs, now = obs[:, -1], now[:, -1]
+            final_obs = None if final_obs is None else final_obs[:, -1]
+        columns["obs"][at] = obs
+        columns["obs"][following] = now
+        columns["actions"][at] = actions
+        columns["rewards"][at] = rewards
+        columns["flags"][at] = flags
+        if ended is not None:
+            columns["final"][at, ended] = self.finals.put(torch.as_tensor(final_obs))
+        if self.stack is not None:
+            np.minimum(self.ages + 1, self.stack - 1, out=self.ages)
+            if ended is not None:
+                self.ages[ended] = 0
+            if valid is not None:
+                self.ages[~valid] = 0
+        self.added += 1
+
+    def cut(self, rows: np.ndarray) -> None:
+        """These environments began new episodes outside of a step: what they showed last ended the ones before."""
+        if self.added:
+            at = (self.added - 1) % self.ring
+            flags = self.columns["flags"][at]
+            open_ended = rows[(flags[rows] & (ENDED | DUMMY)) == 0]
+            shown = torch.as_tensor(self.columns["obs"][self.added % self.ring])[open_ended]
+            self.columns["final"][at, open_ended] = self.finals.put(shown)
+            self.columns["flags"][at, open_ended] = flags[open_ended] | ENDED
+        self.ages[rows] = 0
+
+    def _clear(self, at: int) -> None:
+        """Give up the slots of a row that is overwritten."""
+        for name, sparse in self._sparse().items():
+            slots = self.columns[name][at]
+            if slots.any():
+                sparse.drop(slots[slots > 0])
+                self.columns[name][at] = 0
+
+    def _start(self, at: int, obs: np.ndarray) -> None:
+        """Note how old the episodes are, and of new ones the frames that stand before their first."""
+        self.columns["age"][at] = self.ages
+        new = (self.ages == 0).nonzero()[0]
+        if len(new):
+            self.columns["start"][at, new] = self.starts.put(torch.as_tensor(obs[new, :-1]))
+
+    # ---- drawing
+
+    def sample(self, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
+        """Draw `size` transitions, uniformly, or by priority with importance weights of exponent `beta`."""
+        if self.tree is None:
+            return self._batch(self._uniform(size, generator), None)
+        assert beta is not None
+        self._weigh_new()
+        total = self.tree.total
+        # One draw in each of `size` equal parts of the sum (Schaul et al. 2016, B.2.1): less noise, the same chances.
+        draws = torch.rand(size, generator=generator, dtype=torch.float64).numpy()
+        flat = self.tree.find((np.arange(size) + draws) * (total / size))
+        weights = (self.tree.weights(flat) * (len(self) / total)) ** -beta
+        weights = torch.from_numpy(weights / weights.max()).float().to(self.device)
+        oldest = (self.added - self._size) % self.ring * self.num_envs
+        return self._batch(torch.from_numpy((flat - oldest) % (self.ring * self.num_envs)), weights)
+
+    def sample_many(self, count: int, size: int, generator: torch.Generator) -> Batch:
+        """Draw `count` uniform batches in one gather: (count, size, ...)."""
+        assert self.tree is None, "priorities change between batches: draw them one by one"
+        batch = self._batch(self._uniform(count * size, generator), None)
+        return Batch(*(None if part is None else part.unflatten(0, (count, size)) for part in batch))  # pyrefly: ignore
+
+    def newest(self, steps: int) -> tuple[Tensor, Tensor]:
+        """The observations of the last vector steps, (steps · N, ...), and which of them are not of dummy steps."""
+        held = min(steps, self._size) * self.num_envs
+        flat = self._flat(torch.arange(self._size * self.num_envs - held, self._size * self.num_envs).to(self.device))
+        return self._stacked(flat), (self.columns["flags"].take(flat) & DUMMY) == 0
+
+    def update_priorities(self, rows: Tensor, errors: Tensor) -> None:
+        """Transitions that were drawn turned out to surprise by `errors`; those overwritten since are passed over."""
+        assert self.tree is not None
+        assert self.prioritised is not None
+        numbers = rows.numpy(force=True)
+        weights = (np.abs(errors.numpy(force=True).astype(np.float64)) + self.prioritised.eps) ** self.prioritised.alpha
+        kept = numbers >= (self.added - self._size) * self.num_envs
+        self.top = max(self.top, float(weights.max()))
+        self.tree.set(numbers[kept] % (self.ring * self.num_envs), weights[kept])
+
+    def _weigh_new(self) -> None:
+        """Rows added since the last draw get the highest priority there was; those that left, none."""
+        assert self.tree is not None
+        if self.weighted == self.added:
+            return
+        n, oldest = self.num_envs, self.added - self._size
+        left = np.arange(max(0, self.weighted - self.rows), max(0, oldest))[-self.ring :]
+        came = np.arange(max(self.weighted, oldest), self.added)
+        items = (np.concatenate([left, came]) % self.ring)[:, None] * n + np.arange(n)
+        weights = np.zeros(items.shape)
+        flags = self.columns["flags"][came % self.ring] if self.dummies else np.zeros((len(came), n), np.uint8)
+        weights[len(left) :] = np.where(flags & DUMMY, 0.0, self.top)
+        self.tree.set(items.reshape(-1), weights.reshape(-1))
+        self.weighted = self.added
+
+    def _uniform(self, count: int, generator: torch.Generator) -> Tensor:
+        """Places of rows, counted from the oldest one: any but dummy steps."""
+        held = self._size * self.num_envs
+        places = torch.randint(held, (count,), generator=generator)
+        while self.dummies:
+            again = (self.columns["flags"].take(self._flat(places.to(self.device))) & DUMMY).nonzero().squeeze(1)
+            if not len(again):
+                break
+            places[again.cpu()] = torch.randint(held, (len(again),), generator=generator)
+        return places
+
+    def _flat(self, places: Tensor) -> Tensor:
+        """Flat indices into the columns of places counted from the oldest row."""
+        oldest = (self.added - self._size) % self.ring * self.num_envs
+        return (places + oldest) % (self.ring * self.num_envs)
+
+    def _batch(self, places: Tensor, weights: Tensor | None) -> Batch:
+        columns, n = self.columns, self.num_envs
+        places = places.to(self.device)
+        flat = self._flat(places)
+        rewards, flags, last, steps = columns["rewards"].take(flat), columns["flags"].take(flat), flat, None
+        if self.n_step > 1:
+            rewards, flags, last, steps = self._window(places, flat, rewards, flags)
+        alive = (flags & TERMINATED) == 0
+        discounts = (self.powers[1] if steps is None else self.powers[steps]) * alive
+        obs = self._stacked(flat)
+        # A successor is the next row, or the final observation kept aside.
+        next_obs = columns["obs"].take((last + n) % (self.ring * n))
+        ends = (flags & ENDED).nonzero().squeeze(1)
+        if len(ends):
+            next_obs[ends] = self.finals.get(columns["final"].take(last[ends]))
+        if self.stack is not None:
+            before = obs if steps is None else self._stacked(last)
+            next_obs = torch.cat([before[:, 1:], next_obs[:, None]], dim=1)
+        rows = places + (self.added - self._size) * n
+        return Batch(obs, columns["actions"].take(flat), rewards, next_obs, discounts, weights, rows)
+
+    def _window(
+        self, places: Tensor, flat: Tensor, rewards: Tensor, flags: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sums of up to n rewards that follow, the flags and index of the last row of each, and how many they are."""
+        columns, n = self.columns, self.num_envs
+        behind = self._size - 1 - places // n  # rows that come after
+        last, steps = flat, torch.ones_like(flat)
+        for k in range(1, self.n_step):
+            on = ((flags & ENDED) == 0) & (behind >= k)
+            following = (last + n) % (self.ring * n)
+            last = torch.where(on, following, last)
+            rewards = rewards + torch.where(on, self.powers[k] * columns["rewards"].take(last), 0.0)
+            flags = torch.where(on, columns["flags"].take(last), flags)
+            steps = steps + on
+            # A window that stopped stays so: its flags or `behind` do not change any more.
+        return rewards, flags, last, steps
+
+    def _stacked(self, flat: Tensor) -> Tensor:
+        """Observations at flat indices, stacks of frames rebuilt."""
+        columns, n, k = self.columns, self.num_envs, self.stack
+        if k is None:
+            return columns["obs"].take(flat)
+        back = torch.arange(k - 1, -1, -1, device=self.device)  # how many steps back each frame of a stack lies
+        places = (flat[:, None] - back * n) % (self.ring * n)
+        stacks = columns["obs"].take(places.reshape(-1)).unflatten(0, (len(flat), k))
+        ages = columns["age"].take(flat).long()
+        young = (ages < k - 1).nonzero().squeeze(1)
+        if len(young):
+            ages = ages[young]
+            began = (flat[young] - ages * n) % (self.ring * n)
+            before = self.starts.get(columns["start"].take(began))  # (Y, k − 1, ...)
+            # The frame `back` steps before one of age a is, where that is before the episode, number k − 1 − (back − a)
+            # of the first stack.
+            which = (k - 1 - (back - ages[:, None])).clamp(0, k - 2)
+            outside = back > ages[:, None]
+            picked = before[torch.arange(len(young), device=self.device)[:, None], which]
+            mask = outside.reshape(*outside.shape, *[1] * (stacks.ndim - 2))
+            stacks[young] = torch.where(mask, picked, stacks[young])
+        return stacks
+
+    # ---- state
+
+    def state(self, folder: Path | None = None) -> dict[str, Any]:
+        """All that it holds, copied; what is above a gigabyte goes into files in `folder`, where there is one."""
+        first = max(0, self.added + 1 - self.ring)  # the oldest row that is still there
+        shards: list[dict[str, Any]] = []
+        begin = first
+        if folder is not None and self.row_bytes * (self.added + 1 - first) > LIMIT:
+            # The newest row can still be cut, and the one after it is not complete: they stay with the checkpoint.
+            numbers = range(-(-first // self.shard_rows), (self.added - 1) // self.shard_rows)
+            for number in numbers:
+                if number not in self.shards:
+                    rows = self._rows(number * self.shard_rows, (number + 1) * self.shard_rows)
+                    self.shards[number] = write_shard(folder, number, rows)
+            # Those of the checkpoint before stay, in case this one is not completed.
+            drop_shards(folder, self._needed)
+            if numbers:
+                self._needed = numbers[0]
+                shards = [self.shards[number] for number in numbers]
+                begin = numbers[-1] * self.shard_rows + self.shard_rows
+            head = self._rows(first, numbers[0] * self.shard_rows) if numbers else self._rows(first, first)
+        else:
+            head = self._rows(first, first)
+        return {
+            "added": self.added,
+            "dummies": self.dummies,
+            "ages": self.ages.copy(),
+            "first": first,
+            "head": head,  # what lies before the first whole file
+            "shards": shards,
+            "tail": self._rows(begin, self.added + 1),
+            "tree": None if self.tree is None else self.tree.state(),
+            "weighted": self.weighted,
+            "top": self.top,
+        }
+
+    def load_state(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Continue from `state()` of a memory made alike."""
+        self.added, self.dummies, self.ages = state["added"], state["dummies"], state["ages"].copy()
+        self.weighted, self.top = state["weighted"], state["top"]
+        self._put_rows(state["first"], state["head"])
+        self.shards = {shard["number"]: shard for shard in state["shards"]}
+        for number, shard in self.shards.items():
+            assert folder is not None
+            self._put_rows(number * self.shard_rows, read_shard(folder, shard))
+        self._needed = min(self.shards, default=0)
+        self._put_rows(self.added + 1 - len(state["tail"]["flags"]), state["tail"])
+        if self.tree is not None:
+            self.tree.load_state(state["tree"])
+
+    def _rows(self, first: int, last: int) -> dict[str, Any]:
+        """Rows by their numbers, `last` not among them, with what is kept aside for them in the order they need it."""
+        numbers = np.arange(first, last)
+        rows = {name: column[numbers % self.ring].copy() for name, column in self.columns.items()}
+        for name, sparse in self._sparse().items():
+            slots = rows[name]
+            slots[numbers >= self.added] = 0  # of what is shown now, nothing is kept aside yet
+            rows[f"{name}_rows"] = sparse.get(torch.from_numpy(slots[slots > 0]).to(self.device)).cpu().numpy()
+        return rows
+
+    def _put_rows(self, first: int, rows: dict[str, Any]) -> None:
+        """Take what `_rows` gave into the places of these numbers."""
+        at = np.arange(first, first + len(rows["flags"])) % self.ring
+        for name, column in self.columns.items():
+            values = rows[name].copy()
+            if name in self._sparse():
+                values[values > 0] = self._sparse()[name].put(torch.from_numpy(rows[f"{name}_rows"]))
+            column[at] = values
+
+    def _sparse(self) -> dict[str, Sparse]:
+        """What is kept aside, by the column that has its slots."""
+        return {"final": self.finals} | ({} if self.stack is None else {"start": self.starts})

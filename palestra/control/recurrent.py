@@ -1,0 +1,129 @@
+"""Policy and value that remember: a recurrent layer after the hidden ones, its memory cleared where episodes begin.
+
+The memory of all layers is one tensor `(B, memory)`, so that what carries it need not know what it is made of.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from palestra.control.actions import ActionHead, Distribution
+from palestra.control.actors import Actor
+from palestra.control.layers import linear
+from palestra.control.trunks import make_trunk
+from palestra.spec.control.net import NetSpec, RecurrentSpec
+
+
+class Cell(nn.Module):
+    """The weights of an LSTM (Hochreiter & Schmidhuber 1997) or GRU (Cho et al. 2014), gates in torch's order."""
+
+    def __init__(self, inputs: int, spec: RecurrentSpec, gain: float | None):
+        super().__init__()
+        self.lstm, self.size = spec.cell == "lstm", spec.size
+        self.memory = spec.size * (2 if self.lstm else 1)
+        gates = 4 if self.lstm else 3
+        self.inputs = linear(inputs, gates * spec.size, gain)
+        self.hidden = linear(spec.size, gates * spec.size, gain)
+
+
+def unroll(cells: list[Cell], seen: list[Tensor], began: Tensor, memory: Tensor) -> Tensor:
+    """The memories of K cells of one kind after each of T steps, (T, B, K · memory of one), side by side.
+
+    Each cell sees its own (T, B, features). `began` (T, B) clears what was remembered before the step. All cells move
+    in one batched product a step: the steps follow one another, and what surrounds the products is most of their cost.
+    """
+    lstm, size = cells[0].lstm, cells[0].size
+    weight = torch.stack([cell.hidden.weight.t() for cell in cells])  # (K, size, gates)
+    bias = torch.stack([cell.hidden.bias[None] for cell in cells])
+    # All steps at once: it needs no memory. (T, K, B, gates)
+    projected = torch.stack([cell.inputs(x) for cell, x in zip(cells, seen, strict=True)], dim=1)
+    stays = (~began).to(memory.dtype)[:, None, :, None]
+    some = began.any(dim=1).tolist()
+    state = memory.unflatten(1, (len(cells), -1)).transpose(0, 1)  # (K, B, memory of one)
+    states = []
+    for now, stay, begins in zip(projected.unbind(0), stays.unbind(0), some, strict=True):
+        state = state * stay if begins else state
+        hidden = state[..., :size]
+        gates = torch.baddbmm(bias, hidden, weight)
+        state = _lstm(now + gates, state[..., size:]) if lstm else _gru(now, gates, hidden)
+        states.append(state)
+    return torch.stack(states).transpose(1, 2).flatten(2)
+
+
+def _lstm(gates: Tensor, cell: Tensor) -> Tensor:
+    i, f, _, o = torch.sigmoid(gates).chunk(4, dim=-1)
+    cell = f * cell + i * torch.tanh(gates.chunk(4, dim=-1)[2])
+    return torch.cat((o * torch.tanh(cell), cell), dim=-1)
+
+
+def _gru(projected: Tensor, gates: Tensor, hidden: Tensor) -> Tensor:
+    size = hidden.shape[-1]
+    r, z = torch.sigmoid(projected[..., : 2 * size] + gates[..., : 2 * size]).chunk(2, dim=-1)
+    new = torch.tanh(projected[..., 2 * size :] + r * gates[..., 2 * size :])
+    return torch.lerp(new, hidden, z)
+
+
+class Recurrent(Actor):
+    """A policy and a value function with memory, each with its own hidden layers and cell, or with shared ones."""
+
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+        super().__init__(head)
+        assert spec.recurrent is not None
+        gain = 1.0 if spec.orthogonal else None
+        self.obs_dims, self.obs_scale = len(obs_shape), obs_scale
+        self.trunk = make_trunk(obs_shape, spec)
+        self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
+        self.cell = Cell(self.trunk.size, spec.recurrent, gain)
+        self.value_cell = None if self.value_trunk is None else Cell(self.value_trunk.size, spec.recurrent, gain)
+        self.memory = self.cell.memory * (1 if spec.shared else 2)
+        self.policy_head = linear(spec.recurrent.size, head.outputs, 0.01 if spec.orthogonal else None)
+        self.value_head = linear(spec.recurrent.size, 1, 1.0 if spec.orthogonal else None)
+        self.log_std = nn.Parameter(torch.full((head.outputs,), spec.log_std)) if head.has_log_std else None
+
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The most likely actions where an episode begins."""
+        return self.advance(obs, self.nothing(len(obs)), mask)[0].mode()
+
+    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        """Actions drawn from the policy where an episode begins."""
+        distribution, _, _ = self.advance(obs, self.nothing(len(obs)), mask)
+        return distribution.sample(self.head.noise(generator, len(obs)).to(obs.device))
+
+    def nothing(self, rows: int) -> Tensor:
+        """The memory before an episode, (rows, memory)."""
+        return self.policy_head.weight.new_zeros(rows, self.memory)
+
+    def advance(self, obs: Tensor, memory: Tensor, mask: Tensor | None = None) -> tuple[Distribution, Tensor, Tensor]:
+        """One step: the distribution over actions, V of `obs`, (B,), and the memory after it, (B, memory)."""
+        began = torch.zeros(1, len(obs), dtype=torch.bool, device=obs.device)
+        memories = self._memories(obs.unsqueeze(0), began, memory)[0]
+        return self._distribution(memories, mask), self._values(memories), memories
+
+    def forward(
+        self, obs: Tensor, began: Tensor, memory: Tensor, masks: Tensor | None = None
+    ) -> tuple[Distribution, Tensor]:
+        """T steps of B environments for learning: the distribution over (T, B) actions, and values (T, B)."""
+        memories = self._memories(obs, began, memory)
+        return self._distribution(memories, masks), self._values(memories)
+
+    def values(self, obs: Tensor, began: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (T, B), and the memories after each step, (T, B, memory)."""
+        memories = self._memories(obs, began, memory)
+        return self._values(memories), memories
+
+    def _memories(self, obs: Tensor, began: Tensor, memory: Tensor) -> Tensor:
+        rows = obs.flatten(0, 1)
+        rows = rows if self.obs_scale is None else self.obs_scale.forward(rows)
+        cells, trunks = [self.cell], [self.trunk]
+        if self.value_cell is not None and self.value_trunk is not None:
+            cells, trunks = [self.cell, self.value_cell], [self.trunk, self.value_trunk]
+        return unroll(cells, [trunk(rows).unflatten(0, began.shape) for trunk in trunks], began, memory)
+
+    def _distribution(self, memories: Tensor, mask: Tensor | None) -> Distribution:
+        outputs = self.policy_head(memories[..., : self.cell.size])
+        return self.head.distribution(outputs, self.log_std, mask)
+
+    def _values(self, memories: Tensor) -> Tensor:
+        first = 0 if self.value_cell is None else self.cell.memory
+        return self.value_head(memories[..., first : first + self.cell.size]).squeeze(-1)

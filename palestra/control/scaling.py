@@ -1,0 +1,115 @@
+"""What is done to observations and rewards before they are learned from; what is stored and logged stays raw.
+
+Observations and rewards are kept as the environment gave them and scaled where they are used. So a replay memory never
+holds numbers of old statistics, a final observation is scaled as every other one, and logged returns are the
+environment's own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from palestra.rl.normalise import RewardScale, RunningMeanStd
+from palestra.spec.control.env import EnvSpec
+
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
+
+
+class ObsScale(nn.Module):
+    """Brings observations to mean 0 and standard deviation 1: the first layer of a network, saved with its weights.
+
+    Only `update` changes the statistics; acting and evaluating never do. An algorithm calls it after it learned from
+    what it collected, so that a rollout is acted on and learned from under the same statistics.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, obs_shape: Sequence[int], clip: float):
+        super().__init__()
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(tuple(obs_shape), dtype=torch.float64))
+        self.register_buffer("var", torch.ones(tuple(obs_shape), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(obs - mean) / √(var + 1e-8) within ±clip, in single precision; subtracted in double, where 1e4 ± 1 stays."""
+        scaled = (obs.to(torch.float64) - self.mean) * torch.rsqrt(self.var + 1e-8)
+        return scaled.clamp(-self.clip, self.clip).to(torch.float32)
+
+    @torch.no_grad()
+    def update(self, obs: Tensor, valid: Tensor | None = None) -> None:
+        """Add raw observations `(..., *obs_shape)` to the statistics; rows where `valid` `(...)` is False are left out.
+
+        The buffers are written in place: a compiled graph that reads them sees the new values.
+        """
+        statistics = RunningMeanStd(self.mean.shape, self.mean.device)
+        statistics.load_state_dict({"mean": self.mean, "var": self.var, "count": self.count})
+        statistics.update(obs.to(self.mean.device), None if valid is None else valid.to(self.mean.device))
+        self.mean.copy_(statistics.mean)
+        self.var.copy_(statistics.var)
+        self.count.copy_(statistics.count)
+
+
+def obs_scale(spec: EnvSpec, obs_shape: Sequence[int]) -> ObsScale | None:
+    """The scale that a spec asks for, or None."""
+    return ObsScale(obs_shape, spec.clip_obs) if spec.normalise_obs else None
+
+
+class Rewards:
+    """Rewards as they are learned from: divided by the running standard deviation of the return, then clipped.
+
+    On-policy: `learned(rewards, ended, valid)` of each rollout. Off-policy: store `kept(rewards)`, call `update` with
+    the raw ones as they come, and `scaled` on what is sampled.
+    """
+
+    def __init__(self, spec: EnvSpec, num_envs: int, gamma: float, device: torch.device | str = "cpu"):
+        self.clip = spec.clip_reward
+        self.scale = RewardScale(num_envs, gamma, device) if spec.normalise_reward else None
+
+    def learned(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> Tensor:
+        """A rollout's rewards `(T, N)` as they are learned from, themselves in the statistics already."""
+        self.update(rewards, ended, valid)
+        return self.scaled(self.kept(rewards))
+
+    def update(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> None:
+        """Add a block of raw rewards `(T, N)` and its ends of episodes to the statistics."""
+        if self.scale is not None:
+            self.scale.update(rewards, ended, valid)
+
+    def kept(self, rewards: Numbers) -> Numbers:
+        """What a memory stores: clipped where that is all that is asked for, raw where they will be normalised.
+
+        Clipping alone never changes with time, and the sum of clipped rewards over n steps is not the clipped sum.
+        """
+        if self.clip is None or self.scale is not None:
+            return rewards
+        return rewards.clip(-self.clip, self.clip)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """What `kept` gave, normalised by the statistics of now and clipped after that.
+
+        A normalised sum over n steps is clipped as a whole.
+        """
+        return rewards if self.scale is None else self.scale.scale(rewards, self.clip)
+
+    def cut(self, rows: np.ndarray) -> None:
+        """The environments of these rows, bool (N,), began new episodes outside of a step: their returns begin at 0."""
+        if self.scale is not None:
+            began = torch.from_numpy(rows).to(self.scale.running.device)
+            self.scale.running = torch.where(began, 0.0, self.scale.running)
+
+    def state(self) -> dict[str, Any]:
+        """The statistics, empty where there are none."""
+        if self.scale is None:
+            return {}
+        return {name: value.to("cpu", copy=True) for name, value in self.scale.state_dict().items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        if self.scale is not None:
+            self.scale.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""Specs of other frameworks as ours."""

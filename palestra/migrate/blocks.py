@@ -1,0 +1,69 @@
+"""A block of a foreign spec that knows which of its keys were read, so that none is dropped without a word."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from palestra.errors import UsageError
+
+
+@dataclass
+class Notes:
+    """What the reader of an imported spec must know, a line each."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, path: str, what: str) -> None:
+        """Add a line on a key; the same one only once."""
+        line = f"{path}: {what}"
+        if line not in self.lines:
+            self.lines.append(line)
+
+
+class Block:
+    """A mapping whose keys are taken one by one."""
+
+    def __init__(self, data: Any, path: str, notes: Notes, known: frozenset[str] | None = None):
+        if data is None:
+            data = {}
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{path}: expected a mapping, got {data!r}")
+        self.data, self.path, self.notes, self.known = dict(data), path, notes, known
+        self.read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return self.data.get(key) is not None
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which is then accounted for; the default where it is absent or null."""
+        self.read.add(key)
+        value = self.data.get(key)
+        return default if value is None else value
+
+    def block(self, key: str, known: frozenset[str] | None = None) -> "Block":
+        """A mapping inside."""
+        return Block(self.take(key, {}), f"{self.path}.{key}", self.notes, known)
+
+    def note(self, key: str, what: str) -> None:
+        """Say something on a key."""
+        self.notes.add(f"{self.path}.{key}", what)
+
+    def wanted(self, key: str, harmless: Any, what: str) -> None:
+        """Take a key that has no counterpart, and say so unless its value is what we do anyway."""
+        if key in self and self.data[key] != harmless:
+            self.note(key, what)
+        self.read.add(key)
+
+    def rest(self) -> dict[str, Any]:
+        """What nobody took; all of it is then accounted for."""
+        left = {key: value for key, value in self.data.items() if key not in self.read}
+        self.read |= set(left)
+        return left
+
+    def close(self) -> None:
+        """Warn about every key that was not taken: SLM-Lab reads none of those it does not know."""
+        for key, value in self.rest().items():
+            if self.known is not None and key not in self.known:
+                self.note(key, "SLM-Lab ignores this key, and so does the imported spec")
+            elif value is not None and value is not False:
+                self.note(key, f"has no counterpart here; {value!r} was left out")

@@ -1,0 +1,203 @@
+"""SLM-Lab's specs as ours: one of a JSON or YAML file, with a note on every key that did not come along."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import UsageError
+from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
+from palestra.migrate.blocks import Block, Notes
+from palestra.migrate.nets import KEYS as NET_KEYS
+from palestra.migrate.nets import net_fields
+from palestra.migrate.space import search_fields
+from palestra.spec.load import load
+from palestra.spec.source import SourceError, read_text, write_text
+from palestra.spec.validate import SpecError
+
+READ_META = (
+    "distributed", "log_frequency", "eval_frequency", "rigorous_eval", "max_session", "max_trial", "search_resources",
+    "search_scheduler",
+)  # fmt: skip
+FILLED_BY_SLM_LAB = (
+    "experiment", "trial", "session", "cuda_offset", "resume", "experiment_ts", "prepath", "predir", "git_sha",
+    "random_seed", "graph_prepath", "info_prepath", "log_prepath", "model_prepath",
+)  # fmt: skip
+META_KEYS = frozenset({*READ_META, *FILLED_BY_SLM_LAB})
+VARIABLE = re.compile(r"\$\{([^{}]+)\}")
+UNFILLED = re.compile(r"__unfilled_(.+?)__")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A spec of ours as data and as YAML, and what its reader must know."""
+
+    name: str
+    data: dict[str, Any]
+    notes: list[str]
+
+    def to_yaml(self, source: str) -> str:
+        """The file to write; the notes stand at its top."""
+        lines = [f"# Imported from SLM-Lab's {source} by `palestra import slm-lab`.", *(f"# {n}" for n in self.notes)]
+        return "\n".join(lines) + "\n" + write_text(self.data)
+
+
+def import_spec(path: Path, name: str, variables: Mapping[str, str] | None = None) -> Imported:
+    """The spec `name` of a file, which must be valid here; `variables` fill its `${…}`."""
+    given = dict(variables or {})
+    specs = _read(path, given)
+    if name not in specs:
+        known = [key for key in specs if not key.startswith("_")]
+        near = get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(known)}."
+        raise UsageError(f"{path} has no spec {name!r}. {hint}")
+    missing = sorted({found for text in _texts(specs[name]) for found in UNFILLED.findall(text)})
+    if missing:
+        flags = " ".join(f"-s {variable}=..." for variable in missing)
+        raise UsageError(f"{path}: the spec {name!r} has variables without a value. Give them with {flags}")
+    env = given.get("env")
+    title = name if env is None else f"{name}_{_env_name(env)}"  # as SLM-Lab names such runs
+    return convert(specs[name], title)
+
+
+def convert(spec: Mapping[str, Any], name: str) -> Imported:
+    """One of SLM-Lab's specs, its variables filled, as ours."""
+    notes = Notes()
+    top = Block(spec, name, notes, frozenset({"agent", "env", "meta", "search", "name", "body"}))
+    agent, env = (_only(top, key) for key in ("agent", "env"))
+    meta = Block(top.take("meta", {}), "meta", notes, META_KEYS)
+    agent.read |= {"name"}
+    num_envs, frames = env.take("num_envs", 1), env.take("max_frame")
+    if frames is None:
+        raise UsageError(f"{name}: env.max_frame is missing: how long to train")
+    memory, net = agent.block("memory", MEMORY_KEYS), agent.block("net", NET_KEYS)
+    block = agent.block("algorithm")
+    algorithm = algorithm_fields(block, Setting(memory, net, num_envs, int(frames)))
+    nets = net_fields(net, algorithm["name"])
+    if "critic_net" in agent:
+        critic = agent.block("critic_net", NET_KEYS)
+        if (hidden := net_fields(critic, algorithm["name"]).get("hidden")) not in (None, nets.get("hidden")):
+            nets["critic_hidden"] = hidden
+        critic.rest()
+    data: dict[str, Any] = {
+        "kind": "control",
+        "name": re.sub(r"[^A-Za-z0-9_.-]", "_", name),
+        "env": _env(env, num_envs),
+        "algorithm": algorithm,
+        "net": nets,
+        "train": {"frames": int(frames)},
+    }
+    data |= _meta(meta)
+    if net.take("gpu") is True:
+        data["device"] = "cuda"
+    searched, every = search_fields(top.take("search", {}), meta, data, notes)
+    if searched:
+        data["search"] = searched
+        data["every"] |= every
+    top.take("body")
+    for one in (top, agent, block, memory, net, meta):
+        one.close()
+    return Imported(data["name"], _checked(data, notes), notes.lines)
+
+
+def _checked(data: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """The data, if it is a valid spec; without a search that does not fit it."""
+    try:
+        load(data)
+        return data
+    except SpecError as error:
+        outside = [problem for problem in error.problems if not problem.path.startswith("search.space")]
+        if outside or "search" not in data:
+            raise UsageError(f"the imported spec is not valid here; please report this.\n{error}") from error
+        wrong = {problem.path.removeprefix("search.space.") for problem in error.problems}
+        space = {key: axis for key, axis in data["search"]["space"].items() if key not in wrong}
+        for problem in error.problems:
+            notes.add(problem.path, f"{problem.reason}; it is not searched")
+    rest = {key: value for key, value in data.items() if key != "search"}
+    return _checked({**rest, "search": {**data["search"], "space": space}} if space else rest, notes)
+
+
+def _read(path: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """All specs of the file. As SLM-Lab does, variables are filled in the text, before it is parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text") from error
+    known = set(VARIABLE.findall(text))
+    for variable in given:
+        if variable not in known:
+            have = ", ".join(sorted(known)) or "none"
+            raise UsageError(f"-s {variable}: {path} has no variable ${{{variable}}}. Its variables are: {have}.")
+    filled = VARIABLE.sub(lambda match: given.get(match[1], f"__unfilled_{match[1]}__"), text)
+    data = read_text(filled.replace("\t", " ") if path.suffix == ".json" else filled, str(path)).data
+    if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()):
+        raise SourceError(f"{path} is not a file of SLM-Lab's specs: expected a mapping of names to specs")
+    return data
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [text for key, item in value.items() for text in (key, *_texts(item))]
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def _env_name(env: str) -> str:
+    """ "ALE/Pong-v5" as "pong"."""
+    return env.rpartition("/")[2].partition("-")[0].lower()
+
+
+def _only(top: Block, key: str) -> Block:
+    """`agent` or `env`, which older specs write as a list of one."""
+    value = top.take(key)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{top.path}.{key}: expected one mapping, got {value!r}")
+    return Block(value, key, top.notes, None if key == "env" else frozenset({"name", "algorithm", "memory", "net"}))
+
+
+def _env(env: Block, num_envs: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": env.take("name"), "num_envs": num_envs}
+    kwargs: dict[str, Any] = {}
+    if "max_t" in env:
+        kwargs["max_episode_steps"] = env.take("max_t")
+    for theirs, ours in (("normalize_obs", "normalise_obs"), ("normalize_reward", "normalise_reward")):
+        if env.take(theirs, False):
+            found[ours] = True
+    if "clip_obs" in env and found.get("normalise_obs"):
+        found["clip_obs"] = env.take("clip_obs")
+    clip = env.take("clip_reward")
+    if clip is None and found.get("normalise_reward"):
+        clip = 10.0  # SLM-Lab's default
+    if env.take("reward_scale") == "sign":
+        env.note("reward_scale", "rewards are clipped to −1..1 here, not reduced to their sign")
+        clip = 1.0
+    if clip:
+        found["clip_reward"] = 1.0 if clip is True else float(clip)
+    stack = env.take("frame_op_len")
+    if stack and stack > 1:
+        found["frame_stack"] = stack
+    env.read |= {"frame_op", "max_t", "clip_obs", "image_downsize"}
+    env.wanted("device", "cpu", "environments run where they run here")
+    kwargs |= env.rest()  # SLM-Lab hands all others to gymnasium.make
+    return {**found, "kwargs": kwargs} if kwargs else found
+
+
+def _meta(meta: Block) -> dict[str, Any]:
+    found: dict[str, Any] = {"max_session": meta.take("max_session", 1)}
+    every: dict[str, Any] = {}
+    if "log_frequency" in meta:
+        every["log"] = f"{int(meta.take('log_frequency'))} frames"
+    evaluated = meta.take("eval_frequency")
+    # SLM-Lab evaluates in environments of its own only with rigorous_eval, which its benchmarks leave at 0.
+    every["eval"] = f"{int(evaluated)} frames" if meta.take("rigorous_eval", 0) and evaluated else None
+    meta.wanted("distributed", False, "sessions are independent seeds here; nothing is shared between them")
+    meta.wanted("search_resources", None, "`search.parallel` and `search.threads` say how much a trial gets")
+    meta.read |= {*FILLED_BY_SLM_LAB}
+    return {**found, "every": every}

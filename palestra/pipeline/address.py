@@ -1,0 +1,96 @@
+"""The address of a step: its name and a hash over all literals of its config and the addresses of its inputs."""
+
+import dataclasses
+import datetime
+import enum
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from types import FunctionType
+from typing import Any
+
+from pydantic import BaseModel
+
+from palestra.errors import UsageError
+from palestra.pipeline.step import Output, Step, children, execution_fields
+
+DIGITS = 10
+"""Hexadecimal digits of the hash in an address: a million steps of one name collide once in a million times."""
+INPUT = "$step"
+
+
+def identity(step: Step, address_of: Callable[[Step], str]) -> dict[str, Any]:
+    """All that a step's result depends on, as plain data: what the address is a hash of."""
+    config = _plain(step.config, step.name, address_of, execution_fields(step.config, step.function))
+    return {"name": step.name, "config": config}
+
+
+def address(identified: Mapping[str, Any]) -> str:
+    """`name-hash`, the same on every machine and under every prefix."""
+    text = json.dumps(identified, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return f"{identified['name']}-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"
+
+
+def lines(identified: Mapping[str, Any]) -> dict[str, str]:
+    """What an address is made of, one line a value: dotted path to what it is."""
+    return {"name": identified["name"]} | dict(_lines(identified["config"], ""))
+
+
+def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and INPUT in value:
+        waits = "" if value.get("awaited", True) else " (not waited for)"
+        yield path, f"{value[INPUT]}{'/' if value['path'] else ''}{value['path']}{waits}"
+    elif isinstance(value, dict | list) and value:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _lines(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: frozenset[str] = frozenset()) -> Any:
+    again = functools.partial(_plain, address_of=address_of)
+    match value:
+        case Step() | Output():
+            output = value if isinstance(value, Output) else Output(value)
+            about = {INPUT: address_of(output.step), "path": output.path}
+            return about if output.awaited else about | {"awaited": False}
+        case None | bool() | int() | str():
+            return value.value if isinstance(value, enum.Enum) else value
+        case float():
+            return value if math.isfinite(value) else repr(value)
+        case bytes():
+            return {"$bytes": hashlib.sha256(value).hexdigest()}
+        case enum.Enum():
+            return again(value.value, where)
+        case PurePath() | datetime.date() | datetime.time() | datetime.timedelta():
+            return str(value)
+        case set() | frozenset():
+            list(children(value))  # refuses outputs in a set
+            return sorted((again(item, where) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+        case type() | FunctionType():
+            return f"{value.__module__}:{value.__qualname__}"
+        case functools.partial():
+            return again([value.func, list(value.args), value.keywords], where)
+        case Mapping():
+            if bad := [key for key in value if not isinstance(key, str | int) or str(key).startswith("$")]:
+                raise UsageError(f"{where}: {bad[0]!r} cannot be a key in a step's config: use text without '$'")
+            kept = {str(key): item for key, item in value.items() if key not in left_out}
+            return {key: again(item, f"{where}.{key}") for key, item in kept.items()}
+        case list() | tuple():
+            return [again(item, f"{where}.{index}") for index, item in enumerate(value)]
+        case BaseModel():
+            inner = left_out | execution_fields(value, type(value))
+            return {key: again(item, f"{where}.{key}") for key, item in children(value) if key not in inner}
+        case _ if dataclasses.is_dataclass(value):
+            inner = left_out | execution_fields(value, type(value))
+            return {key: again(item, f"{where}.{key}") for key, item in children(value) if key not in inner}
+        case _ if hasattr(value, "tolist") and hasattr(value, "dtype"):  # NumPy's scalars and arrays
+            return again(value.tolist(), where)
+    raise UsageError(
+        f"{where}: a {type(value).__name__} cannot be part of a step's address, because it has no form that is the "
+        "same everywhere: pass what it is made from (numbers, text, lists, dicts, dataclasses), or mark the field "
+        "Execution[…] if the result does not depend on it"
+    )

@@ -1,0 +1,237 @@
+"""Sharing runs: copies of run folders at a place for work in progress and at one for what is published.
+
+At a place a run is `NAME/ID/` with its files and, written last, `palestra_run.json`: the size and SHA-256 of each. What
+has no such file is no run yet, so a push that broke off is never pulled; the next push sends what is missing.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.folder import NAME
+from palestra.runs.run import Run
+from palestra.runs.store import read_json, write_bytes
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+LISTING = "palestra_run.json"
+PLACES = {"dev": "PALESTRA_DEV", "published": "PALESTRA_PUBLISHED"}
+CONFIG = "~/.config/palestra/places.json"
+LEFT_OUT = ("trace.json",)  # timelines: large, and of no use elsewhere
+
+
+def place(name: str) -> tuple[str, bool]:
+    """The URL of a place, and whether only finished runs belong there.
+
+    `dev` and `published` are what the environment says (`PALESTRA_DEV`, `PALESTRA_PUBLISHED`), else the file
+    ~/.config/palestra/places.json; anything else is a folder or a URL itself.
+    """
+    if name not in PLACES:
+        return _url(name), False
+    variable = PLACES[name]
+    config = Path(CONFIG).expanduser()
+    known = read_json(config) if config.is_file() else {}
+    where = os.environ.get(variable) or known.get(name)
+    if not where:
+        raise UsageError(
+            f"where {name!r} is, nobody said: set {variable} to a folder, s3://bucket/folder or "
+            f'hf://datasets/owner/name, or put {{"{name}": "…"}} into {CONFIG}'
+        )
+    return _url(where), name == "published"
+
+
+def push_run(run: Run, files: "AbstractFileSystem", path: str, *, published: bool) -> tuple[int, int]:
+    """Copy a trial to a place; how many files were sent and how many were there already."""
+    trial = run.trial
+    state = Run(trial.path).state
+    if state == "running":
+        raise UsageError(f"{trial.path} is running: push it when it has stopped")
+    if published and state != "done":
+        raise UsageError(f"{trial.path} is {state}, and only finished runs are published: --to dev takes it as it is")
+    target = f"{path}/{run.name}/{run.id}"
+    listing = {name: _described(trial.path / name) for name in _names(trial.path)}
+    with _explained(f"the push of {trial.path}", "Push it again: what is there already is kept."):
+        there = _read_listing(files, target)
+        known = {} if there is None else there["files"]
+        sent = [name for name, about in listing.items() if known.get(name) != about]
+        record = {"name": run.name, "id": run.id, "state": state, "seeds": run.seeds, "files": listing}
+        if sent or there is None:
+            _send(files, trial.path, target, {name: listing[name] for name in sent}, record, first=there is None)
+    return len(sent), len(listing) - len(sent)
+
+
+def pull_run(name: str, files: "AbstractFileSystem", path: str, *, root: Path) -> Path:
+    """Copy a shared run into the folder of runs; its folder. What is there already, with the right bytes, is kept."""
+    with _explained(f"the pull of {name}", "Pull it again: what has come already is kept."):
+        target = _find(name, files, path)
+        record = _read_listing(files, target)
+        if record is None:
+            raise UsageError(f"{target} is no shared run, or its push broke off: push it again")
+        folder = root / _safe(record["name"]) / _safe(record["id"])
+        _check_names(record["files"], target)
+        made = folder if (folder / "trial.json").is_file() else folder.with_name(f".{folder.name}.partial")
+        for file, about in record["files"].items():
+            if _matches(made / file, about):
+                continue
+            if made == folder:
+                raise UsageError(f"{folder} is another run of this name and id ({file} differs): move it away first")
+            _get(files, f"{target}/{file}", made / file, about)
+        if made != folder:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(made, folder)
+            write_bytes(folder.parent / "latest", f"{_newest(folder.parent)}\n".encode())
+    return folder
+
+
+def _url(where: str) -> str:
+    return where if "://" in where else f"file://{Path(where).expanduser().absolute()}"
+
+
+@contextmanager
+def _explained(what: str, then: str) -> Iterator[None]:
+    """The errors of a file system, each backend having its own, as one that says what to do."""
+    try:
+        yield
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise PalestraError(f"{what} broke off: {type(error).__name__}: {error}. {then}") from error
+
+
+def _find(name: str, files: "AbstractFileSystem", path: str) -> str:
+    """The folder of a run at a place: NAME/ID, or the newest finished push of NAME."""
+    if "/" in name:
+        if not files.exists(f"{path}/{name}/{LISTING}"):
+            raise UsageError(f"there is no run {name!r} at {path}. {_known(files, path)}")
+        return f"{path}/{name}"
+    found = [f"{path}/{name}/{one}" for one in _children(files, f"{path}/{name}")]
+    complete = [one for one in found if files.exists(f"{one}/{LISTING}")]
+    if not complete:
+        raise UsageError(f"there is no run {name!r} at {path}. {_known(files, path)}")
+    return max(complete)
+
+
+def _known(files: "AbstractFileSystem", path: str) -> str:
+    names = _children(files, path)
+    return f"There are: {', '.join(names[:10])}." if names else "It is empty."
+
+
+def _children(files: "AbstractFileSystem", path: str) -> list[str]:
+    try:
+        listed: Any = files.ls(path, detail=False)
+    except FileNotFoundError:
+        return []
+    return sorted({str(one).rstrip("/").rpartition("/")[2] for one in listed} - {""})
+
+
+def _read_listing(files: "AbstractFileSystem", target: str) -> dict[str, Any] | None:
+    try:
+        content: Any = files.cat_file(f"{target}/{LISTING}")
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError:  # torn by a kill, as it can be on a plain disk
+        return None
+
+
+def _send(
+    files: "AbstractFileSystem",
+    folder: Path,
+    target: str,
+    new: dict[str, Any],
+    record: dict[str, Any],
+    *,
+    first: bool,
+) -> None:
+    """Send files, then the listing; to the Hub all of it as one commit."""
+    listing = (json.dumps(record, indent=1) + "\n").encode()
+    if "hf" in files.protocol:
+        _commit(files, {f"{target}/{name}": str(folder / name) for name in new} | {f"{target}/{LISTING}": listing})
+        return
+    if not first:  # no reader may take the old listing for the new files
+        files.rm_file(f"{target}/{LISTING}")
+    for name, about in new.items():
+        _put(files, folder / name, f"{target}/{name}", resumed=first, size=about["size"])
+    files.pipe_file(f"{target}/{LISTING}", listing)
+
+
+def _commit(files: Any, contents: dict[str, str | bytes]) -> None:
+    """Write files of a repository of the Hub at once: readers see all of them or none."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    where = files.resolve_path(next(iter(contents)))
+    operations = [
+        CommitOperationAdd(files.resolve_path(path).path_in_repo, content) for path, content in contents.items()
+    ]
+    HfApi(endpoint=files.endpoint, token=files.token).create_commit(
+        where.repo_id, operations, commit_message=f"Add {len(operations)} files", repo_type=where.repo_type
+    )
+    files.invalidate_cache()
+
+
+def _put(files: "AbstractFileSystem", source: Path, target: str, *, resumed: bool, size: int) -> None:
+    """Send a file; one that an interrupted push has sent whole is not sent again."""
+    if resumed and files.exists(target):
+        info: Any = files.info(target)
+        if info["size"] == size and hashlib.sha256(_bytes(files, target)).hexdigest() == _sha256(source):
+            return
+    files.put_file(str(source), target)
+
+
+def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str, Any]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.tmp")
+    files.get_file(source, str(beside))
+    if not _matches(beside, about):
+        beside.unlink()
+        raise PalestraError(f"{source} is damaged: its bytes are not those that were pushed. Push the run again.")
+    os.replace(beside, target)
+
+
+def _bytes(files: "AbstractFileSystem", target: str) -> bytes:
+    content: Any = files.cat_file(target)
+    return content
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """The files of a run, without hidden ones (leases, temporaries) and what is left out."""
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        relative = Path(where).relative_to(folder)
+        yield from ((relative / name).as_posix() for name in sorted(names) if name[0] != "." and name not in LEFT_OUT)
+
+
+def _check_names(names: dict[str, Any], target: str) -> None:
+    for name in names:
+        if Path(name).is_absolute() or any(part in ("..", "") for part in name.split("/")):
+            raise PalestraError(f"{target} names a file outside of itself ({name!r}): it is no run of ours")
+
+
+def _safe(part: str) -> str:
+    if not NAME.fullmatch(part):
+        raise PalestraError(f"{part!r} is no name of a run")
+    return part
+
+
+def _newest(folder: Path) -> str:
+    return max(path.name for path in folder.iterdir() if (path / "trial.json").is_file())
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _matches(path: Path, about: dict[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == about["size"] and _sha256(path) == about["sha256"]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,200 @@
+"""The study: every trial's values, scores at rungs and end in SQLite, and the sampler that proposes the next values.
+
+Optuna stores and proposes. A paused trial stays "running" in the stored study, because it may go on; the sampler is
+shown a copy in memory in which it counts as ended, so that it learns from its scores.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.errors import MissingExtra, UsageError
+from palestra.spec.search import Axis, Direction, SearchSpec
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+NAME = "study.db"
+STUDY = "search"
+TARGET = "rung"  # the user attribute that says to which rung a trial was last sent
+REASON = "reason"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the study knows of a trial."""
+
+    number: int
+    values: dict[str, Any]
+    """The searched fields by dotted path."""
+    rung: int
+    """The rung to which it was last sent."""
+    scores: dict[int, float]
+    """Its scores at the rungs that it came to, by rung."""
+    state: str
+    """running (or paused), complete, pruned or failed."""
+    score: float | None = None
+    """The last score: at its end, or at its last rung."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Values that a sampler drew, and what it wants to remember of them."""
+
+    values: dict[str, Any]
+    drawn: "FrozenTrial"
+
+
+class Study:
+    """The study of one search, in `study.db` of its folder; made where there is none."""
+
+    def __init__(self, folder: Path, search: SearchSpec, direction: Direction):
+        optuna = _optuna()
+        self.search = search
+        self.direction = "maximize" if direction == "maximise" else "minimize"
+        self._study: optuna.Study = optuna.create_study(
+            storage=f"sqlite:///{folder / NAME}", study_name=STUDY, direction=self.direction, load_if_exists=True
+        )
+
+    def records(self) -> list[Record]:
+        """All trials so far, by number."""
+        return [_record(trial, self.search.space) for trial in self._study.get_trials(deepcopy=False)]
+
+    def propose(self, number: int, attempt: int = 0) -> "Proposal":
+        """Values for the trial of this number; another attempt gives others. Nothing is stored.
+
+        The sampler's seed follows from the two, so that a search that was killed and continued draws what it would have
+        drawn from the same trials.
+        """
+        optuna = _optuna()
+        shown = optuna.create_study(direction=self.direction, sampler=self._sampler(number, attempt))
+        trials = self._study.get_trials(deepcopy=False)
+        shown.add_trials([_shown(trial, self.search.sampler) for trial in trials])
+        asked = shown.ask(self.distributions)
+        assert asked.number == number, "trials are numbered in the order in which they are added"
+        drawn = shown.get_trials(deepcopy=False)[number]
+        return Proposal(_values(drawn.params, self.search.space), drawn)
+
+    def add(self, proposal: "Proposal") -> None:
+        """Store a proposed trial as running to the first rung."""
+        made = _optuna().trial
+        self._study.add_trial(
+            made.create_trial(
+                state=made.TrialState.RUNNING,
+                params=proposal.drawn.params,
+                distributions=proposal.drawn.distributions,
+                system_attrs=proposal.drawn.system_attrs,  # where CMA-ES keeps its state
+                user_attrs={TARGET: 0},
+            )
+        )
+
+    def send(self, number: int, rung: int) -> None:
+        """Store that a trial goes on to a rung."""
+        self._trial(number).set_user_attr(TARGET, rung)
+
+    def report(self, number: int, rung: int, score: float) -> None:
+        """Store the score of a trial at a rung."""
+        self._trial(number).report(score, rung)
+
+    def complete(self, number: int, score: float) -> None:
+        """Store that a trial came to its end."""
+        self._study.tell(number, score)
+
+    def prune(self, number: int) -> None:
+        """Store that a paused trial never goes on."""
+        self._study.tell(number, state=_optuna().trial.TrialState.PRUNED)
+
+    def fail(self, number: int, reason: str) -> None:
+        """Store that a trial failed, and why. It has no score."""
+        self._trial(number).set_user_attr(REASON, reason)
+        self._study.tell(number, state=_optuna().trial.TrialState.FAIL)
+
+    @cached_property
+    def distributions(self) -> "dict[str, BaseDistribution]":
+        """The space as Optuna has it."""
+        return {key: _distribution(axis) for key, axis in self.search.space.items()}
+
+    def _trial(self, number: int) -> "optuna.trial.Trial":
+        return _optuna().trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
+
+    def _sampler(self, number: int, attempt: int) -> "BaseSampler":
+        import numpy as np
+
+        samplers = _optuna().samplers
+        seed = int(np.random.SeedSequence([self.search.seed, number, attempt]).generate_state(1)[0])
+        if self.search.sampler == "random":
+            return samplers.RandomSampler(seed=seed)
+        if self.search.sampler == "tpe":
+            return samplers.TPESampler(seed=seed)
+        independent = samplers.RandomSampler(seed=seed)  # of choices, which CMA-ES cannot vary
+        return samplers.CmaEsSampler(seed=seed, independent_sampler=independent, warn_independent_sampling=False)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise MissingExtra("A search", "search") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(axis: Axis) -> "BaseDistribution":
+    made = _optuna().distributions
+    if axis.form == "choice":  # as text: Optuna stores no lists and mappings
+        return made.CategoricalDistribution([json.dumps(value) for value in axis.values])
+    low, high = axis.values
+    if axis.form == "int":
+        return made.IntDistribution(low, high)
+    return made.FloatDistribution(low, high, log=axis.form == "loguniform")
+
+
+def _values(params: Mapping[str, Any], space: Mapping[str, Axis]) -> dict[str, Any]:
+    unknown = [key for key in params if key not in space]
+    if unknown:
+        raise UsageError(f"the study varies {', '.join(unknown)}, which the search does not: start a new search")
+    return {key: json.loads(params[key]) if axis.form == "choice" else params[key] for key, axis in space.items()}
+
+
+def _record(trial: "FrozenTrial", space: Mapping[str, Axis]) -> Record:
+    states = {"RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+    scores = dict(sorted(trial.intermediate_values.items()))
+    last = list(scores.values())[-1] if scores else None
+    failed = trial.state.name == "FAIL"
+    return Record(
+        number=trial.number,
+        values=_values(trial.params, space),
+        rung=trial.user_attrs[TARGET],
+        scores=scores,
+        state=states[trial.state.name],
+        score=None if failed else (trial.value if trial.state.name == "COMPLETE" else last),
+        reason=trial.user_attrs.get(REASON, ""),
+    )
+
+
+def _shown(trial: "FrozenTrial", sampler: str) -> "FrozenTrial":
+    """A trial as the sampler sees it: one that is paused at a rung, or was pruned there, has ended with its score.
+
+    TPE knows that a pruned trial came less far; CMA-ES knows only complete ones.
+    """
+    made = _optuna().trial
+    paused = trial.state == made.TrialState.RUNNING and trial.intermediate_values
+    pruned = paused or trial.state == made.TrialState.PRUNED
+    last = max(trial.intermediate_values) if pruned else None
+    ended = made.TrialState.COMPLETE if sampler == "cmaes" else made.TrialState.PRUNED
+    return made.create_trial(
+        state=ended if pruned else trial.state,
+        value=trial.intermediate_values[last] if last is not None else trial.value,
+        params=trial.params,
+        distributions=trial.distributions,
+        system_attrs=trial.system_attrs,
+        intermediate_values=trial.intermediate_values,
+    )

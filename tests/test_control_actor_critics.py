@@ -1,0 +1,233 @@
+"""SAC, TD3 and CrossQ: the checklist's pitfalls, resume and determinism."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from actor_critic_probes import CONTINUOUS, Aim, made, rate, trained
+from gymnasium import spaces
+from probe_envs import OneStep, learner_on
+from torch import Tensor
+
+from palestra.control.algorithms.crossq import CrossQ
+from palestra.control.algorithms.td3 import TD3
+from palestra.control.envs.make import make_vector
+from palestra.control.memory.replay import Batch
+from palestra.control.renorm import Warmth
+from palestra.errors import UsageError
+from palestra.spec.control.env import EnvSpec
+
+
+def batch_for(algorithm: Any, rows: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    obs, following = torch.randn(2, rows, *algorithm.policy.obs_shape, generator=generator)
+    actions = torch.rand(rows, *algorithm.head.shape, generator=generator) * 2 - 1
+    if not algorithm.head.continuous:
+        actions = (actions > 0).long()
+    rewards, discounts = torch.randn(rows, generator=generator), torch.full((rows,), 0.9)
+    return Batch(obs, actions, rewards, following, discounts, None, torch.arange(rows))
+
+
+def critic_step(algorithm: Any, batch: Batch) -> Tensor:
+    noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(6))
+    warmth = (Warmth.after(5, 10),) if isinstance(algorithm, CrossQ) else ()
+    with torch.no_grad():
+        return algorithm.update_critics(algorithm.learned, batch, noise, *warmth, torch.tensor([1e-3, 1e-8]))
+
+
+def policy_step(algorithm: Any, batch: Batch) -> None:
+    pace = torch.tensor([1e-3, 1e-8])
+    noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        if isinstance(algorithm, TD3):
+            algorithm.update_policy(algorithm.learned, batch.obs, pace)
+        else:
+            algorithm.update_policy(algorithm.learned, batch.obs, noise, pace, pace)
+
+
+def aim() -> Aim:
+    return Aim(lambda shown, action: 1.0)
+
+
+def test_targets_begin_as_copies_and_follow_by_tau():  # checklist 41
+    sac, td3 = made("sac", aim, tau=0.25), made("td3", aim, tau=0.25)
+    for learned, target in (
+        (sac.learned.critics, sac.learned.target),
+        (td3.learned.critics, td3.learned.critic_target),
+    ):
+        assert torch.equal(learned.vector, target)
+        assert learned.vector.data_ptr() != target.data_ptr()
+    before = sac.learned.target.clone()
+    critic_step(sac, batch_for(sac))
+    torch.testing.assert_close(sac.learned.target, before.lerp(sac.learned.critics.vector, 0.25))
+
+
+def test_target_networks_get_no_gradient():  # checklist 42
+    sac = made("sac", aim, tau=1e-9)
+    before = sac.learned.target.clone()
+    critic_step(sac, batch_for(sac))
+    assert not torch.equal(sac.learned.critics.vector, before)
+    torch.testing.assert_close(sac.learned.target, before, atol=1e-6, rtol=0)
+    assert sac.learned.target.grad is None
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_policy_step_moves_the_policy_alone(name: str):  # checklist 52 and 59
+    algorithm = made(name, aim)
+    batch = batch_for(algorithm)
+    critic_step(algorithm, batch)
+    critics = [part.clone() for part in algorithm.learned.critics]
+    running = [p.clone() for one in algorithm.learned.running for p in one] if name == "crossq" else []
+    actor = algorithm.learned.actor.vector.clone()
+    policy_step(algorithm, batch)
+    assert all(torch.equal(a, b) for a, b in zip(critics, algorithm.learned.critics, strict=True))
+    assert not torch.equal(actor, algorithm.learned.actor.vector)
+    if name == "crossq":
+        now = [p for one in algorithm.learned.running for p in one]
+        assert all(torch.equal(a, b) for a, b in zip(running, now, strict=True))
+        critic_step(algorithm, batch)
+        assert all(not torch.equal(a, b) for a, b in zip(running, now, strict=True))
+
+
+def test_crossq_critics_see_both_batches_as_one():  # checklist 59
+    crossq = made("crossq", aim, renorm_momentum=1.0)
+    batch = batch_for(crossq)
+    critic_step(crossq, batch)
+    joint = torch.cat([batch.obs, batch.next_obs])
+    # With momentum 1 the statistics of the first layer's observations are those of the joint batch.
+    first = crossq.learned.running[0]
+    torch.testing.assert_close(first.mean[0, 0, :3], joint.mean(dim=0))
+    torch.testing.assert_close(first.var[1, 0, :3], joint.var(dim=0, correction=0))
+
+
+def test_alpha_moves_towards_the_target_entropy():  # checklist 53
+    for target, falls in ((-5.0, True), (5.0, False)):
+        sac = made("sac", aim, alpha="auto", target_entropy=target)
+        policy_step(sac, batch_for(sac))
+        assert (sac.learned.alpha.vector.item() < 0) == falls
+    fixed = made("sac", aim, alpha=0.3)
+    policy_step(fixed, batch_for(fixed))
+    assert math.isclose(fixed.learned.alpha.vector.exp().item(), 0.3, rel_tol=1e-6)
+
+
+def test_target_entropy_is_in_units_of_half_the_range_and_of_the_spec_where_given():  # checklist 54
+    assert made("sac", aim, alpha="auto").target_entropy == -1.0  # whatever the bounds
+    assert made("crossq", aim, alpha="auto", target_entropy=-0.3).target_entropy == -0.3
+
+
+def test_alpha_of_two_actions_stays_bounded():  # checklist 54
+    algorithm = trained("sac", lambda: OneStep(lambda shown, action: shown * (2 * action - 1)), 200, alpha="auto")
+    assert algorithm.learned.alpha.vector.exp().item() < 2.0
+
+
+def test_sac_targets_follow_at_every_update_and_td3_targets_with_the_policy():  # checklist 56
+    for name, expected in (("sac", 12), ("td3", 4)):
+        algorithm = made(name, aim, start=32, horizon=32, policy_delay=3, replay_ratio=1 / 32, update_every=8)
+        moved, policies = 0, 0
+        # One gradient step in 8 vector steps of 4 environments: one of `learn`'s.
+        for _ in range(3):
+            algorithm.step(0.0)
+        algorithm.updates = 0
+        for _ in range(12):
+            target = algorithm.learned.target if name == "sac" else algorithm.learned.critic_target
+            before, actor = target.clone(), algorithm.learned.actor.vector.clone()
+            algorithm.learn(1, 0.0)
+            moved += not torch.equal(before, target)
+            policies += not torch.equal(actor, algorithm.learned.actor.vector)
+        assert (moved, policies) == (expected, 4)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_stored_actions_are_within_one_and_the_environment_sees_its_own_range(name: str):  # checklist 57
+    envs = [aim() for _ in range(4)]
+    made_envs = iter(envs)
+    algorithm = made(name, lambda: next(made_envs), start=256, horizon=80)
+    algorithm.step(0.0)
+    stored = algorithm.memory.sample(512, torch.Generator().manual_seed(0)).actions
+    assert stored.abs().max() <= 1
+    assert stored.abs().max() > 0.9
+    taken = np.concatenate([env.taken[:64] for env in envs])  # the random ones
+    assert 1.9 < np.abs(taken).max() <= 2  # twice as far, in the environment's units
+    assert abs(taken.mean()) < 0.3
+
+
+def test_td3_smoothing_and_exploration_stay_within_bounds():  # checklist 58
+    td3 = made("td3", aim, target_noise=0.2, noise_clip=0.5, noise=rate(0.4))
+    noise = torch.tensor([[0.0], [1.0], [10.0], [-10.0]])
+    torch.testing.assert_close(
+        td3.smoothed(torch.full((4, 1), 0.1), noise), torch.tensor([[0.1], [0.3], [0.6], [-0.4]])
+    )
+    assert td3.smoothed(torch.ones(4, 1), noise).max() == 1
+    obs = torch.zeros(1000, 3)
+    noise = torch.randn(1, 1000, 1, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        acted = td3.act(obs, noise, 0, 0.0)
+    assert acted.abs().max() <= 1
+    assert abs(acted.std().item() - 0.4) < 0.05
+
+
+def test_td3_on_discrete_actions_is_no_algorithm_for_it():
+    assert "discrete" not in TD3.supports
+
+
+def test_unbounded_actions_are_refused():
+    class Free(Aim):
+        def __init__(self) -> None:
+            super().__init__(lambda shown, action: 1.0)
+            self.action_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+    with pytest.raises(UsageError, match="td3 acts within the bounds"):
+        made("td3", Free)
+
+
+def pendulum(name: str, seed: int = 0, **given: Any) -> Any:
+    env = make_vector(EnvSpec(id="Pendulum-v1", num_envs=2), 2)
+    fields = {"batch": 32, "start": 100, "horizon": 60, "replay_ratio": 0.5, "buffer": 300} | given
+    return learner_on(env, name, seed=seed, net={"hidden": [16]}, **fields)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_resume_gives_the_same_numbers(name: str, scaled: bool):  # checklist 62
+    given: dict[str, Any] = {"given": {"normalise_obs": True, "normalise_reward": True}} if scaled else {}
+    one = pendulum(name, **given)
+    for _ in range(2):
+        one.step(0.0)
+    state, generator = one.state(), one.generator.get_state()
+    straight = [one.step(0.1), one.step(0.2)]
+    other = pendulum(name, seed=3, **given)
+    other.load_state(state)
+    other.generator.set_state(generator)
+    assert [other.step(0.1), other.step(0.2)] == straight
+    assert straight[-1]["updates"] > 100
+    for mine, theirs in zip(
+        one.policy.state()["weights"].values(), other.policy.state()["weights"].values(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_same_seed_gives_the_same_run_and_another_another(name: str):
+    runs = []
+    for seed in (0, 0, 1):
+        algorithm = pendulum(name, seed=seed)
+        runs.append([algorithm.step(0.0), algorithm.step(0.1)])
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_updates_equal_eager_ones_and_see_the_rates_move(name: str, scaled: bool):  # checklist 66
+    lr = {"shape": "linear", "start": 1e-3, "end": 0.0}
+    given: dict[str, Any] = {"given": {"normalise_obs": True}} if scaled else {}
+    eager, graph = (pendulum(name, compile=compile, lr=lr, policy_delay=2, **given) for compile in (False, True))
+    for progress in (0.0, 0.3, 0.6):
+        mine, theirs = eager.step(progress), graph.step(progress)
+        assert mine == pytest.approx(theirs, rel=2e-3, abs=2e-3)
+    before = graph.learned.critics.vector.clone()
+    graph.learn(1, 1.0)
+    assert torch.equal(before, graph.learned.critics.vector)  # a learning rate of 0

@@ -1,0 +1,130 @@
+"""`palestra dev`: what it checks on every algorithm, and that each of its checks can fail."""
+
+import pytest
+import torch
+from conftest import SHORT
+from torch import nn
+
+from palestra.control import sanity
+from palestra.control.algorithms import ALGORITHMS
+from palestra.control.episodes import NotFinite
+from palestra.control.sanity import Insane, check_learning, tiny, try_out
+from palestra.control.trainer import Learner
+from palestra.errors import UsageError
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.load import load
+
+BASE = {key: value for key, value in SHORT.items() if key != "every"}
+CONTINUOUS = ("td3",)
+
+
+def spec_of(name: str, **algorithm: object) -> ControlSpec:
+    env = {"id": "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1", "num_envs": 2}
+    loaded = load({**BASE, "name": "dev", "env": env, "algorithm": {"name": name, **algorithm}}).spec
+    assert isinstance(loaded, ControlSpec)
+    return loaded
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_dev_any_algorithm_passes_and_says_what_was_checked(name):
+    lines: list[str] = []
+    horizon = {"horizon": 32} if name in ("ppo", "reinforce") else {}
+    learner = check_learning(
+        spec_of(name, **horizon, **({"minibatch": 32} if name == "ppo" else {})), tell=lines.append
+    )
+    assert learner.steps == sanity.STEPS
+    text = "\n".join(lines)
+    for said in ("gradient steps in 3 steps", "losses are finite", "moved by", "evaluation: 2 episodes"):
+        assert said in text, text
+    assert all(line.startswith("ok ") for line in lines)
+
+
+def test_tiny_keeps_the_networks_and_cuts_the_run():
+    spec = spec_of("dqn", start=10_000, buffer=50_000, batch=64)
+    small = tiny(spec)
+    assert small.net == spec.net
+    assert small.steps == sanity.STEPS
+    assert small.algorithm.start < small.frames_per_step
+    assert small.algorithm.buffer <= 2 * small.train.frames
+    assert load(small).spec == small  # still a valid spec
+
+
+def ppo(**algorithm: object) -> ControlSpec:
+    return spec_of("ppo", horizon=32, minibatch=32, **algorithm)
+
+
+def test_dev_parameters_that_never_change_fail():
+    with pytest.raises(Insane, match=r"policy\.policy_head .* did not change"):
+        check_learning(ppo(lr=0.0), tell=lambda line: None)
+
+
+def test_dev_part_without_gradients_that_never_changes_fails(monkeypatch):
+    made = Learner.__init__
+
+    def with_a_dead_part(self: Learner, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.algorithm.forgotten = nn.Linear(2, 2)  # a network that nothing trains
+
+    monkeypatch.setattr(Learner, "__init__", with_a_dead_part)
+    with pytest.raises(Insane, match=r"forgotten\.weight .* did not change"):
+        check_learning(ppo(), tell=lambda line: None)
+
+
+def test_dev_exploding_gradients_fail(monkeypatch):
+    monkeypatch.setattr(sanity, "LARGEST_NORM", 1e-3)
+    with pytest.raises(Insane, match=r"expected between 0 and 0\.001"):
+        check_learning(ppo(), tell=lambda line: None)
+
+
+def test_dev_loss_that_is_not_finite_fails():
+    with pytest.raises(NotFinite, match="diverged"):
+        check_learning(ppo(lr=1e30, max_grad_norm=None), tell=lambda line: None)
+
+
+def test_parts_of_counts_every_parameter_once():
+    learner = Learner(tiny(ppo()), 0, None, compile=False)
+    try:
+        counted = sum(p.numel() for _, now in sanity.parts_of(learner) for p in now())
+        assert counted == sum(p.numel() for p in learner.policy.net.parameters())
+    finally:
+        learner.env.close()
+
+
+def test_parts_of_critics_are_the_vectors_that_learn():
+    learner = Learner(tiny(spec_of("sac")), 0, None, compile=False)
+    try:
+        names = [name for name, _ in sanity.parts_of(learner)]
+        assert {"critics.weights", "target.weights"} <= set(names)
+    finally:
+        learner.env.close()
+
+
+def test_parts_of_dqn_has_the_target_network_too():
+    learner = Learner(tiny(spec_of("dqn")), 0, None, compile=False)
+    try:
+        assert any(name.startswith("target.") for name, _ in sanity.parts_of(learner))
+    finally:
+        learner.env.close()
+
+
+def test_taken_gradients_sees_each_and_is_gone_after():
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    original = torch.autograd.grad
+    with sanity.taken_gradients() as norms:
+        torch.autograd.grad((x * x).sum() / 2, x)
+    assert norms == [5.0]
+    assert torch.autograd.grad is original
+
+
+def test_try_out_other_kind_is_a_usage_error():
+    spec = load("examples/lm/shakespeare.yaml", variables={"text": "x.txt"}).spec
+    with pytest.raises(UsageError, match="kind control"):
+        try_out(spec, print)
+
+
+def test_dev_command_checks_and_writes_a_video_without_a_display(scratch):
+    result = scratch("dev", scratch.spec(), "--render", DISPLAY="", WAYLAND_DISPLAY="")
+    assert result.returncode == 0, result.stderr
+    assert "ok      policy.trunk" in result.stdout
+    assert (scratch.path / "dev.gif").stat().st_size > 1000
+    assert not (scratch.path / "runs").exists()
