@@ -30,6 +30,9 @@ class S3Server:
     """The same of those that were written."""
     hold: Hold | None = None
     requests: int = 0
+    fail_every: int = 0
+    """Each so-manieth request is answered with 503 and not carried out; 0: none. Odd ones of these were carried out."""
+    failed: int = 0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -42,6 +45,7 @@ def s3_server() -> Iterator[S3Server]:
     """Serve until the block ends."""
     s3 = S3Server()
     moto = DomainDispatcherApplication(create_backend_app)
+    one_at_a_time = threading.Lock()  # moto looks at a condition and writes in two steps
 
     def watched(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         s3.requests += 1
@@ -53,7 +57,15 @@ def s3_server() -> Iterator[S3Server]:
                 hold.reached.set()
                 hold.released.wait(60)
             s3.uploads.append(name)
-        body = b"".join(moto(environ, start))
+        if s3.fail_every and s3.requests % s3.fail_every == 0:
+            s3.failed += 1
+            with one_at_a_time:
+                if s3.failed % 2:  # carried out, but the answer is lost
+                    b"".join(moto(environ, lambda *_: None))
+            start("503 Service Unavailable", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>ServiceUnavailable</Code><Message>as asked</Message></Error>"]
+        with one_at_a_time:
+            body = b"".join(moto(environ, start))
         if method != "GET" or path.count("/") == 1:  # a bucket's GET is a listing
             return [body]
         s3.downloads.append(name)

@@ -11,7 +11,10 @@ import pytest
 from conftest import COMMAND, ENVIRONMENT
 from PIL import Image
 
-COMMANDS = ("check", "train", "enjoy", "runs", "rollouts", "diff", "plot", "chat", "serve", "eval", "model", "data")
+COMMANDS = (
+    *("check", "dev", "train", "search", "bench", "enjoy", "runs", "rollouts", "diff", "plot", "push", "pull"),
+    *("chat", "serve", "eval", "model", "data", "import", "pipeline", "sweep", "speedrun"),
+)
 
 
 def python(code: str) -> str:

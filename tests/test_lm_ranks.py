@@ -40,7 +40,9 @@ def test_two_ranks_compute_what_one_process_computes_with_half_of_the_model_each
     shares = [found.pop("shares") for found in both]
     for found in both:
         assert found.keys() == CASES.keys()
-        far = {(case, what): by for case in found for what, by in found[case].items() if not by <= 1e-6}
+        # Losses and gradients to 1e-6; over several steps Adam, which divides by the gradient's size, makes more of it.
+        within = {what: 5e-6 if what.startswith("steps") else 1e-6 for case in found for what in found[case]}
+        far = {(case, what): by for case in found for what, by in found[case].items() if not by <= within[what]}
         assert not far
     assert sum(share["mine"] for share in shares) == shares[0]["all"]
     assert all(0.45 < share["mine"] / share["all"] < 0.55 for share in shares)

@@ -40,8 +40,8 @@ def show_evaluation(run: Run) -> None:
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """One of the tasks that were answered, one of the answers that were scored; those that are not empty."""
-    return [table for table in (_tasks(report), _likelihood(report)) if table.rows]
+    """One of the tasks that were answered, one of the answers that were scored, one of texts; those that have rows."""
+    return [table for table in (_tasks(report), _likelihood(report), _texts(report)) if table.rows]
 
 
 def _tasks(report: Mapping[str, Any]) -> Table:
@@ -79,6 +79,14 @@ def _likelihood(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def _texts(report: Mapping[str, Any]) -> Table:
+    table = _table("texts", "documents", "tokens", "bytes", "loss", "bits/byte")
+    for label, found in report.get("texts", {}).items():  # evaluations of before have none
+        counts = (f"{found['items']:,} of {found['of']:,}", f"{found['tokens']:,}", f"{found['bytes']:,}")
+        table.add_row(label, *counts, f"{found['loss']:.3f}", f"{found['bits_per_byte']:.3f}")
+    return table
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold")
     for place, column in enumerate(columns):
@@ -104,12 +112,15 @@ def _shares(task: Mapping[str, Any]) -> dict[str, float]:
 
 def _mean(metrics: Mapping[str, float]) -> str:
     named = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.count("/") == 1}
-    shown = {name: f"{value:.3f}" if name == "centred" else _percent(value) for name, value in named.items()}
+    plain = ("centred", "bits_per_byte")
+    shown = {name: f"{value:.3f}" if name in plain else _percent(value) for name, value in named.items()}
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def _answers(session: Path) -> str:
-    return ", ".join(str(path) for name in ("answers.jsonl", "likelihood.jsonl") if (path := session / name).exists())
+    return ", ".join(
+        str(path) for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl") if (path := session / name).exists()
+    )
 
 
 def _percent(value: float) -> str:

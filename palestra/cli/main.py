@@ -13,6 +13,8 @@ import typer
 from palestra import __version__
 from palestra.cli.lab import app as lab
 from palestra.cli.lab import variables as _variables
+from palestra.cli.pipelines import app as pipelines
+from palestra.cli.sweeps import app as sweeps
 from palestra.errors import PalestraError
 
 app = typer.Typer(
@@ -309,6 +311,8 @@ app.add_typer(models, name="model")
 data = typer.Typer(help="Datasets.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(lab)
+app.add_typer(pipelines, name="pipeline")
+app.add_typer(sweeps)
 
 
 @models.command()
@@ -333,6 +337,19 @@ def convert(
 
     convert_model(source, target, dtype=dtype)
     typer.echo(target)
+
+
+@data.command(name="inspect")
+def inspect_(
+    path: Annotated[str, typer.Argument(help="A file, a folder, a pattern, s3://… or a token store.", metavar="PATH")],
+    rows: Annotated[int, typer.Option(help="How many rows to read, over all files; 0 reads all.")] = 10_000,
+    samples: Annotated[int, typer.Option(help="How many rows to show.")] = 3,
+    split: Annotated[str | None, typer.Option(help="What separates the documents of text files.")] = None,
+) -> None:
+    """Show what is in a data set: columns, sizes, rows, lengths, samples."""
+    from palestra.cli.inspect import show_inspection
+
+    show_inspection(path, rows=rows, samples=samples, split=None if split is None else split.replace("\\n", "\n"))
 
 
 @data.command(name="push")

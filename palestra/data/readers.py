@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Listing = dict[str, dict[str, Any]]  # by path, what the file system says of a file
 
-TEXT, JSON_LINES, JSON, PARQUET, ARROW = ".txt", ".jsonl", ".json", ".parquet", ".arrow"
-FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW)
+TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML = ".txt", ".jsonl", ".json", ".parquet", ".arrow", ".html"
+FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML)  # a page of HTML is a text; only a data step reads more of it
 COMPRESSED = (".gz", ".zst")
 ABOUT = (MARKER, "dataset_info.json", "dataset_infos.json")  # what lies beside data and tells of it
+COUNTS, STEP_FOLDERS = "counts.json", ("docs", "files")  # of a data step: what it did, and where its rows are
 CHUNK = 1 << 16  # characters, or bytes, read at once
 LONGEST_TOKEN = 16  # characters of a JSON literal or escape that may be cut in two
 SPACE, DECODER = re.compile(r"\s*"), json.JSONDecoder()
@@ -144,6 +145,9 @@ def _in_folder(files: "AbstractFileSystem", path: str, where: str) -> Listing:
         if missing := [name for name in names if name not in listed]:
             raise UsageError(f"{where} is not whole: {', '.join(missing)} is missing; save or copy it again")
         return {name: listed[name] for name in names}
+    if f"{path}/{COUNTS}" in listed:  # the output of a data step
+        rows = [f"{path}/{folder}/" for folder in STEP_FOLDERS]
+        listed = {one: info for one, info in listed.items() if one.startswith(tuple(rows))} or listed
     seen = {one: info for one, info in listed.items() if "/." not in one[len(path) :]}
     data = {one: seen[one] for one in seen if _format(one) in FORMATS and one.rsplit("/", 1)[-1] not in ABOUT}
     formats = sorted({_format(one) for one in data})

@@ -40,7 +40,7 @@ class Scored:
     tokens: tuple[int, ...]
     """Tokens that were scored."""
     bytes: tuple[int, ...]
-    """UTF-8 bytes of each answer."""
+    """UTF-8 bytes of each answer, or of the tokens that were scored where only what differs is."""
     written: bool | None
     """Whether the model would write the answer, token by token; null where it chooses between answers."""
     cut: bool
@@ -95,16 +95,34 @@ class Encoded:
     cut: bool
 
 
-def encode_item(tokenizer: Tokenizer, item: Item, context: int) -> list[Encoded]:
+Border = Literal["answer", "common"]
+
+
+def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[Encoded]:
     """The options of an item as tokens, at most `context` each.
 
     A context and its answer are tokenised as the one text that they are: a border that the tokenizer would not make
     scores tokens that the model never saw. White space before the answer is scored with it, as in lm-eval, because most
     tokenizers join them (" yes"); so is any token that holds some of both. Answers to one context are all scored from
     the same token on, so that what one of them shares with its context is not left out for the others.
+
+    With the border `common` it is as CORE has it: answers to one context are scored from the first token in which they
+    differ, and an answer to different contexts with all the tokens that these share at the end. At least one token of
+    each is scored, also of an answer that another one begins with, where CORE would take the mean of nothing.
+
+    What is too long loses its beginning, but not the tokens that begin every text.
     """
     whole = [_tokenised(tokenizer, option) for option in item.options]
-    if item.one_context:
+    if border == "common" and item.choice:
+        sequences, begins = [tokens for tokens, _ in whole], max(1, len(tokenizer.beginning))
+        least = min(map(len, sequences)) - 1
+        if item.one_context:
+            first = min(_shared(sequences), least)
+            whole = [(tokens, first) for tokens in sequences]
+        else:
+            last = max(1, min(_shared([tokens[::-1] for tokens in sequences]), least + 1 - begins))
+            whole = [(tokens, len(tokens) - last) for tokens in sequences]
+    elif item.one_context:
         first = min(start for _, start in whole)
         same = all(tokens[:first] == whole[0][0][:first] for tokens, _ in whole)
         whole = [(tokens, first) for tokens, _ in whole] if same else whole
@@ -164,6 +182,13 @@ def likelihood_metrics(outcomes: dict[str, LikelihoodOutcome]) -> dict[str, floa
     return found | ({"eval/centred": fmean(one.centred for one in outcomes.values())} if outcomes else {})
 
 
+def _shared(sequences: Sequence[Sequence[int]]) -> int:
+    """How many tokens all sequences have in common at their beginning."""
+    return next(
+        (i for i, some in enumerate(zip(*sequences, strict=False)) if len(set(some)) > 1), min(map(len, sequences))
+    )
+
+
 def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
     """The tokens of context and answer, and which of them is the first with some of the answer."""
     tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
@@ -194,7 +219,7 @@ def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -
 
 def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> list[Encoded]:
     try:
-        return encode_item(tokenizer, suite.items[number], context)
+        return encode_item(tokenizer, suite.items[number], context, suite.use.border)
     except UsageError as error:
         raise UsageError(f"{suite.label}, item {number}: {error}") from error
 
@@ -204,7 +229,7 @@ def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers
     items = [suite.items[number] for number in numbers]
     encoded = [_encoded(tokenizer, suite, number, model.shape.context) for number in numbers]
     flat = [one for options in encoded for one in options]
-    sums, written = _scored(model, flat, greedy=not items[0].choice)
+    sums, written = score_sequences(model, flat, greedy=not items[0].choice)
     results, place = [], 0
     for number, item, options in zip(numbers, items, encoded, strict=True):
         logprobs = tuple(sums[place : place + len(options)])
@@ -217,7 +242,7 @@ def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers
                 gold=item.gold,
                 logprobs=logprobs,
                 tokens=tuple(len(one.tokens) - one.start for one in options),
-                bytes=tuple(len(option.answer.encode()) for option in item.options),
+                bytes=_sizes(tokenizer, suite, item, options),
                 written=None if item.choice else written[place],
                 cut=any(one.cut for one in options),
             )
@@ -226,8 +251,19 @@ def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers
     return results
 
 
-def _scored(model: Transformer, sequences: Sequence[Encoded], *, greedy: bool) -> tuple[list[float], list[bool]]:
-    """log p of the scored tokens of each sequence, and whether each of them is the most likely one."""
+def _sizes(tokenizer: Tokenizer, suite: Suite, item: Item, options: Sequence[Encoded]) -> tuple[int, ...]:
+    """UTF-8 bytes of each answer; where only what differs is scored, of the tokens that are."""
+    if suite.use.border == "answer" or not item.choice:
+        return tuple(len(option.answer.encode()) for option in item.options)
+    scored = (b"".join(tokenizer.piece(token) for token in one.tokens[one.start :]) for one in options)
+    return tuple(max(1, len(piece)) for piece in scored)
+
+
+@torch.no_grad()
+def score_sequences(
+    model: Transformer, sequences: Sequence[Encoded], *, greedy: bool = False
+) -> tuple[list[float], list[bool]]:
+    """log p of the scored tokens of each sequence, and if `greedy` whether each of them is the most likely one."""
     sums, written = [0.0] * len(sequences), [False] * len(sequences)
     masks = [[float(place >= one.start) for place in range(len(one.tokens))] for one in sequences]
     batch = Batch.pack([one.tokens for one in sequences], masks)

@@ -10,6 +10,7 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.evaluate.answers import Evaluation
 from palestra.evaluate.likelihood import LikelihoodOutcome
+from palestra.evaluate.texts import TextOutcome
 from palestra.runs.store import read_json, write_json
 
 SETUP, REPORT = "setup.json", "evaluation.json"
@@ -30,7 +31,7 @@ def settled(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     if not path.exists():
         write_json(path, now)
     before, same = read_json(path), json.loads(json.dumps(now))
-    for what in ("model", "tasks", "likelihood"):
+    for what in ("model", "tasks", "likelihood", "texts"):
         keys = {**before[what], **same[what]}
         changed = [key for key in keys if before[what].get(key) != same[what].get(key)]
         if changed:
@@ -46,6 +47,7 @@ def write_report(
     setup: Mapping[str, Any],
     evaluation: Evaluation,
     scores: Mapping[str, LikelihoodOutcome],
+    texts: Mapping[str, TextOutcome],
     metrics: Mapping[str, float],
 ) -> None:
     """evaluation.json: the setup, and beside each task and file what came of it."""
@@ -59,6 +61,7 @@ def write_report(
         **setup,
         "tasks": tasks,
         "likelihood": likelihood,
+        "texts": {label: {**setup["texts"][label], **one.plain()} for label, one in texts.items()},
         "metrics": dict(metrics),
     }
     write_json(folder / REPORT, report)

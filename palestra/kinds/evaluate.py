@@ -14,6 +14,7 @@ import torch
 from palestra.errors import Interrupted, UsageError
 from palestra.evaluate.answers import Evaluation, evaluate_tasks
 from palestra.evaluate.choices import Suite, load_suite
+from palestra.evaluate.engines import ROWS, answering_engine
 from palestra.evaluate.growing import growing
 from palestra.evaluate.likelihood import (
     LikelihoodOutcome,
@@ -26,7 +27,7 @@ from palestra.evaluate.pumping import pumped
 from palestra.evaluate.questions import Questions, ask
 from palestra.evaluate.records import Record, json_lines, line, read_records, write_records
 from palestra.evaluate.setup import SETUP, files_sha256, settled, write_report
-from palestra.generate.engine import Engine
+from palestra.evaluate.texts import TextOutcome, Texts, TextScore, load_texts, score_texts, text_metrics, text_outcome
 from palestra.generate.local import LocalGenerator
 from palestra.kinds.lm import summary
 from palestra.kinds.models import find_model, open_model
@@ -50,11 +51,9 @@ from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
 
-ANSWERS, SCORES = "answers.jsonl", "likelihood.jsonl"
-FIXED = ("kind", "model", "tasks", "eval", "likelihood", "dtype")
+ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
+FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
 """What answers depend on."""
-ROWS = {"cuda": 1024, "cpu": 256}
-"""Answers that are written at the same time."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,15 @@ class Asked:
     start: Start
     questions: list[Questions]
     suites: list[Suite]
+    texts: list[Texts]
     modes: int
     """Ways of decoding: greedy, samples, or both."""
 
     @property
     def count(self) -> int:
-        """Problems in each mode, and rows with given answers."""
-        return self.modes * sum(len(one.questions) for one in self.questions) + sum(len(s.items) for s in self.suites)
+        """Problems in each mode, rows with given answers, and documents."""
+        rows = sum(len(one.items) for one in self.suites) + sum(len(one.documents) for one in self.texts)
+        return self.modes * sum(len(one.questions) for one in self.questions) + rows
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
@@ -144,17 +145,23 @@ class _Evaluating:
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
         loaded, _ = open_model(start.folder, self.launch.root, dtype=precision, param_dtype=precision)
         scores = self._scores(loaded.model) if self.asked.suites else {}
+        texts = self._texts(loaded.model) if self.asked.texts else {}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = loaded.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
-        metrics = evaluation.metrics | likelihood_metrics(scores)
-        write_report(self.session.path, setup, evaluation, scores, metrics)
+        metrics = evaluation.metrics | likelihood_metrics(scores) | text_metrics(texts)
+        write_report(self.session.path, setup, evaluation, scores, texts, metrics)
         if evaluation.records:  # in the order of the problems, not in that of their ends
             write_records(self.session.path / ANSWERS, evaluation.records)
         call_hooks(load_hooks(self.spec.hooks), Moment(self.done, self.done, metrics, model, self.session.path))
-        headline = ["eval/accuracy", *(f"eval/pass@{k}" for k in self.spec.eval.k), "eval/centred"]
+        headline = [
+            "eval/accuracy",
+            *(f"eval/pass@{k}" for k in self.spec.eval.k),
+            "eval/centred",
+            "eval/bits_per_byte",
+        ]
         self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=headline)
 
     def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
@@ -178,6 +185,26 @@ class _Evaluating:
         write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
         return {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in self.asked.suites}
 
+    def _texts(self, model: Transformer) -> dict[str, TextOutcome]:
+        """By source."""
+        path, found, before = self.session.path / TEXTS, {}, self.done
+        done = [TextScore.read(row) for row in json_lines(path)]
+        model = model.to(device_of(self.spec))
+        with self.record.span("texts"), growing(path, map(_scored_line, done)) as append:
+
+            def keep(some: Sequence[TextScore]) -> None:
+                append("".join(map(_scored_line, some)))
+                self._tell(self.done + len(some))
+                self._look()
+
+            for texts in self.asked.texts:
+                self._look()
+                found[texts.label] = score_texts(model, self.asked.start.tokenizer, texts, done=done, keep=keep)
+                before += len(texts.documents)
+                self._tell(before)
+        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
+        return {texts.label: text_outcome(texts, found[texts.label]) for texts in self.asked.texts}
+
     def _answers(self, model: Transformer) -> Evaluation:
         path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
         # A judge that failed may have been out of memory: it is asked again.
@@ -189,7 +216,15 @@ class _Evaluating:
                 append(line(record))
                 self._tell(self.done + 1)
 
-            engine = _engine(self.spec, self.asked, model)
+            engine = answering_engine(
+                model,
+                start.tokenizer,
+                start.eos,
+                self.asked.questions,
+                settings,
+                device=device_of(self.spec),
+                dtype=named_dtype(self.spec.dtype),
+            )
             generator = LocalGenerator(engine, drive="caller")
             work = evaluate_tasks(
                 generator,
@@ -225,24 +260,8 @@ def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Ask
     start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
     suites = [load_suite(use, seed) for use in spec.likelihood]
-    return Asked(start, questions, suites, spec.eval.greedy + bool(spec.eval.samples))
-
-
-def _engine(spec: EvaluateSpec, asked: Asked, model: Transformer) -> Engine:
-    """With no more context than the questions need: its rows are as long as that."""
-    reads, settings = model.shape.context, spec.eval
-    prompts = [len(one.prompt) for questions in asked.questions for one in questions.questions]
-    longest = max((length for length in prompts if length < reads), default=0)
-    single = settings.workflow.name == "single_turn"
-    return Engine(
-        model,
-        eos=frozenset(asked.start.eos),
-        tokenizer=asked.start.tokenizer,
-        dtype=named_dtype(spec.dtype),
-        device=device_of(spec),
-        context=min(reads, longest + settings.max_new_tokens) if single else reads,
-        max_running=ROWS[device_of(spec).type],
-    )
+    texts = [load_texts(use) for use in spec.texts]
+    return Asked(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
 
 
 def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[str, Any]:
@@ -265,6 +284,7 @@ def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[
         "seed": seed,
         "tasks": {one.label: one.identity(start.tokenizer) for one in asked.questions},
         "likelihood": {suite.label: suite.identity() for suite in asked.suites},
+        "texts": {texts.label: texts.identity() for texts in asked.texts},
     }
 
 
@@ -284,5 +304,5 @@ def _weights(folder: str, root: Path) -> list[Path]:
     return [*paths, *(found.folder / name for name in ("config.json", *weight_files(found.folder)))]
 
 
-def _scored_line(scored: Scored) -> str:
+def _scored_line(scored: Scored | TextScore) -> str:
     return json.dumps(asdict(scored)) + "\n"

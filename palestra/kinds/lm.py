@@ -1,6 +1,7 @@
 """What the kinds of language-model training share: model, tokenizer, engine, checkpoints and samples put together."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +24,7 @@ from palestra.kinds.start import (
     starting_from,
     with_model,
 )
+from palestra.kinds.suites import Suites, check_suites
 from palestra.kinds.together import check_ranks, done, follow, following, threads_each, together
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_cache, compile_for_training
@@ -37,8 +39,9 @@ from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
-from palestra.spec.lm import LmSpec
+from palestra.spec.lm import LmSpec, WritingSpec
 from palestra.spec.load import resolved
+from palestra.spec.suites import SuiteUse
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
 
@@ -65,6 +68,7 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     start = start_of(meant, launch.root)
     mixture_of(prepare(meant, start), spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=spec.seed)
     sample_prompts(meant, start)
+    check_suites(_suites(spec), start, launch.root)
     keep_start(launch.init)
     threads = threads_each(spec, device)
     trial = run_sessions(
@@ -99,7 +103,9 @@ def run_lm_session(
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
     try:
-        with session if ranks.first else following(folder, ranks.rank), compile_cache(spec.train.compile_cache):
+        with ExitStack() as stack:
+            stack.enter_context(session if ranks.first else following(folder, ranks.rank))
+            stack.enter_context(compile_cache(spec.train.compile_cache))
             spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
             start = start_of(spec, launch.root)
             data = prepare(spec, start)
@@ -120,7 +126,8 @@ def run_lm_session(
                 ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
             )
             sampler = Samples(spec, engine, start, session)
-            train(spec, session, engine, objective, keeper, sampler, show=launch.show)
+            suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
+            train(spec, session, engine, objective, keeper, sampler, suites, show=launch.show)
     finally:
         torch.set_num_threads(threads)
 
@@ -134,6 +141,10 @@ def next_token(spec: LmSpec, start: Start, found: Data[Example], seed: int, mode
         batch=spec.train.batch,
         eval_examples=spec.eval.examples,
     )
+
+
+def _suites(spec: LmSpec) -> list[SuiteUse]:
+    return spec.suites if isinstance(spec, WritingSpec) else []
 
 
 def check_data(session: Session, data: Data, start: Start) -> None:
@@ -158,7 +169,7 @@ def load_lm(run: Run, which: str = "best") -> LanguageModel:
 
 
 def summary(trial: Run) -> dict[str, Any]:
-    """The last value of every evaluation metric: its mean over the seeds, and by seed."""
+    """The last value of every metric of an evaluation or a suite: its mean over the seeds, and by seed."""
     found: dict[str, Any] = {}
     last = {seed: _last_evaluation(trial.metrics(seed)) for seed in trial.seeds}
     for metric in sorted({metric for row in last.values() for metric in row}):
@@ -169,4 +180,5 @@ def summary(trial: Run) -> dict[str, Any]:
 
 def _last_evaluation(rows: list[dict[str, Any]]) -> dict[str, float]:
     evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
-    return {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")} if evaluated else {}
+    found = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")} if evaluated else {}
+    return found | {key: value for row in rows for key, value in row.items() if key.startswith("suite/")}

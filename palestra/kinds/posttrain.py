@@ -32,6 +32,7 @@ from palestra.kinds.start import (
     trained_start,
     with_model,
 )
+from palestra.kinds.suites import Suites, check_suites
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.compiling import compile_cache, compile_for_training
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
@@ -126,6 +127,7 @@ def run_tasks(
         for seed in spec.seeds:
             find_rollouts(spec.rollout.replay, launch.root, seed, spec.train.steps)
     check(start)
+    check_suites(spec.suites, start, launch.root)
     keep_start(launch.init)
     cuda = device_of(spec).type == "cuda"
     trial = run_sessions(
@@ -248,7 +250,8 @@ def assemble(
         return self_test(first, writer, learner.engine)
 
     keeper = Keeper(learner.engine.transformer, start, Ranks())
-    return Parts(learner, executor, writer, generator, keeper, evaluate, loop, begin)
+    suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
+    return Parts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
 
 
 def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:

@@ -21,7 +21,7 @@ from palestra.data.example import Documents, Example, Windows
 from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages
 from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
 from palestra.data.sources import resolve
-from palestra.data.store import TokenStore
+from palestra.data.store import LEDGER, Ledger, TokenStore
 from palestra.data.tokenise import build_store
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
@@ -248,7 +248,7 @@ def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]
         trained[name] = Part(whole, 0, len(whole) - held)
         if held:
             evaluated[name] = Part(whole, len(whole) - held, len(whole))
-    return Data(trained, evaluated, {name: data.train[name].weight for name in trained}, contents)
+    return Data(trained, evaluated, {name: data.weights[name] for name in trained}, contents)
 
 
 def _content(store: TokenStore) -> list[Any]:
@@ -270,6 +270,13 @@ def _check_template(data: ChatData, tokenizer: Path) -> None:
 
 
 def _stored(source: Source, encoder: Encoder) -> TokenStore:
+    """The tokens of a source; those that the data step `tokenize` has made are taken as they are."""
+    made = Path(source.path).expanduser()
+    if (made / LEDGER).is_file():
+        wanted = Ledger(encoder.tokenizer, encoder.fingerprint, encoder.vocab_size, encoder.masked, encoder.recipe)
+        store = TokenStore.open(made)
+        store.ledger.check_recipe(wanted, made)
+        return store
     found = _shards(source)
     identity = [encoder.fingerprint, encoder.recipe, [str(shard) for shard in found]]
     return build_store(cache_root() / "tokens" / _digest(identity), found, encoder, workers=_workers(found))

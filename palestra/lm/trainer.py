@@ -1,7 +1,7 @@
 """Trains one session of a language model: batch, gradient, step, evaluate, log, save, until the steps are done."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -67,6 +67,18 @@ class Sampler(Protocol):
         ...
 
 
+class Suites(Protocol):
+    """Measures the model with suites now and then, and at the end."""
+
+    def due(self, before: dict[str, int], after: dict[str, int], last: bool) -> list[str]:
+        """The names of those that are due."""
+        ...
+
+    def measure(self, labels: Sequence[str], counters: dict[str, int]) -> dict[str, float]:
+        """The metrics of some."""
+        ...
+
+
 def train(
     spec: LmSpec,
     session: Session,
@@ -74,6 +86,7 @@ def train(
     objective: Objective,
     keeper: Keeper,
     sampler: Sampler,
+    suites: Suites,
     *,
     show: bool = True,
 ) -> None:
@@ -93,6 +106,12 @@ def train(
             with speed.paused(), record.span("sample"), engine.averaged():
                 sampler.write(step)
 
+        def measure(labels: Sequence[str]) -> dict[str, float]:
+            if not labels:
+                return {}
+            with speed.paused(), record.span("suites"), engine.averaged():
+                return suites.measure(labels, counters)
+
         last = step >= spec.train.steps
         while not last:
             before = {"steps": step, "tokens": tokens}
@@ -107,12 +126,14 @@ def train(
             stop, reasons = ranks.from_first((session.stop_requested, checkpoints.reasons(before, counters)))
             last = step >= spec.train.steps
             evaluated, written = last or due(spec.every.eval, before, counters), last or sampler.due(before, counters)
+            measured = suites.due(before, counters, last)
             row: dict[str, float] = {}
             if evaluated or due(spec.every.log, before, counters):
                 row = {name: float(value) for name, value in (sums | stepped).items()}
                 record.rates(speed.since_last(tokens))
             if evaluated:
                 row |= evaluate()
+            row |= measure(measured)
             if written:
                 write_samples()
             if row:
@@ -122,6 +143,7 @@ def train(
                 if ranks.from_first(moment.stop) and not last:  # a hook ends the run here, as its last step would
                     last = True
                     row |= {} if evaluated else evaluate()
+                    row |= measure([one for one in suites.due(before, counters, last) if one not in measured])
                     if not written:
                         write_samples()
                 record.row(row, counters, headline=("loss", "eval/loss"))

@@ -1,13 +1,12 @@
 """The graph of steps behind what was asked for: addresses, inputs, and an order in which they can run."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from palestra.errors import UsageError
 from palestra.pipeline.address import address, identity
-from palestra.pipeline.step import Step, outputs
+from palestra.pipeline.step import Step, outputs, plain
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,6 @@ class Graph:
     def address(self, step: Step) -> str:
         """The address of a step of the graph."""
         return self._addresses[id(step)]
-
-    def descendants(self, address: str) -> set[str]:
-        """All that need a step, directly or not."""
-        found = {address}
-        for node in self.nodes.values():  # inputs come first, so one pass is enough
-            if found.intersection(node.inputs):
-                found.add(node.address)
-        return found - {address}
 
     def needed(self, targets: Iterable[str], is_done: Callable[[str], bool]) -> list[str]:
         """What must run for the targets, in order: nothing behind a step that is done, whose inputs may be gone."""
@@ -77,25 +68,31 @@ class Graph:
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    plain = inspect.unwrap(function)
-    return f"{plain.__module__}:{plain.__qualname__}" if hasattr(plain, "__qualname__") else repr(plain)
+    inner = plain(function)
+    return f"{inner.__module__}:{inner.__qualname__}" if hasattr(inner, "__qualname__") else repr(inner)
 
 
 def _inputs_first(targets: Iterable[Step]) -> Iterator[Step]:
     """All steps, each after its inputs. Not by recursion: a chain may be longer than Python's stack."""
     seen: set[int] = set()
+    open_ones: set[int] = set()
     for target in targets:
         stack = [(target, iter(list(outputs(target.config))))]
         if id(target) in seen:
             continue
         seen.add(id(target))
+        open_ones.add(id(target))
         while stack:
             step, rest = stack[-1]
             for output in rest:
+                if id(output.step) in open_ones:
+                    raise UsageError(f"{output.step.name} needs its own output, by way of {step.name}")
                 if id(output.step) not in seen:
                     seen.add(id(output.step))
+                    open_ones.add(id(output.step))
                     stack.append((output.step, iter(list(outputs(output.step.config)))))
                     break
             else:
                 yield step
+                open_ones.discard(id(step))
                 stack.pop()

@@ -5,27 +5,44 @@ Under the prefix: `NAME-HASH/` is the output of a step that is done, `NAME-HASH.
 last, and the folder gets its name after that. Killed at any instant a folder is one or the other.
 """
 
+import fcntl
+import os
 import shutil
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.runs.lease import Lease, Owner
+from palestra.runs.redact import redacted
 from palestra.runs.store import LocalStore, read_json, sync_folder, write_json
 
 STATUS = "status.json"
+LEAVE_SECONDS = 60.0
+"""How long a killed attempt's processes may take to be gone."""
 
 
 class Outputs:
     """The outputs under one local prefix."""
 
+    beat_seconds = 2.0
+    """How often a lease is renewed."""
+    look_seconds = 0.2
+    """How often to look whether another process is done with a step."""
+
     def __init__(self, prefix: Path | str):
-        self.prefix = Path(prefix)
+        self.prefix = Path(os.path.abspath(prefix))
         self.store = LocalStore(self.prefix / ".steps")
 
+    def place(self, address: str) -> str:
+        """Where the output of a step is once it is done, for people to read."""
+        return str(self.path(address))
+
     def path(self, address: str) -> Path:
-        """Where the output of a step is once it is done."""
+        """Where the output of a step is once it is done and fetched."""
         return self.prefix / address
 
     def partial(self, address: str) -> Path:
@@ -46,10 +63,11 @@ class Outputs:
 
     def done(self, address: str) -> dict[str, Any] | None:
         """The status of a step that is done, else None."""
-        try:
-            return read_json(self.path(address) / STATUS)
-        except FileNotFoundError:
-            return None
+        return _status(self.path(address), address)
+
+    def half_done(self, address: str) -> bool:
+        """Whether all of a step is there but the name of its folder."""
+        return _status(self.partial(address), address) is not None
 
     def current(self, address: str) -> Path:
         """The output as it is now, done or not: for those who do not wait."""
@@ -64,38 +82,124 @@ class Outputs:
 
     def write_attempt(self, address: str, about: Mapping[str, Any]) -> None:
         """Note how an attempt stands."""
-        write_json(self.prefix / ".steps" / address / "attempt.json", dict(about))
+        write_json(self.prefix / ".steps" / address / "attempt.json", redacted(about))
+
+    @contextmanager
+    def alone(self, address: str) -> Iterator[None]:
+        """Work on a step of which no process of a killed attempt is left on this machine.
+
+        The lease of a killed process is free at once, its workers need a moment more to die. The lock is theirs until
+        the last of them, and of what they forked, is gone.
+        """
+        path = self.log(address).with_name(".body.lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + LEAVE_SECONDS
+        with path.open("w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise PalestraError(
+                            f"a process of an earlier attempt at {address} does not end: look for who has {path} open"
+                        ) from None
+                    time.sleep(0.02)
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     def begin(self, address: str, *, resumes: bool) -> Path:
         """The folder to work in: what a killed attempt left where the step goes on with that, else empty."""
         folder = self.partial(address)
         if folder.exists() and not resumes:
-            shutil.rmtree(folder)
+            # Out of the way first: a kill in the middle of removing would leave a folder that looks like an attempt's.
+            aside = self.prefix / ".steps" / address / f".removed-{uuid.uuid4().hex[:8]}"
+            folder.rename(aside)
+        for rest in self.log(address).parent.glob(".removed-*"):
+            shutil.rmtree(rest, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    def fetch(self, address: str) -> Path:
+        """The output of a step that is done, on this machine."""
+        if self.done(address) is None:
+            raise self.missing(address)
+        return self.path(address)
+
+    def missing(self, address: str) -> PalestraError:
+        """The error that says that an output is not there."""
+        return PalestraError(
+            f"the output {self.place(address)} is needed and not there, or not whole: it has no {STATUS} of its step. "
+            "Run the pipeline again to make it anew."
+        )
+
+    def send(self, address: str) -> dict[str, Any]:
+        """Make sure that what a step has written lasts; what to note of it in its status."""
+        folder = self.partial(address)
+        if (folder / STATUS).exists():
+            raise UsageError(f"the step wrote {folder / STATUS} itself: that name is the runner's, use another")
+        _sync_tree(folder)
+        return {}
+
     def commit(self, address: str, status: Mapping[str, Any]) -> None:
-        """The step is done: `status.json`, then the name."""
-        write_json(self.partial(address) / STATUS, dict(status))
+        """The step is done: `status.json`, then the name. To be called with the lease's `fenced` around it."""
+        write_json(self.partial(address) / STATUS, redacted(status))
         self.finish(address)
 
     def finish(self, address: str) -> bool:
         """Name a folder whose step was done when somebody was killed; says whether there was one."""
         folder, final = self.partial(address), self.path(address)
-        if not (folder / STATUS).exists():
+        if not self.half_done(address):
             return False
         if final.exists():  # without a status, else the step would not have run: not ours, and not to be lost
+            (folder / STATUS).unlink()
             raise UsageError(f"{final} is in the way of a step's output: it has no {STATUS}. Move it away.")
         folder.rename(final)
         sync_folder(final.parent)
         return True
 
+    def publish_log(self, address: str) -> None:
+        """Bring the log to where others read it: here it is there already."""
+
     def earlier(self, name: str) -> list[dict[str, Any]]:
         """The statuses of all steps of a name that are done, the newest first."""
-        found = [read_json(path) for path in self.prefix.glob(f"{name}-*/{STATUS}")]
-        return sorted((each for each in found if each["name"] == name), key=lambda s: s["finished"], reverse=True)
+        folders = [path.parent for path in self.prefix.glob(f"{name}-*/{STATUS}")]
+        found = [_status(folder, folder.relative_to(self.prefix).as_posix()) for folder in folders]
+        named = [status for status in found if status is not None and status["name"] == name]
+        return sorted(named, key=lambda status: status["finished"], reverse=True)
 
 
 def open_outputs(prefix: str) -> Outputs:
-    """The outputs under a prefix: a local folder."""
-    return Outputs(prefix)
+    """The outputs under a prefix: a local folder, or a URL that machines share."""
+    if prefix.startswith("file://"):
+        return Outputs(prefix.removeprefix("file://"))
+    if "://" not in prefix:
+        return Outputs(Path(prefix).expanduser())
+    from palestra.pipeline.remote import RemoteOutputs
+
+    return RemoteOutputs(prefix)
+
+
+def _status(folder: Path, address: str) -> dict[str, Any] | None:
+    """The status that the runner wrote; a step may write a `status.json` of its own, which says nothing."""
+    try:
+        found = read_json(folder / STATUS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if isinstance(found, dict) and found.get("address") == address else None
+
+
+def _sync_tree(folder: Path) -> None:
+    """Make files and names durable: a status must not outlive, in a power cut, what it says is there."""
+    for where, _, names in os.walk(folder):
+        for name in names:
+            path = Path(where, name)
+            if path.is_file() and not path.is_symlink():
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+        sync_folder(Path(where))

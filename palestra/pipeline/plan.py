@@ -10,6 +10,7 @@ from palestra.pipeline.graph import Graph
 from palestra.pipeline.outputs import Outputs
 
 Action = Literal["run", "skip", "wait", "refuse"]
+NEEDS = "needs"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def plan(graph: Graph, outputs: Outputs, *, only: Sequence[str] = (), force_fail
     planned, stuck = [], set()
     for address in _in_order(graph, {*targets, *needed}):
         step = _planned(graph, outputs, address, done=is_done(address), stuck=stuck, force_failed=force_failed)
-        if step.action in ("refuse", "wait") and step.reason.startswith(("failed", "needs")):
+        if step.action == "refuse" or step.reason.startswith(NEEDS):
             stuck.add(address)
         planned.append(step)
     return planned
@@ -65,12 +66,14 @@ def _planned(
         return Planned(address, "skip", "done before")
     blocked = [graph.nodes[needed].step.name for needed in graph.nodes[address].inputs if needed in stuck]
     if blocked:
-        return Planned(address, "wait", f"needs {', '.join(blocked)}, which will not run")
+        return Planned(address, "wait", f"{NEEDS} {', '.join(blocked)}, which will not run")
     attempt = outputs.attempt(address)
     if attempt is not None and attempt["state"] == "failed" and not force_failed:
         return Planned(address, "refuse", f"failed before ({attempt['error']}): --force-failed tries again")
     if (owner := outputs.owner(address)) is not None:
         return Planned(address, "wait", f"process {owner.pid} on {owner.host} is at work on it")
+    if outputs.half_done(address):
+        return Planned(address, "run", "done before, but for the name of its folder")
     if attempt is None:
         return Planned(address, "run", "not done yet")
     reasons = {"failed": "failed before", "running": "its process is gone", "stopped": "was stopped"}

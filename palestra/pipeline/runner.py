@@ -1,30 +1,36 @@
 """Runs what a pipeline needs: in parallel over the graph, each step once, whoever else works on the same prefix."""
 
-import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.pipeline.body import carry_out
 from palestra.pipeline.graph import Graph, Node
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.plan import chosen
-from palestra.pipeline.step import Output, Step, call, filled
+from palestra.pipeline.step import Output, Step, filled, portable
 from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy
+from palestra.runs.redact import redact
+from palestra.runs.stop import stop_signals
 from palestra.work.pool import Pool, Task
 
 log = logging.getLogger("palestra.pipeline")
 
-BEAT_SECONDS = 2.0
-LOOK_SECONDS = 0.2
-"""How often we look whether another process is done with a step."""
+LONGEST_WAIT = 1.0
+"""Seconds until a signal, or a lease that was lost, is acted upon."""
+STOP_SECONDS = 30.0
+"""What a training step gets to save its state in when the run is stopped; a second Ctrl-C ends it at once."""
+LONGEST_RETRY_WAIT = 60.0
+"""Seconds between tries: 1, 2, 4 and so on, up to this."""
 
 State = Literal["waiting", "running", "elsewhere", "done", "ran", "failed", "blocked"]
 
@@ -76,18 +82,20 @@ def run(
 
 class _Runner:
     def __init__(self, graph: Graph, outputs: Outputs, force_failed: bool, parallel: int, watch: Watcher):
-        self.graph, self.outputs, self.force_failed, self.parallel, self.watch = (
-            graph,
-            outputs,
-            force_failed,
-            parallel,
-            watch,
-        )
+        self.graph, self.outputs, self.parallel, self.watch = graph, outputs, parallel, watch
+        self.force_failed = force_failed
         self.outcome = Outcome()
         self.tasks: dict[Task, _Attempt] = {}
+        self.later: list[tuple[float, _Attempt]] = []
+        """Attempts to make when their time has come: what failed is tried again."""
         self.leases: dict[str, Lease] = {}
+        self.lost: set[str] = set()
+        """Steps that another process has taken over from us; the thread that beats finds out."""
         self.pool: Pool | None = None
-        self.forced: set[str] = set()  # failed ones are tried anew once, not as often as they fail
+        self.known_done: set[str] = set()  # once done, always done
+        self.forced: set[str] = set()
+        self.look_at: dict[str, float] = {}
+        self.stopping = False
 
     def run(self, targets: Sequence[str]) -> Outcome:
         states = self.outcome.states
@@ -95,26 +103,56 @@ class _Runner:
             states[address] = "waiting"
         for address in targets:
             states.setdefault(address, "done")
-        with self._beating(), self._cleaned_up():
-            while any(state in ("waiting", "running", "elsewhere") for state in states.values()):
+        if self._over():
+            return self.outcome
+        if self.force_failed:  # what failed before; not what another process fails with meanwhile
+            self.forced = {address for address, state in states.items() if state == "waiting" and self._failed(address)}
+        with stop_signals(self._request_stop), self._beating(), self._cleaned_up():
+            while not self._over():
                 self._begin_what_can()
                 self._await_one()
                 self.watch(self.outcome)
+                if self.stopping:
+                    raise Interrupted("the pipeline was stopped: what ran goes on, or begins anew, with the next run")
         return self.outcome
 
+    def _request_stop(self) -> None:
+        self.stopping = True
+
+    def _over(self) -> bool:
+        return not any(state in ("waiting", "running", "elsewhere") for state in self.outcome.states.values())
+
     def _is_done(self, address: str) -> bool:
-        return self.outputs.done(address) is not None
+        if address not in self.known_done and self.outputs.done(address) is not None:
+            self.known_done.add(address)
+        return address in self.known_done
+
+    def _failed(self, address: str) -> str | None:
+        attempt = self.outputs.attempt(address)
+        return attempt["error"] if attempt is not None and attempt["state"] == "failed" else None
 
     def _begin_what_can(self) -> None:
-        states = self.outcome.states
+        states, now = self.outcome.states, time.monotonic()
+        for due in [each for each in self.later if each[0] <= now]:
+            if len(self.tasks) < self.parallel:
+                self.later.remove(due)
+                self._trying(self._start, due[1].node.address, due[1])
         for address, state in list(states.items()):
-            if state not in ("waiting", "elsewhere") or len(self.tasks) >= self.parallel:
+            if len(self.tasks) >= self.parallel:
+                return
+            if state not in ("waiting", "elsewhere") or self.look_at.get(address, 0.0) > now:
                 continue
             inputs = [states.get(needed, "done") for needed in self.graph.nodes[address].inputs]
             if any(needed in ("failed", "blocked") for needed in inputs):
                 states[address] = "blocked"
             elif all(needed in ("done", "ran") for needed in inputs):
-                self._begin(self.graph.nodes[address])
+                self._trying(self._begin, address, self.graph.nodes[address])
+
+    def _trying(self, begin: Callable[[Any], None], address: str, what: Any) -> None:
+        try:
+            begin(what)
+        except (OSError, PalestraError) as error:  # of the disk or the bucket, or something is in the way
+            self._fail(address, _short(error), note=False)
 
     def _begin(self, node: Node) -> None:
         """Start a step, unless it is done, failed, or another process is at work on it."""
@@ -127,31 +165,41 @@ class _Runner:
             lease.acquire()
         except RunBusy:
             states[address] = "elsewhere"
+            self.look_at[address] = time.monotonic() + self.outputs.look_seconds
             return
         self.leases[address] = lease
         # Between the look and the lease another process may have finished it, or failed.
         if self._is_done(address) or self.outputs.finish(address):
             states[address] = "done"
             self._release(address)
-            return
-        attempt = self.outputs.attempt(address)
-        failed_before = attempt is not None and attempt["state"] == "failed"
-        if attempt is not None and failed_before and not (self.force_failed and address not in self.forced):
-            self._fail(address, f"failed before ({attempt['error']}): --force-failed tries again", note=False)
-            return
-        self.forced.add(address)
-        self._start(node, tries=0)
+        elif (error := self._failed(address)) is not None and address not in self.forced:
+            self._fail(address, f"failed before ({error}): --force-failed tries again", note=False)
+        else:
+            self.forced.discard(address)  # anew once, not as often as it fails
+            self._start(_Attempt(node))
 
-    def _start(self, node: Node, *, tries: int) -> None:
-        address, owner = node.address, asdict(Owner.here())
-        self.outputs.write_attempt(address, {"state": "running", "owner": owner, "started": _now()})
-        out = self.outputs.begin(address, resumes=node.step.resumes)
-        config = filled(node.step.config, self._path)
+    def _start(self, attempt: "_Attempt") -> None:
+        node, address = attempt.node, attempt.node.address
+        self.outputs.write_attempt(
+            address, {"state": "running", "owner": asdict(Owner.here()), "started": attempt.started}
+        )
         self.outputs.log(address).parent.mkdir(parents=True, exist_ok=True)
+        inputs = [*node.inputs, *filter(self._is_done, node.unawaited)]
+        config = filled(node.step.config, self._path)
         if self.pool is None:
-            self.pool = Pool(self.parallel, name="steps")
-        task = self.pool.submit(call, node.step.function, config, out, log=self.outputs.log(address))
-        self.tasks[task] = _Attempt(node, time.monotonic(), _now(), tries)
+            size = min(self.parallel, sum(state not in ("done", "blocked") for state in self.outcome.states.values()))
+            self.pool = Pool(size, threads=max(1, (os.cpu_count() or 1) // size), name="steps")
+        task = self.pool.submit(
+            carry_out,
+            self.outputs,
+            address,
+            portable(node.step.function),
+            config,
+            inputs=inputs,
+            resumes=node.step.resumes,
+            log=self.outputs.log(address),
+        )
+        self.tasks[task] = attempt
         self.outcome.states[address] = "running"
 
     def _path(self, output: Output) -> Path:
@@ -160,37 +208,58 @@ class _Runner:
         return folder / output.path if output.path else folder
 
     def _await_one(self) -> None:
-        elsewhere = any(state == "elsewhere" for state in self.outcome.states.values())
+        """Wait until a step ends, or it is time to look at something else."""
+        times = [due for due, _ in self.later]
+        times += [self.look_at[address] for address, state in self.outcome.states.items() if state == "elsewhere"]
+        patience = min([LONGEST_WAIT, *(max(0.0, due - time.monotonic()) for due in times)])
         if self.tasks:
-            wait(self.tasks, timeout=LOOK_SECONDS if elsewhere else 1.0, return_when=FIRST_COMPLETED)
-            for task in [task for task in self.tasks if task.done()]:
+            wait(self.tasks, timeout=patience, return_when=FIRST_COMPLETED)
+        elif times:
+            time.sleep(patience)
+        for task, attempt in list(self.tasks.items()):
+            if attempt.node.address in self.lost:
+                task.cancel()
+            if task.done():
                 self._end(task, self.tasks.pop(task))
-        elif elsewhere:
-            time.sleep(LOOK_SECONDS)
 
     def _end(self, task: Task, attempt: "_Attempt") -> None:
         node, address = attempt.node, attempt.node.address
         self.outcome.seconds[address] = time.monotonic() - attempt.began
-        error = task.exception()
+        error = _error(task)
+        try:
+            if address in self.lost:
+                raise LeaseLost("another process has taken it over")
+            if error is None:
+                with self.leases[address].fenced():  # a step that another process took over is theirs to finish
+                    self.outputs.commit(address, self._status(attempt) | task.result())
+                self.outcome.states[address] = "ran"
+            self._publish_log(address)
+        except LeaseLost as lost:
+            log.warning("%s: %s", address, lost)
+            self.lost.discard(address)
+            self.leases.pop(address)
+            self.outcome.states[address] = "elsewhere"
+            self.look_at[address] = time.monotonic()
+            return
+        except (OSError, PalestraError) as problem:
+            error = problem
         if error is None:
-            try:
-                self.leases[address].renew()  # a step that another process took over is theirs to finish
-                self.outputs.commit(address, self._status(node, attempt))
-            except LeaseLost as lost:
-                log.warning("%s: %s", address, lost)
-                self.leases.pop(address)
-                self.outcome.states[address] = "elsewhere"
-                return
-            self.outcome.states[address] = "ran"
             self._release(address)
-            return
-        if attempt.tries < node.step.retries:
-            log.warning("%s failed and is tried again: %s", address, _short(error))
-            self._start(node, tries=attempt.tries + 1)
-            return
-        self._fail(address, _short(error), trace=str(error))
+        elif attempt.tries < node.step.retries:
+            seconds = min(LONGEST_RETRY_WAIT, 2.0**attempt.tries)
+            log.warning("%s failed and is tried again in %g s: %s", address, seconds, redact(_short(error)))
+            self.later.append((time.monotonic() + seconds, _Attempt(node, tries=attempt.tries + 1)))
+        else:
+            self._fail(address, _short(error), trace=str(error))
 
-    def _status(self, node: Node, attempt: "_Attempt") -> dict[str, Any]:
+    def _publish_log(self, address: str) -> None:
+        try:
+            self.outputs.publish_log(address)
+        except (OSError, PalestraError) as error:
+            log.warning("the log of %s could not be uploaded: %s", address, error)
+
+    def _status(self, attempt: "_Attempt") -> dict[str, Any]:
+        node = attempt.node
         return {
             "name": node.step.name,
             "address": node.address,
@@ -204,15 +273,24 @@ class _Runner:
         }
 
     def _fail(self, address: str, error: str, *, trace: str = "", note: bool = True) -> None:
-        if note:
-            about = {"state": "failed", "error": error, "traceback": trace, "finished": _now()}
-            self.outputs.write_attempt(address, about)
+        error = redact(error)
         self.outcome.states[address] = "failed"
         self.outcome.errors[address] = f"{error} (log: {self.outputs.log(address)})" if note else error
+        try:
+            if note:
+                about = {"state": "failed", "error": error, "traceback": trace, "finished": _now()}
+                self.outputs.write_attempt(address, about)
+        except (OSError, PalestraError) as problem:  # such as a full disk; without a note the step is tried anew
+            log.warning("how %s failed could not be noted: %s", address, problem)
         self._release(address)
 
     def _release(self, address: str) -> None:
-        self.leases.pop(address).release()
+        lease = self.leases.pop(address, None)
+        try:
+            if lease is not None:
+                lease.release()
+        except (OSError, PalestraError) as error:  # then it is taken over when this process has ended
+            log.warning("the lease on %s could not be given back: %s", address, error)
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
@@ -220,12 +298,14 @@ class _Runner:
         stop = threading.Event()
 
         def beat() -> None:
-            while not stop.wait(BEAT_SECONDS):
+            while not stop.wait(self.outputs.beat_seconds):
                 for address, lease in list(self.leases.items()):
                     try:
                         lease.renew()
-                    except (LeaseLost, OSError, RuntimeError) as error:
-                        if address in self.leases:
+                    except LeaseLost:
+                        self.lost.add(address)
+                    except (OSError, PalestraError, RuntimeError) as error:
+                        if address in self.leases:  # else it was released meanwhile
                             log.warning("the lease on %s could not be renewed: %s", address, error)
 
         thread = threading.Thread(target=beat, name="palestra-leases", daemon=True)
@@ -243,10 +323,11 @@ class _Runner:
             yield
         except BaseException:
             if self.pool is not None:
-                self.pool.stop()
-            for attempt in self.tasks.values():
-                about = {"state": "stopped", "finished": _now()}
-                self.outputs.write_attempt(attempt.node.address, about)
+                self.pool.stop(STOP_SECONDS)
+            for task, attempt in self.tasks.items():
+                self._stopped(task, attempt)
+            for _, attempt in self.later:
+                self._note_stopped(attempt.node.address)
             raise
         else:
             if self.pool is not None:
@@ -254,16 +335,36 @@ class _Runner:
                     pass
         finally:
             for address in list(self.leases):
-                with contextlib.suppress(OSError):
-                    self._release(address)
+                self._release(address)
+
+    def _stopped(self, task: Task, attempt: "_Attempt") -> None:
+        """A step that came to its end while it was asked to is done all the same."""
+        if _error(task) is None:
+            self._end(task, attempt)
+        elif attempt.node.address not in self.lost:
+            self._note_stopped(attempt.node.address)
+
+    def _note_stopped(self, address: str) -> None:
+        try:
+            self.outputs.write_attempt(address, {"state": "stopped", "finished": _now()})
+        except (OSError, PalestraError) as error:
+            log.warning("that %s was stopped could not be noted: %s", address, error)
 
 
 @dataclass(frozen=True)
 class _Attempt:
     node: Node
-    began: float
-    started: str
-    tries: int
+    tries: int = 0
+    """How many were made before it."""
+    began: float = field(default_factory=time.monotonic)
+    started: str = field(default_factory=lambda: _now())
+
+
+def _error(task: Task) -> BaseException | None:
+    try:
+        return task.exception(0)
+    except (CancelledError, TimeoutError) as error:
+        return error
 
 
 def _now() -> str:

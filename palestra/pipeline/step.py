@@ -13,29 +13,23 @@ A function writes all that it makes into the folder `out`.
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from types import FunctionType
+from typing import Any, get_type_hints
 
 from pydantic import BaseModel
 
 from palestra.errors import UsageError
+from palestra.spec.execution import Execution, is_execution
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 LONGEST_NAME = 120
-
-
-class Execution:
-    """`Execution[int]` as the type of a field: how a step is carried out, not what comes of it.
-
-    Such a field (workers, memory, a log's level) is no part of the step's address.
-    """
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return Annotated[item, cls]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +89,9 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
     signature = inspect.signature(function)
     if "out" not in signature.parameters:
         raise UsageError(f"{function.__qualname__} must take `out`, the folder that it writes into")
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
+            raise UsageError(f"{function.__qualname__}: a step gets its config by names, so {parameter} cannot be")
     rest = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "out"])
 
     @functools.wraps(function)
@@ -112,25 +109,59 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
                 config[parameter.name] = bound.arguments[parameter.name]
         return Step(name or function.__name__, function, config, **about)
 
+    make.step_function = function  # pyrefly: ignore[missing-attribute]
     return make
 
 
-def call(function: Callable[..., Any], config: Any, out: Path) -> Any:
-    """Carry a step out, its inputs being paths by now."""
+def call(function: Callable[..., Any] | str, config: Any, out: Path) -> Any:
+    """Carry a step out, its inputs being paths by now; the function may be what `portable` made of it."""
+    if isinstance(function, str):
+        function = _found(*function.split(":"))
     return function(**config, out=out) if isinstance(config, Mapping) else function(config, out)
+
+
+def portable(function: Callable[..., Any]) -> Callable[..., Any] | str:
+    """The function as "module:name", where another process can import it so; else itself.
+
+    By its name pickle would find what the decorator made of it, and not send it.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module in (None, "__main__") or name is None or "<" in name or module not in sys.modules:
+        return function
+    try:
+        return f"{module}:{name}" if _found(module, name) is function else function
+    except AttributeError:
+        return function
+
+
+def _found(module: str, name: str) -> Callable[..., Any]:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return getattr(found, "step_function", found)
 
 
 def execution_fields(config: Any, function: Callable[..., Any]) -> frozenset[str]:
     """The fields of a config that are no part of the address."""
     if isinstance(config, BaseModel):
         return frozenset(name for name, info in type(config).model_fields.items() if Execution in info.metadata)
-    owner = type(config) if dataclasses.is_dataclass(config) else inspect.unwrap(function)
-    hints = get_type_hints(owner, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if _is_execution(hint))
+    owner = type(config) if dataclasses.is_dataclass(config) else plain(function)
+    if not isinstance(owner, type | FunctionType):  # a callable object: nothing says what its config's fields are
+        return frozenset()
+    try:
+        hints = get_type_hints(owner, include_extras=True)
+    except NameError as error:
+        raise UsageError(
+            f"the types of {owner.__module__}:{owner.__qualname__} cannot be read ({error}): "
+            "import at run time what they name"
+        ) from error
+    return frozenset(name for name, hint in hints.items() if is_execution(hint))
 
 
-def _is_execution(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and Execution in hint.__metadata__
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself under decorators and `functools.partial`."""
+    function = inspect.unwrap(function)
+    return plain(function.func) if isinstance(function, functools.partial) else function
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -143,7 +174,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
         yield from ((str(index), item) for index, item in enumerate(value))
-    elif isinstance(value, set | frozenset) and any(isinstance(item, Step | Output) for item in value):
+    elif isinstance(value, set | frozenset) and any(True for item in value for _ in outputs(item)):
         raise UsageError("the outputs of steps cannot stand in a set, which has no order: use a list")
 
 

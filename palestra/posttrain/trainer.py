@@ -69,6 +69,18 @@ class Learns(Protocol):
         ...
 
 
+class Suites(Protocol):
+    """Measures the model with suites now and then, and at the end."""
+
+    def due(self, before: dict[str, int], after: dict[str, int], last: bool) -> list[str]:
+        """The names of those that are due."""
+        ...
+
+    def measure(self, labels: Sequence[str], counters: dict[str, int], look: Callable[[], None]) -> dict[str, float]:
+        """The metrics of some; calls what it is given as it gets on."""
+        ...
+
+
 @dataclass
 class Parts:
     """What the loop works with."""
@@ -82,6 +94,7 @@ class Parts:
     keeper: Keeper
     evaluate: Callable[[Callable[[], None]], dict[str, float]]
     """Metrics on what is not trained on, by the weights that are published; calls what it is given as it gets on."""
+    suites: Suites
     loop: LoopThread
     """Where workflows run."""
     introduce: Callable[[], dict[str, float]]
@@ -129,6 +142,21 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
             except _Stopped:
                 return None
 
+        def measure(labels: Sequence[str], counters: dict[str, int]) -> dict[str, float] | None:
+            """None where the run was asked to stop meanwhile."""
+
+            def busy() -> None:
+                look()
+                watchdog.progress()
+
+            if not labels:
+                return {}
+            try:
+                with speed.paused(), record.span("suites"):
+                    return parts.suites.measure(labels, counters, busy)
+            except _Stopped:
+                return None
+
         def overlap() -> None:
             """Generate between micro-batches, where answers may be older than the weights."""
             watchdog.progress()
@@ -153,6 +181,7 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                 except NothingLeft as reason:
                     log.warning("the run ends at step %d: %s", step, reason)
                     row = evaluate() or {}
+                    row |= measure(parts.suites.due(before, before, True), before) or {}
                     record.row(row, before, headline=HEADLINE)
                     _save(session, parts, before, {"temporary", "best"} if _metric(row) else {"temporary"}, row)
                     return
@@ -182,19 +211,23 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, 
                 counters = {"steps": step, "tokens": tokens}
             last, reasons = step >= spec.train.steps, checkpoints.reasons(before, counters)
             evaluated = last or due(spec.every.eval, before, counters)
-            if evaluated:
-                found = evaluate()
-                if found is None:
+            measured = parts.suites.due(before, counters, last)
+            if evaluated or measured:
+                found = evaluate() if evaluated else {}
+                of_suites = None if found is None else measure(measured, counters)
+                if found is None or of_suites is None:
                     executor.collect()
                     _save(session, parts, counters, {"temporary"}, {}, unevaluated=[row, before])
                     raise _interrupted(step, session)
-                row |= found
+                row |= found | of_suites
             if row:
                 moment = Moment(step, tokens, row, learner.engine.model, session.path)
                 call_hooks(hooks, moment)
                 if moment.stop and not last:  # a hook ends the run here, as its last step would
                     last = True
                     row |= {} if evaluated else evaluate() or {}
+                    rest = [one for one in parts.suites.due(before, counters, last) if one not in measured]
+                    row |= measure(rest, counters) or {}
                 record.row(row, counters, headline=HEADLINE)
             stop = session.stop_requested
             reasons |= ({"best"} if _metric(row) else set()) | ({"temporary"} if last or stop else set())

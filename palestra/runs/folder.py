@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
+from palestra.runs.redact import redacted
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 
 ROOT = "runs"
@@ -59,7 +60,7 @@ class Trial:
 
     def amend(self, *, seeds: Sequence[int], spec: Mapping[str, Any]) -> None:
         """Store the seeds and the spec of a trial that is resumed with changes."""
-        info = self.info | {"seeds": list(seeds), "spec": dict(spec)}
+        info = redacted(self.info | {"seeds": list(seeds), "spec": dict(spec)})
         if info != self.info:
             with clear_write_errors(self.path):
                 write_json(self.path / "trial.json", info)
@@ -106,7 +107,7 @@ def new_trial(
             "command": list(command),
             "spec": None if spec is None else dict(spec),
         }
-        write_json(trial.path / "trial.json", info)
+        write_json(trial.path / "trial.json", redacted(info))
         write_bytes(trial.path.parent / "latest", f"{trial.path.name}\n".encode())
     return trial
 

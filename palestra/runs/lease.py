@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.remote_store import FsspecStore
 from palestra.runs.store import LocalStore, clear_write_errors
 
 log = logging.getLogger("palestra.runs")
@@ -78,7 +79,7 @@ class Lease:
     Machines that share a folder need clocks that agree to within `ttl`.
     """
 
-    def __init__(self, store: LocalStore, key: str = "lease.json", ttl: float = TTL_SECONDS):
+    def __init__(self, store: LocalStore | FsspecStore, key: str = "lease.json", ttl: float = TTL_SECONDS):
         self.store = store
         self.key = key
         self.ttl = ttl
@@ -109,6 +110,21 @@ class Lease:
         with self._beating:
             self._renew()
 
+    @contextmanager
+    def fenced(self) -> Iterator[None]:
+        """A stretch in which the lease cannot be taken over: for what must not be done by one who has lost it.
+
+        Raises `LeaseLost` before it where another process has the lease. A store without locks (a bucket) promises only
+        that the lease was held when the stretch began.
+        """
+        with self._beating:
+            self._renew()
+            with self.store.unchanged(self.key):
+                current = _parse(self.store.get(self.key))
+                if current is None or current["token"] != self._token:
+                    raise LeaseLost(f"lost the lease on {self.store.root} to {_taker(current)}")
+                yield
+
     def _renew(self) -> None:
         if self._held is None:
             raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
@@ -117,10 +133,9 @@ class Lease:
         # By its token: a renewal whose last fsync failed is on disk all the same.
         ours = current is not None and current["token"] == self._token
         if not ours or not self.store.swap(self.key, found, mine):
-            taker = "nobody" if current is None else _describe(current)
             raise LeaseLost(
-                f"lost the lease on {self.store.root}: it now belongs to {taker}. This process was silent for more "
-                f"than {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
+                f"lost the lease on {self.store.root}: it now belongs to {_taker(current)}. This process was silent "
+                f"for over {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
             )
         self._held = mine
 
@@ -183,6 +198,10 @@ def _parse(lease: bytes | None) -> dict[str, Any] | None:
 
 def _describe(lease: dict[str, Any]) -> str:
     return f"process {lease['pid']} on {lease['host']}"
+
+
+def _taker(lease: dict[str, Any] | None) -> str:
+    return "nobody" if lease is None else _describe(lease)
 
 
 @functools.cache

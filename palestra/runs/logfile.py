@@ -5,6 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from palestra.runs.redact import redact
+
+
+class _Redacting(logging.Formatter):
+    """Lines, tracebacks included, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[logging.Handler]:
@@ -15,7 +24,7 @@ def logging_to(path: Path) -> Iterator[logging.Handler]:
         handlers.append(logging.lastResort)  # with a handler of its own the logger would stop warning on stderr
     file = logging.FileHandler(path, encoding="utf-8")
     file.setLevel(logging.INFO)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers.append(file)
     level = logger.level
     if logger.getEffectiveLevel() > logging.INFO:

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from palestra.runs.redact import REDACTED, SECRET
 from palestra.spec.difference import Difference, differences
 
 DIFF_LIMIT_BYTES = 1 << 20
 UNTRACKED_LIMIT = 1000
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def _torch_threads() -> int | None:
 
 def _environment() -> dict[str, str]:
     ours = {key: value for key, value in os.environ.items() if key.startswith("PALESTRA_")}
-    return {key: "(redacted)" if SECRET.search(key) else value for key, value in sorted(ours.items())}
+    return {key: REDACTED if SECRET.search(key) else value for key, value in sorted(ours.items())}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.results import MEAN, Measured, measured
 from palestra.runs.run import Run
 
 if TYPE_CHECKING:
@@ -77,12 +78,66 @@ def trial_plots(run: Run) -> list[Path]:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
     x, first = _counted_by({key for row in rows for key in row}), headline(run)
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
-    drawn = [(key, curve) for key in metrics if key != first and (curve := _curve(rows, key, x))]
+    others = [key for key in metrics if key != first and not key.startswith("suite/")]  # suites have their own pictures
+    drawn = [(key, curve) for key in others if (curve := _curve(rows, key, x))]
     # What never changes fills a page and says nothing; where all else is a point, points are drawn.
-    others = [(key, curve) for key, curve in drawn if curve.ys.min() < curve.ys.max()] or drawn
-    if others:
-        written += _save(_grid(others[:GRID_LIMIT], x), run.path / "plots" / "metrics")
+    shown = [(key, curve) for key, curve in drawn if curve.ys.min() < curve.ys.max()] or drawn
+    if shown:
+        written += _save(_grid(shown[:GRID_LIMIT], x), run.path / "plots" / "metrics")
+    return written + suite_plots(run)
+
+
+def suite_plots(run: Run) -> list[Path]:
+    """A picture of each suite that a run was measured with: its tasks over the steps; bars where it was once."""
+    found = measured(run)
+    written: list[Path] = []
+    for suite in dict.fromkeys(one.suite for one in found):
+        mine = [one for one in found if one.suite == suite]
+        several = len({one.step for one in mine}) > 1
+        # Accuracies share an axis; bits a byte need their own.
+        panels = {
+            "accuracy": [one for one in mine if one.type != "texts"],
+            "bits per byte": [one for one in mine if one.type == "texts"],
+        }
+        panels = {name: some for name, some in panels.items() if some}
+        tasks = max(len({one.task for one in some}) for some in panels.values())
+        figure = _figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
+        for place, (name, some) in enumerate(panels.items()):
+            axes = figure.add_subplot(1, len(panels), place + 1)
+            (_suite_curves if several else _suite_bars)(axes, some, name)
+        figure.suptitle(f"{run.name}: suite {suite}", fontsize=10)
+        written += _save(figure, run.path / "plots" / f"suite_{suite}")
     return written
+
+
+def _suite_curves(axes: "Axes", found: Sequence[Measured], name: str) -> None:
+    for index, task in enumerate(dict.fromkeys(one.task for one in found)):
+        rows = [{"seed": one.seed, "step": one.step, "value": one.value} for one in found if one.task == task]
+        curve = _curve(rows, "value", "step")
+        if curve is None:
+            continue
+        if task == MEAN:
+            axes.plot(curve.x, curve.ys.mean(0), color="#000000", linewidth=2.4, label="mean, centred", zorder=4)
+        else:
+            _draw(axes, curve, index, task)
+    _dress(axes, "step")
+    axes.set_xlabel(AXES["step"])
+    axes.set_ylabel(name)
+    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _suite_bars(axes: "Axes", found: Sequence[Measured], name: str) -> None:
+    tasks = list(dict.fromkeys(one.task for one in found))[::-1]  # the first on top
+    values = [[one.value for one in found if one.task == task] for task in tasks]
+    means = [sum(some) / len(some) for some in values]
+    axes.barh(range(len(tasks)), means, color=PALETTE[0], height=0.6)
+    for place, some in enumerate(values):
+        if len(some) > 1:
+            axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one a seed
+    _dress(axes, "value")
+    axes.set_yticks(range(len(tasks)), ["mean, centred" if task == MEAN else task for task in tasks])
+    axes.set_ylim(-0.6, len(tasks) - 0.4)
+    axes.set_xlabel(name)
 
 
 def headline(run: Run) -> str:

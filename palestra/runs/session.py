@@ -16,6 +16,7 @@ from palestra.runs import checkpoint as checkpoints
 from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
 from palestra.runs.lease import Lease, LeaseLost
 from palestra.runs.logfile import logging_to
+from palestra.runs.redact import redact, redacted
 from palestra.runs.status import read_status, write_status
 from palestra.runs.stop import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
@@ -258,7 +259,7 @@ class Session:
 
         A field at or under a `fixed` path cannot be allowed: the checkpoints would not fit.
         """
-        changed = differences(self.spec_data, _plain(spec_data))
+        changed = differences(self.spec_data, redacted(_plain(spec_data)))
         stuck = [change for change in changed if any(_covers(path, change.path) for path in fixed)]
         if stuck:
             lines = "\n".join(f"  {change}" for change in stuck)
@@ -288,12 +289,12 @@ class Session:
 
 def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
     """spec.yaml, git.diff and, last because it makes the folder a session, manifest.json."""
-    write_bytes(path / "spec.yaml", spec_yaml.encode())
+    write_bytes(path / "spec.yaml", redact(spec_yaml).encode())
     content = dict(manifest)
     diff = content.pop("diff", "")
     if diff:
-        write_bytes(path / "git.diff", diff.encode())
-    write_json(path / "manifest.json", {**content, "spec": spec_data})
+        write_bytes(path / "git.diff", redact(diff).encode())
+    write_json(path / "manifest.json", redacted({**content, "spec": spec_data}))
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.runs.lease import Owner
+from palestra.runs.redact import redacted
 from palestra.runs.store import read_json, write_json
 
 NAME = "status.json"
@@ -26,7 +27,7 @@ def write_status(
         "reason": None if error is None else f"{type(error).__name__}: {error}",
         "traceback": None if error is None else "".join(traceback.format_exception(error)),
     }
-    write_json(folder / NAME, status)
+    write_json(folder / NAME, redacted(status))
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,6 +48,10 @@ class LocalStore:
             elif expected is not None:
                 self._path(key).unlink()
             return True
+
+    def unchanged(self, key: str) -> AbstractContextManager[None]:
+        """A stretch in which nobody else can swap the value."""
+        return self._locked(key)
 
     def _path(self, key: str) -> Path:
         parts = Path(key).parts
@@ -115,7 +119,7 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def clear_write_errors(path: Path) -> Iterator[None]:
+def clear_write_errors(path: Path | str) -> Iterator[None]:
     """Turn an error of the disk into one that says which run folder cannot be written, and what to do."""
     try:
         yield

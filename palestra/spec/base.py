@@ -6,8 +6,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.execution import Execution
 from palestra.spec.model import Model
 from palestra.spec.search import SearchSpec
+from palestra.spec.sweep import SweepSpec
 from palestra.spec.words import Words
 
 Name = Annotated[
@@ -52,7 +54,7 @@ class Every(Model):
     """When to save all state: by time (only the newest is kept) and by steps or frames (kept for good)."""
     eval: CountCadence | None = None
     """When to evaluate besides at the end; null evaluates only at the end."""
-    log: CountCadence = Cadence(1, "steps")
+    log: Execution[CountCadence] = Cadence(1, "steps")
     """When to write a row of metrics."""
 
 
@@ -67,7 +69,36 @@ class TrackSpec(Model):
     """Write a timeline of what the run does, for Perfetto."""
 
 
-class ExperimentSpec(Model):
+class NamedSpec(Model):
+    """What every spec has: a kind, a name, and a way to say what does not fit together in it."""
+
+    kind: str
+    """The kind of spec."""
+    name: Name
+    """Its name; by default the key in a file of several specs, else the file's stem."""
+
+    def conflicts(self) -> list[Conflict]:
+        """Fields that are fine by themselves and do not fit together; a kind adds its own."""
+        return []
+
+    def all_conflicts(self) -> list[Conflict]:
+        """Those of the kind, and those that its base class knows of."""
+        return self.conflicts()
+
+    def derived(self) -> dict[str, int | float | str]:
+        """What follows from the spec, by name, for people to check before a run."""
+        return {}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        conflicts = self.all_conflicts()
+        if conflicts:
+            reasons = "; ".join(f"{'.'.join(map(str, c.path))}: {c.reason}" for c in conflicts)
+            raise PydanticCustomError("conflicts", "{reasons}", {"reasons": reasons, "conflicts": conflicts})
+        return self
+
+
+class ExperimentSpec(NamedSpec):
     """What every kind of experiment has."""
 
     counts: ClassVar[tuple[str, ...]] = ("steps", "frames")
@@ -83,39 +114,31 @@ class ExperimentSpec(Model):
     """How many sessions: the seeds `seed` to `seed + max_session - 1` make one trial, in parallel on the cores."""
     every: Every = Every()
     """How often to checkpoint, evaluate and log."""
-    track: TrackSpec = TrackSpec()
+    track: Execution[TrackSpec] = TrackSpec()
     """Where metrics go."""
     hooks: list[Function] = Field(default=[])
     """Functions called at every row of metrics, each as module:function."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Execution[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to compute; auto takes what suits the kind (the CPU for control, whose networks are small)."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: Execution[int | None] = Field(default=None, ge=1)
     """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
-    search: SearchSpec | None = None
+    search: Execution[SearchSpec | None] = None
     """Which fields `palestra search` varies, and how; all other commands take the spec as it stands."""
+    sweep: Execution[SweepSpec | None] = None
+    """Which runs `palestra sweep SPEC` makes of it; all other commands take the spec as it stands."""
 
     @property
     def seeds(self) -> list[int]:
         """The seeds of the trial's sessions."""
         return list(range(self.seed, self.seed + self.max_session))
 
-    def conflicts(self) -> list[Conflict]:
-        """Fields that are fine by themselves and do not fit together; a kind adds its own."""
-        return []
+    def all_conflicts(self) -> list[Conflict]:
+        """Those of the kind, cadences in units that it does not count, and what is wrong with its search or sweep."""
+        from palestra.spec.grid import sweep_conflicts  # both validate specs, and so build on this module
+        from palestra.spec.space import search_conflicts
 
-    def derived(self) -> dict[str, int | float | str]:
-        """What follows from the spec, by name, for people to check before a run."""
-        return {}
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        from palestra.spec.space import search_conflicts  # which validates specs, and so builds on this module
-
-        conflicts = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
-        if conflicts:
-            reasons = "; ".join(f"{'.'.join(map(str, c.path))}: {c.reason}" for c in conflicts)
-            raise PydanticCustomError("conflicts", "{reasons}", {"reasons": reasons, "conflicts": conflicts})
-        return self
+        found = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
+        return found or sweep_conflicts(self)  # what is wrong with the spec would be wrong with each of its runs
 
 
 def _uncounted(every: Every, counts: tuple[str, ...]) -> list[Conflict]:

@@ -7,11 +7,14 @@ from pydantic import Field
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec
 from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.composites import CompositeSpec
+from palestra.spec.execution import Execution
 from palestra.spec.lora import LoraSpec
 from palestra.spec.model import Model
 from palestra.spec.optim import AdamWSpec, OptimSpec
 from palestra.spec.schedule import warmup_problems
 from palestra.spec.shape import Shape
+from palestra.spec.suites import SuiteUse, suite_conflicts
 
 
 class BpeSpec(Model):
@@ -65,7 +68,7 @@ class TrainSource(Source):
     """The same with a share of the training examples."""
 
     weight: float = Field(default=1.0, ge=0)
-    """Its share of the training examples, relative to the others; 0 only evaluates on it."""
+    """Its share of the training examples, relative to the others; 0 only evaluates on it. Times that of a composite."""
 
 
 class TextSource(Source):
@@ -101,11 +104,19 @@ class LmData(Model):
     """Tokens in one example: of plain text, exactly; of a conversation, at most."""
     mix: MixSpec = MixSpec()
     """How the sources are mixed."""
+    composite: CompositeSpec | None = None
+    """A mixture with a name, which gives the sources of `train` their weights; null leaves them as they are."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each training source."""
+        given = {} if self.composite is None else self.composite.weights()
+        return {name: source.weight * given.get(name, self.composite is None) for name, source in self.train.items()}
 
     @property
     def trained(self) -> list[str]:
         """The names of the sources that are trained on at some time."""
-        return [name for name, source in self.train.items() if source.weight > 0]
+        return [name for name, weight in self.weights.items() if weight > 0]
 
     @property
     def sources(self) -> list[tuple[Literal["train", "eval"], str, Source]]:
@@ -113,10 +124,26 @@ class LmData(Model):
         return [("train", *named) for named in self.train.items()] + [("eval", *named) for named in self.eval.items()]
 
     def problems(self) -> list[Conflict]:
-        """Nothing to train on, a name for two things."""
+        """Nothing to train on, a name for two things, sources that a composite lacks or the other way round."""
+        if self.composite is not None and (wrong := self.composite.problems()):
+            return [Conflict(("composite", *path), reason) for path, reason in wrong]
         found = [] if self.trained else [Conflict(("train",), "expected at least one weight above 0")]
+        found += self._uncomposed()
         twice = [Conflict(("eval", name), "expected a name that data.train does not have") for name in self.eval]
         return found + [conflict for conflict in twice if conflict.path[1] in self.train]
+
+    def _uncomposed(self) -> list[Conflict]:
+        parts = {} if self.composite is None else self.composite.weights()
+        missing = [name for name, weight in parts.items() if weight > 0 and name not in self.train]
+        reason = (
+            f"expected sources for {', '.join(missing)}, which data.composite has; or give these a weight of 0 there"
+        )
+        found = [Conflict(("train",), reason)] if missing else []
+        for name, source in self.train.items():
+            if self.composite is not None and name not in parts and source.weight > 0:
+                known = f"expected the name of a part of data.composite ({', '.join(parts)}), or a weight of 0"
+                found.append(Conflict(("train", name), known))
+        return found
 
 
 class ProfileSpec(Model):
@@ -131,17 +158,17 @@ class ComputeSpec(Model):
 
     steps: int = Field(ge=1)
     """Optimizer steps."""
-    micro_tokens: int = Field(default=16384, ge=1)
+    micro_tokens: Execution[int] = Field(default=16384, ge=1)
     """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """The precision of the arithmetic; weights and optimizer state are FP32."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """Compile the model; auto does on a GPU when the run is long enough to pay for it."""
-    compile_cache: str | None = Field(default=None, min_length=1)
+    compile_cache: Execution[str | None] = Field(default=None, min_length=1)
     """A folder where compiled code stays for later runs; null keeps it in the system's temporary folder."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
+    checkpointing: Execution[Literal["none", "selective", "full"]] = "none"
     """Compute activations again in the backward pass instead of keeping them: of no, every second, or all layers."""
-    profile: ProfileSpec | None = None
+    profile: Execution[ProfileSpec | None] = None
     """Profile some steps into profile.json of the session; null profiles none."""
 
     def problems(self) -> list[Conflict]:
@@ -189,7 +216,7 @@ class LmEvery(Every):
 
     eval: CountCadence | None = Cadence(100, "steps")
     """When to evaluate besides at the end; null evaluates only at the end."""
-    log: CountCadence = Cadence(10, "steps")
+    log: Execution[CountCadence] = Cadence(10, "steps")
     """When to write a row of metrics."""
 
 
@@ -224,7 +251,7 @@ class LmSpec(LanguageModelSpec):
     """How to evaluate."""
     every: LmEvery = LmEvery()
     """How often to checkpoint, evaluate and log."""
-    devices: int | None = Field(default=None, ge=1)
+    devices: Execution[int | None] = Field(default=None, ge=1)
     """Processes that train one model together, a GPU each; null takes those that `torchrun` started, else one."""
 
     def conflicts(self) -> list[Conflict]:
@@ -255,3 +282,9 @@ class WritingSpec(LmSpec):
 
     samples: SampleSpec = SampleSpec()
     """What it writes during training."""
+    suites: list[SuiteUse] = Field(default=[])
+    """What it is measured with during training and after it, besides `data.eval`."""
+
+    def conflicts(self) -> list[Conflict]:
+        """Suites that are not there or never run."""
+        return super().conflicts() + suite_conflicts(self.suites, self.counts)

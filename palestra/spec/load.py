@@ -8,13 +8,14 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.spec import overrides as dotted_overrides
 from palestra.spec import variables as spec_variables
-from palestra.spec.base import ExperimentSpec
+from palestra.spec.base import ExperimentSpec, NamedSpec
 from palestra.spec.compose import Reference, extend, read_spec
 from palestra.spec.plain import plain
 from palestra.spec.source import DataPath, Origin, Origins, Tree, write_text
+from palestra.spec.steps import with_step_specs
 from palestra.spec.validate import validate
 
-Source = str | PathLike[str] | Mapping[str, Any] | ExperimentSpec
+Source = str | PathLike[str] | Mapping[str, Any] | NamedSpec
 """A spec as a person gives it: "file.yaml", "file.yaml:name", a path, a dict or a spec."""
 
 
@@ -52,7 +53,7 @@ def load(
 ) -> Loaded:
     """Load and validate a spec; texts in `variables` and `overrides` get YAML typing, Python values stay."""
     given = plain(variables or {})
-    filled = spec_variables.fill(_read(source), given)
+    filled = spec_variables.fill(with_step_specs(_read(source)), given)
     pairs = [(path, plain(value)) for path, value in dotted_overrides.parse(overrides)]
     tree, replaced = dotted_overrides.apply(filled.tree, pairs)
     filled.require_values(given, replaced)
@@ -65,13 +66,13 @@ def resolved(data: Mapping[str, Any]) -> ExperimentSpec:
     return validate(dict(data), {(): Origin(how="python")})
 
 
-def to_yaml(spec: ExperimentSpec) -> str:
+def to_yaml(spec: NamedSpec) -> str:
     """The spec in full, defaults included, as YAML; loading it gives the same spec."""
     return write_text(spec_variables.escape(plain(spec)))
 
 
 def _read(source: Source) -> Tree:
-    if isinstance(source, ExperimentSpec):
+    if isinstance(source, NamedSpec):
         return Tree(spec_variables.escape(plain(source)), {(): Origin(how="python")})
     if isinstance(source, Mapping):
         return extend(Tree(plain(source), {(): Origin(how="python")}), beside=None)

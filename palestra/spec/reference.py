@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from palestra.spec.base import ExperimentSpec
+from palestra.spec.base import NamedSpec
 from palestra.spec.kinds import kinds, spec_type
 from palestra.spec.place import models
 from palestra.spec.plain import plain
@@ -80,7 +80,7 @@ def _table(model: type[BaseModel]) -> str:
         nested = inner is not None and inner is not Schedule
         takes = field_words(field) + (", see below" if nested else "")
         default = "" if nested and not field.is_required() else _default(field)
-        if name == "name" and issubclass(model, ExperimentSpec):
+        if name == "name" and issubclass(model, NamedSpec):
             default = "the key or the file's stem"
         cells = [f"`{name}`", takes, default, field.description or ""]
         rows.append("| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |")

@@ -14,16 +14,16 @@ from palestra.spec.search import METRICS, Axis, SearchSpec
 from palestra.spec.source import Origin, Tree
 from palestra.spec.validate import SpecError, validate
 
-OURS = ("kind", "name", "seed", "max_session", "search", "hooks", "track", "extends")
+OURS = ("kind", "name", "seed", "max_session", "search", "sweep", "hooks", "track", "extends")
 """Fields that make a trial another experiment, or the search another search."""
 COMBINATIONS = 500
 """So many are looked at for one that a choice fits into."""
 
 
 def given_data(spec: ExperimentSpec) -> dict[str, Any]:
-    """The spec as it was given, without defaults and without its search: what values are laid over."""
+    """The spec as it was given, without defaults, its search and its sweep: what values are laid over."""
     data = spec.model_dump(mode="json", exclude_unset=True)
-    return {key: value for key, value in data.items() if key != "search"}
+    return {key: value for key, value in data.items() if key not in ("search", "sweep")}
 
 
 def with_values(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

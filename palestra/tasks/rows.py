@@ -13,7 +13,9 @@ from palestra.errors import UsageError
 SAVED = ("dataset_info.json", "state.json")  # what `save_to_disk` of `datasets` leaves beside its Arrow files
 
 
-def load_rows(source: str | None, *, default: str, files: Sequence[str], folder: str | None = None) -> list[Row]:
+def load_rows(
+    source: str | None, *, default: str, files: Sequence[str], folder: str | None = None, split: str | None = None
+) -> list[Row]:
     """All rows of a task's source, in the order of its files.
 
     `source` is what the spec says: a file, a folder, a pattern, a folder under `PALESTRA_DATA`, a URL such as s3://…,
@@ -21,10 +23,10 @@ def load_rows(source: str | None, *, default: str, files: Sequence[str], folder:
     part of `default`), else `default`. What is not on this machine is downloaded once, whole, to the cache of
     `palestra.data.sources`. `files` says which files of a folder are meant: names or patterns, the first that is there
     counts. One that matches folders means what `save_to_disk` left there. A source that is one file, or one folder of
-    `save_to_disk` without splits, is taken as it is.
+    `save_to_disk` without splits, is taken as it is. `split` is what separates the documents of a text file.
     """
     place = _place(source, default, folder or default.rstrip("/").rpartition("/")[2])
-    return [row for shard in _shards(place, files) for row in read_rows(shard)]
+    return [row for shard in _shards(place, files, split) for row in read_rows(shard)]
 
 
 def files_of(split: str) -> tuple[str, ...]:
@@ -83,15 +85,15 @@ def _place(source: str | None, default: str, folder: str) -> str | Path:
         raise SourceNotFound(f"{error}\nPALESTRA_DATA: {told}") from error
 
 
-def _shards(place: str | Path, files: Sequence[str]) -> list[Shard]:
+def _shards(place: str | Path, files: Sequence[str], split: str | None) -> list[Shard]:
     if isinstance(place, str) or place.is_file() or all((place / name).is_file() for name in SAVED):
-        return shards(place)
+        return shards(place, split=split)
     below = sorted(path for path in place.rglob("*") if not _hidden(path.relative_to(place)))
     for pattern in files:
         # By parts, because the "*" of a pattern is meant within a name, not across folders.
         found = [path for path in below if _matches(path.relative_to(place).parts, pattern.split("/"))]
         if found:
-            return shards(found)
+            return shards(found, split=split)
     there = [str(path.relative_to(place)) for path in below if path.is_file()]
     shown = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
     raise UsageError(f"{place} has none of {', '.join(files)}. It has: {shown or 'nothing'}. Name the file itself")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from palestra.errors import MissingExtra, PalestraError
+from palestra.runs.redact import redact
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
@@ -39,7 +40,7 @@ class JsonlSink:
         """Append one row."""
         line = json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
         try:
-            self._file.write(line.encode())
+            self._file.write(redact(line).encode())
             self._file.flush()
         except OSError as error:
             raise PalestraError(

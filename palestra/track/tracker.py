@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Self
 
+from palestra.runs.redact import redacted
 from palestra.track.sinks import Background, JsonlSink, Place, make_sink
 from palestra.track.stats import Stats
 
@@ -29,7 +30,7 @@ class Tracker:
         self._stats = stats
         # runs/<name>/<trial>/sessions/<seed>: trial and seed name the session for good, wherever the folder is moved
         identity = "-".join(session_dir.resolve().parts[-3::2])
-        place = Place(session_dir, project, name, identity, config, append)
+        place = Place(session_dir, project, name, identity, redacted(config), append)
         others = [make_sink(sink, place) for sink in sinks]
         self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
         self._others = [Background(sink) for sink in others]

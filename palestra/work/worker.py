@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,8 +23,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from palestra.errors import PalestraError
+from palestra.runs import redact
 
 BEAT_SECONDS = 1.0
+DRAIN_SECONDS = 5.0  # for the log of a task to be written to its end
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -128,7 +131,10 @@ def _failure(error: BaseException) -> Failure:
         pickled = None
     kind = type(error)
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(kind.__module__, kind.__qualname__, str(error), text, getattr(error, "exit_code", 1), pickled)
+    safe, message = redact.redact(text), redact.redact(str(error))
+    if safe != text or message != str(error):
+        pickled = None  # the exception itself would carry the secret on
+    return Failure(kind.__module__, kind.__qualname__, message, safe, getattr(error, "exit_code", 1), pickled)
 
 
 @contextlib.contextmanager
@@ -139,16 +145,42 @@ def _output_to(log: str | None) -> Iterator[None]:
         return
     kept = [os.dup(1), os.dup(2)]
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    redacting: subprocess.Popen[bytes] | None = None
+    if redact.secrets():
+        redacting, file = _redacting(log, file)
     try:
         for number in (1, 2):
             os.dup2(file, number)
+        os.close(file)
         yield
     finally:
         for number, original, stream in zip((1, 2), kept, (sys.stdout, sys.stderr), strict=True):
             stream.flush()
             os.dup2(original, number)
             os.close(original)
-        os.close(file)
+        if redacting is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
+                redacting.wait(DRAIN_SECONDS)
+
+
+def _redacting(log: str, file: int) -> tuple["subprocess.Popen[bytes]", int]:
+    """A filter that keeps secrets out of the log, and where to write to it.
+
+    It is a process of its own group: what a killed task said last is in the pipe, and is read to its end.
+    """
+    os.close(file)  # the log can be opened, which is all that was asked
+    read, write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", redact.__file__, log],
+            stdin=read,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(read)
+    return process, write
 
 
 def _die_with(parent: int) -> None:

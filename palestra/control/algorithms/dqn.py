@@ -87,18 +87,21 @@ class DQN(OffPolicy):
         if self.scale is not None:  # its statistics are buffers: the target network's follow
             for buffer, now in zip(self.target.net.buffers(), self.net.buffers(), strict=True):
                 buffer.copy_(now)
-        for batch in self.batches(updates, beta):
-            learned = self._update(self.adam, batch._replace(rows=batch.rows[:0]), lr)
-            self.flat.vector.copy_(learned.vector)
-            self.adam = learned.adam
-            self.updates += 1
-            if spec.target_every is None:
-                self.target.vector.lerp_(self.flat.vector, spec.tau)
-            elif self.updates % spec.target_every == 0:
-                self.target.vector.copy_(self.flat.vector)
+        for batches in self.drawn(updates, beta):
+            errors = []
+            for batch in batches:
+                learned = self._update(self.adam, batch._replace(rows=batch.rows[:0]), lr)
+                self.flat.vector.copy_(learned.vector)
+                self.adam = learned.adam
+                self.updates += 1
+                if spec.target_every is None:
+                    self.target.vector.lerp_(self.flat.vector, spec.tau)
+                elif self.updates % spec.target_every == 0:
+                    self.target.vector.copy_(self.flat.vector)
+                errors.append(learned.errors)
+                totals += learned.metrics
             if beta is not None:
-                self.memory.update_priorities(batch.rows, learned.errors)
-            totals += learned.metrics
+                self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
     def update(self, adam: Adam, batch: Batch, lr: Tensor) -> Learned:

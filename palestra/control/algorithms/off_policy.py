@@ -21,6 +21,7 @@ from palestra.errors import UsageError
 from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
 
 GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, at most
+DRAWN_AT_ONCE = 16  # batches drawn by the same priorities: one by one, drawing costs as much as learning
 
 
 class OffPolicy(Algorithm):
@@ -105,20 +106,21 @@ class OffPolicy(Algorithm):
         means = (totals / made).tolist() if made else []
         return dict(zip(self.metrics, means, strict=False)) | {"updates": self.updates}
 
-    def batches(self, updates: int, beta: float | None = None) -> Iterator[Batch]:
-        """What to learn from in so many updates, one batch each: uniform ones gathered many at a time."""
+    def batches(self, updates: int) -> Iterator[Batch]:
+        """What to learn from in so many updates, one batch each."""
+        return (batch for drawn in self.drawn(updates) for batch in drawn)
+
+    def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[Batch]]:
+        """The same in groups that are gathered together; who draws by priority sets the new ones after each group."""
         size = self.common.batch
-        if beta is not None:
-            for _ in range(updates):
-                batch = self.memory.sample(size, self.generator, beta)
-                yield batch._replace(rewards=self.rewards.scaled(batch.rewards))
-            return
         most = max(1, GATHERED_BYTES // (2 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize))
+        if beta is not None:
+            most = min(most, DRAWN_AT_ONCE)
         for done in range(0, updates, most):
-            many = self.memory.sample_many(min(most, updates - done), size, self.generator)
+            many = self.memory.sample_many(min(most, updates - done), size, self.generator, beta)
             many = many._replace(rewards=self.rewards.scaled(many.rewards))
             parts = [(None,) * len(many.obs) if part is None else part.unbind(0) for part in many]
-            yield from map(Batch._make, zip(*parts, strict=True))
+            yield [Batch._make(each) for each in zip(*parts, strict=True)]
 
     def _check(self, moved: Transition) -> None:
         """Stop before what is not finite is stored. A sum is: then each number is looked at."""
@@ -158,7 +160,7 @@ class OffPolicy(Algorithm):
         restarted = self.episodes.load_state(state["episodes"])
         if restarted is not None:
             self.memory.cut(restarted)
-            self.rewards.cut(np.isin(np.arange(self.episodes.num_envs), restarted))
+            self.rewards.cut(restarted)
 
 
 def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 What it stores: one rollout of T steps in N environments, thrown away after it was learned from.
 How it acts: ε-greedily, each environment for itself, or by a softmax of the values.
-How it learns: Q(s, a) towards r + γ · Q(s', a'), a' being the action that was taken next; one gradient step a rollout.
+How it learns: Q(s, a) towards r + γ · Q(s', a'), a' being the action that was taken next, or with λ above 0 towards
+r + γ · ((1 − λ) · Q(s', a') + λ · what s' is itself learned towards); one gradient step a rollout.
 Where an episode was truncated nothing was taken next: there a' is drawn as the policy draws.
 """
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from palestra.control.q_nets import QNet
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
 from palestra.control.schedule import scheduled
 from palestra.rl.losses import masked_mean
+from palestra.rl.returns import lambda_returns
 from palestra.spec.control.on_policy import SARSASpec
 from palestra.spec.kinds.control import ControlSpec
 
@@ -104,14 +105,22 @@ class SARSA(Algorithm):
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, progress: float) -> Batch:
-        """The targets r + γ · Q(s', a') of a rollout, under the weights that collected it."""
+        """The targets of a rollout: its λ-returns over Q(s', a'), under the weights that collected it."""
         assert self.chosen is not None
         # By the kind of environment, not by what this rollout holds: see `compiled`.
         valid = rollout.valid if self.episodes.stepper.has_dummy_steps else None
         following = self.following(rollout, self.chosen.to(rollout.rewards.device), progress)
         ended = rollout.terminated | rollout.truncated
         rewards = self.rewards.learned(rollout.rewards, ended, valid)
-        targets = rewards + self.spec.gamma * torch.where(rollout.terminated, 0.0, following)
+        targets = lambda_returns(
+            rewards,
+            following,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            valid=valid,
+            gamma=self.spec.gamma,
+            lam=self.spec.lam,
+        )
         return Batch(
             rollout.obs.flatten(0, 1),
             rollout.actions.flatten(0, 1),
@@ -168,4 +177,4 @@ class SARSA(Algorithm):
         restarted = self.episodes.load_state(state["episodes"])
         if restarted is not None:  # what was chosen was for what they showed before
             self.chosen = None
-            self.rewards.cut(np.isin(np.arange(self.episodes.num_envs), restarted))
+            self.rewards.cut(restarted)

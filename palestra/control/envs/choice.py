@@ -21,19 +21,24 @@ _chosen: dict[str, int] = {}  # measured once in this process: training and eval
 def processes_for(spec: EnvSpec, num_envs: int, make: Make) -> int:
     """In how many processes to step `num_envs` copies; 0: in this one. Numbers are the same either way.
 
-    `auto` steps throw-away copies both ways and takes the faster; logged, and overridden by `sync` and `async`.
+    `auto` steps throw-away copies both ways and takes the faster; logged, and overridden by `sync` and `async`. An
+    environment given as an object is not stepped for that: who made it may count its steps.
     """
     count = min(cores(), num_envs)
     if spec.vectorize == "async":
         # One core still steps one process at a time, and what was asked for also keeps a crash out of this process.
         return max(count, min(2, num_envs))
-    if spec.vectorize == "sync" or count < 2:
+    if spec.vectorize == "sync" or count < 2 or spec.id.startswith("object:"):
         return 0
     key = f"{spec.id} {spec.kwargs} {spec.frame_stack} {num_envs}"
     if key not in _chosen:
         before = random_state()
-        here, there = (_step_seconds(spec, [make] * num_envs, processes) for processes in (0, count))
-        load_random_state(before)
+        try:
+            here, there = (_step_seconds(spec, [make] * num_envs, processes) for processes in (0, count))
+        except (Exception, SystemExit):  # it will fail again where it is stepped for good, and say so there
+            return 0
+        finally:
+            load_random_state(before)
         _chosen[key] = count if there < WORTH * here else 0
         log.info(
             "%s: a step of %d takes %.0f µs in this process and %.0f µs in %d: %s (env.vectorize overrides)",

@@ -163,11 +163,11 @@ class Replay:
         self.added += 1
 
     def cut(self, rows: np.ndarray) -> None:
-        """These environments began new episodes outside of a step: what they showed last ended the ones before."""
+        """These environments, bool (N,), began new episodes outside of a step: what they showed last was an end."""
         if self.added:
             at = (self.added - 1) % self.ring
             flags = self.columns["flags"][at]
-            open_ended = rows[(flags[rows] & (ENDED | DUMMY)) == 0]
+            open_ended = (rows & ((flags & (ENDED | DUMMY)) == 0)).nonzero()[0]
             shown = torch.as_tensor(self.columns["obs"][self.added % self.ring])[open_ended]
             self.columns["final"][at, open_ended] = self.finals.put(shown)
             self.columns["flags"][at, open_ended] = flags[open_ended] | ENDED
@@ -194,21 +194,14 @@ class Replay:
         """Draw `size` transitions, uniformly, or by priority with importance weights of exponent `beta`."""
         if self.tree is None:
             return self._batch(self._uniform(size, generator), None)
-        assert beta is not None
-        self._weigh_new()
-        total = self.tree.total
-        # One draw in each of `size` equal parts of the sum (Schaul et al. 2016, B.2.1): less noise, the same chances.
-        draws = torch.rand(size, generator=generator, dtype=torch.float64).numpy()
-        flat = self.tree.find((np.arange(size) + draws) * (total / size))
-        weights = (self.tree.weights(flat) * (len(self) / total)) ** -beta
-        weights = torch.from_numpy(weights / weights.max()).float().to(self.device)
-        oldest = (self.added - self._size) % self.ring * self.num_envs
-        return self._batch(torch.from_numpy((flat - oldest) % (self.ring * self.num_envs)), weights)
+        return self._batch(*self._by_priority(1, size, generator, beta))
 
-    def sample_many(self, count: int, size: int, generator: torch.Generator) -> Batch:
-        """Draw `count` uniform batches in one gather: (count, size, ...)."""
-        assert self.tree is None, "priorities change between batches: draw them one by one"
-        batch = self._batch(self._uniform(count * size, generator), None)
+    def sample_many(self, count: int, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
+        """Draw `count` batches in one gather: (count, size, ...); by priority, all by the priorities of now."""
+        if self.tree is None:
+            batch = self._batch(self._uniform(count * size, generator), None)
+        else:
+            batch = self._batch(*self._by_priority(count, size, generator, beta))
         return Batch(*(None if part is None else part.unflatten(0, (count, size)) for part in batch))  # pyrefly: ignore
 
     def newest(self, steps: int) -> tuple[Tensor, Tensor]:
@@ -241,6 +234,23 @@ class Replay:
         weights[len(left) :] = np.where(flags & DUMMY, 0.0, self.top)
         self.tree.set(items.reshape(-1), weights.reshape(-1))
         self.weighted = self.added
+
+    def _by_priority(
+        self, count: int, size: int, generator: torch.Generator, beta: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Places of the rows of `count` batches, counted from the oldest one, and their importance weights."""
+        assert self.tree is not None
+        assert beta is not None
+        self._weigh_new()
+        total = self.tree.total
+        # One draw in each of `size` equal parts of the sum (Schaul et al. 2016, B.2.1): less noise, the same chances.
+        draws = torch.rand(count, size, generator=generator, dtype=torch.float64).numpy()
+        flat = self.tree.find(((np.arange(size) + draws) * (total / size)).reshape(-1))
+        weights = ((self.tree.weights(flat) * (len(self) / total)) ** -beta).reshape(count, size)
+        weights /= weights.max(axis=1, keepdims=True)
+        oldest = (self.added - self._size) % self.ring * self.num_envs
+        places = torch.from_numpy((flat - oldest) % (self.ring * self.num_envs))
+        return places, torch.from_numpy(weights.reshape(-1)).float().to(self.device)
 
     def _uniform(self, count: int, generator: torch.Generator) -> Tensor:
         """Places of rows, counted from the oldest one: any but dummy steps."""

@@ -130,6 +130,8 @@ class SARSASpec(Model):
     """The share of random actions, drawn for each environment by itself."""
     temperature: Rate | None = None
     """Draw actions by softmax(Q / temperature) instead of ε-greedily."""
+    lam: float = Field(default=0.0, ge=0, le=1)
+    """λ of the returns learned towards; 0 is one reward and the value of what follows it."""
     lr: Rate = constant(1e-3)
     """The learning rate."""
     horizon: int = Field(default=32, ge=1)

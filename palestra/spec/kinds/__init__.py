@@ -42,6 +42,11 @@ KINDS: dict[str, Kind] = {
             ("distill", "DistillSpec"),
         )
     },
+    "pipeline": Kind(
+        spec="palestra.spec.kinds.pipeline:PipelineSpec",
+        run="palestra.pipeline.form:run",
+        load="palestra.pipeline.form:load",
+    ),
 }
 
 

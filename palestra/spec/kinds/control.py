@@ -11,6 +11,7 @@ from palestra.spec.control.env import EnvSpec
 from palestra.spec.control.net import NetSpec
 from palestra.spec.control.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
 from palestra.spec.control.on_policy import A2CSpec, PPOSpec, ReinforceSpec, SARSASpec
+from palestra.spec.execution import Execution
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
 
@@ -26,7 +27,7 @@ class TrainSpec(Model):
 
     frames: int = Field(ge=1)
     """Environment transitions to train for, over all copies; rounded up to whole steps."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """Compile the gradient step to one graph; auto does when the run is long enough to pay for it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the factors of matrix products; bf16 is several times as fast for wide networks on a CPU with AMX."""

@@ -10,6 +10,7 @@ from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
+from palestra.spec.suites import SuiteUse, suite_conflicts
 from palestra.spec.tasks import TasksSpec
 
 
@@ -104,6 +105,8 @@ class DistillSpec(LanguageModelSpec):
     """How long and how to train."""
     eval: TaskEval = TaskEval()
     """How to evaluate."""
+    suites: list[SuiteUse] = Field(default=[])
+    """What it is measured with during training and after it, besides `tasks.eval`."""
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
@@ -125,6 +128,7 @@ class DistillSpec(LanguageModelSpec):
         found += [Conflict(("teacher", *path), reason) for path, reason in self.teacher.reasons()]
         found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
         found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
+        found += suite_conflicts(self.suites, self.counts)
         if self.data is not None:
             found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
         found += self._shares()

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec, Name
+from palestra.spec.execution import Execution
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
+from palestra.spec.lm import TextSource
 from palestra.spec.model import Model
 from palestra.spec.tasks import TaskUse
 
@@ -42,6 +44,8 @@ class LikelihoodUse(Model):
     """What stands between a question and an answer."""
     by: Literal["sum", "token", "byte"] = "token"
     """What decides between choices: the log-probability of all of an answer, or its mean over tokens or over bytes."""
+    border: Literal["answer", "common"] = "answer"
+    """Which tokens are scored: those of the answer; or as in CORE from the first that differs, of contexts after it."""
     baseline: float | None = Field(default=None, ge=0, lt=1)
     """The accuracy of guessing, for the centred accuracy; null takes one in the number of choices, 0 without any."""
     doc_to_text: str | None = Field(default=None, min_length=1)
@@ -65,6 +69,20 @@ class LikelihoodUse(Model):
         return []
 
 
+class TextUse(TextSource):
+    """Whole texts, scored by bits a byte; a file may also lie under PALESTRA_DATA."""
+
+    name: Name | None = None
+    """What it is called in this run; null takes the file's stem."""
+    items: int | None = Field(default=None, ge=1)
+    """Documents at most, from the first; null means all."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in this run."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
+
+
 class AnswerEval(TaskEval):
     """How tasks are evaluated."""
 
@@ -74,7 +92,7 @@ class AnswerEval(TaskEval):
     """The most it writes; what is cut off there is counted."""
     workflow: WorkflowSpec = SingleTurnSpec(name="single_turn")
     """What happens between a prompt and its verdict."""
-    verifiers: int | None = Field(default=None, ge=1)
+    verifiers: Execution[int | None] = Field(default=None, ge=1)
     """Processes that judge answers where judging can hang; null takes one a core, up to 16."""
 
 
@@ -93,19 +111,21 @@ class EvaluateSpec(ExperimentSpec):
     """How it answers them."""
     likelihood: list[LikelihoodUse] = Field(default=[])
     """Rows with given answers."""
+    texts: list[TextUse] = Field(default=[])
+    """Whole texts, for bits a byte."""
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
     """The precision of the weights and the arithmetic."""
 
     def conflicts(self) -> list[Conflict]:
         """Nothing to evaluate on, a name for two things, settings that do not fit together or do nothing."""
         found = []
-        if not self.tasks and not self.likelihood:
-            found.append(Conflict(("tasks",), "expected a task, or rows in `likelihood`"))
+        if not self.tasks and not self.likelihood and not self.texts:
+            found.append(Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`"))
         for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
             for place, use in enumerate(uses):
                 found += [Conflict((where, place, *path), reason) for path, reason in use.problems()]
-        labels = Counter(use.label for use in (*self.tasks, *self.likelihood))
-        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
+        labels = Counter(use.label for use in (*self.tasks, *self.likelihood, *self.texts))
+        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood), ("texts", self.texts)):
             for place, use in enumerate(uses):
                 if labels[use.label] > 1:
                     reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"

@@ -7,10 +7,12 @@ from pydantic import Field
 from palestra.spec.algorithm import AlgorithmSpec
 from palestra.spec.base import Conflict, Every, Function
 from palestra.spec.cadence import Cadence, CountCadence
+from palestra.spec.execution import Execution
 from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
+from palestra.spec.suites import SuiteUse, suite_conflicts
 from palestra.spec.tasks import TasksSpec
 
 
@@ -80,9 +82,9 @@ class RolloutSpec(Model):
     """Prompts that may fail with an error before the run does."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
-    record: bool = True
+    record: Execution[bool] = True
     """Write every answer with its verdict to rollouts.jsonl, for people (`palestra rollouts RUN`) and for replay."""
-    verifiers: int | None = Field(default=None, ge=1)
+    verifiers: Execution[int | None] = Field(default=None, ge=1)
     """Processes that judge answers where judging can hang; null takes one a core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
     """Train on the rollouts of another run, step for step: the run, or its rollouts.jsonl; null generates."""
@@ -145,7 +147,7 @@ class PosttrainEvery(Every):
 
     eval: CountCadence | None = Cadence(20, "steps")
     """When to evaluate besides before the first step and at the end; null evaluates only then."""
-    log: CountCadence = Cadence(1, "steps")
+    log: Execution[CountCadence] = Cadence(1, "steps")
     """When to write a row of metrics."""
 
 
@@ -168,6 +170,8 @@ class PosttrainSpec(LanguageModelSpec):
     """Conversations trained on beside the rewards; null trains on rewards alone."""
     eval: TaskEval = TaskEval()
     """How to evaluate."""
+    suites: list[SuiteUse] = Field(default=[])
+    """What it is measured with during training and after it, besides `tasks.eval`."""
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
@@ -178,6 +182,7 @@ class PosttrainSpec(LanguageModelSpec):
             found.append(Conflict(("model", "init"), "expected a trained model to start from"))
         found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
         found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
+        found += suite_conflicts(self.suites, self.counts)
         found += [Conflict(("algorithm", *path), reason) for path, reason in self.algorithm.problems()]
         if self.sft is not None:
             found += [Conflict(("sft", "data", *path), reason) for path, reason in self.sft.data.problems()]

@@ -38,7 +38,7 @@ class PretrainData(LmData):
     def trained(self) -> list[str]:
         """The names of the sources that are trained on at some time."""
         staged = {name for stage in self.stages for name, weight in stage.weights.items() if weight > 0}
-        return [name for name, source in self.train.items() if source.weight > 0 or name in staged]
+        return [name for name, weight in self.weights.items() if weight > 0 or name in staged]
 
 
 class PretrainSpec(WritingSpec):

@@ -1,0 +1,162 @@
+"""What is in a data set: columns and their types, sizes, row counts, lengths, samples; or what a token store holds."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.data.readers import COUNTS, Row, Shard, read_rows, shards
+from palestra.data.store import LEDGER, TokenStore
+from palestra.errors import UsageError
+from palestra.runs.store import read_json
+
+PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
+READ_ROWS = 10_000
+NAMES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "NoneType": "null"}
+NAMES |= {"dict": "object", "list": "list"}
+
+
+@dataclass
+class Column:
+    """A column of the rows that were read."""
+
+    types: Counter[str] = field(default_factory=Counter)
+    """How many values of each type; a row without the column counts as `missing`."""
+    lengths: list[int] = field(default_factory=list)
+    """Characters of texts, items of lists."""
+    numbers: list[float] = field(default_factory=list)
+
+    def add(self, value: Any) -> None:
+        """Take note of a value."""
+        kind = type(value).__name__
+        self.types[NAMES.get(kind, kind)] += 1
+        if isinstance(value, str | list):
+            self.lengths.append(len(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            self.numbers.append(value)
+
+    def percentiles(self) -> dict[int, float]:
+        """Of the lengths, or of the numbers where there are no texts and lists."""
+        return percentiles(self.lengths or self.numbers)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in files of rows."""
+
+    files: int
+    bytes: int
+    formats: tuple[str, ...]
+    rows: int
+    """That were read."""
+    complete: bool
+    """Whether these are all."""
+    columns: dict[str, Column]
+    samples: list[Row]
+    largest: tuple[str, int]
+    """The largest file and its bytes."""
+    counts: dict[str, Any] | None
+    """What a data step noted of its work, where this is its output."""
+
+
+@dataclass(frozen=True)
+class StoreInspection:
+    """What was found in a token store."""
+
+    tokenizer: str
+    vocab_size: int
+    documents: int
+    tokens: int
+    bytes: int
+    """UTF-8 bytes of the text that the tokens stand for."""
+    trained: int
+    """Tokens that are trained on."""
+    lengths: dict[int, float]
+    """Percentiles of the tokens of a document."""
+    largest_token: int
+    recipe: dict[str, Any]
+    shards: list[tuple[str, int, int]]
+    """File, documents and tokens."""
+    samples: list[list[int]]
+    """The first tokens of some documents."""
+
+
+def inspect(
+    where: str, *, rows: int = READ_ROWS, samples: int = 3, split: str | None = None
+) -> Inspection | StoreInspection:
+    """Look into a file, a folder, a pattern, a URL, the output of a data step or a token store.
+
+    About `rows` rows are read, as many of each file as of the others; 0 reads all.
+    """
+    if rows < 0 or samples < 0:
+        raise UsageError(f"rows and samples cannot be less than 0; got {rows} and {samples}")
+    path = Path(where).expanduser()
+    if (path / LEDGER).is_file():
+        return _inspect_store(path, samples)
+    found = shards(where if "://" in where else str(path), split=split)
+    counts = read_json(path / COUNTS) if (path / COUNTS).is_file() else None
+    return _inspect_rows(found, rows, samples, counts)
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[int, float]:
+    """Percentiles of values, by the value itself: 50 is the median; empty where there are none."""
+    if not len(values):
+        return {}
+    found = np.percentile(np.asarray(values), PERCENTILES, method="nearest")
+    return {percent: value.item() for percent, value in zip(PERCENTILES, found, strict=True)}
+
+
+def _inspect_rows(found: list[Shard], limit: int, samples: int, counts: dict[str, Any] | None) -> Inspection:
+    columns: dict[str, Column] = {}
+    shown: list[Row] = []
+    read, complete = 0, True
+    of_each = max(1, limit // len(found)) if limit else None
+    for number, shard in enumerate(found):
+        for here, row in enumerate(islice(read_rows(shard), None if of_each is None else of_each + 1)):
+            if here == of_each:
+                complete = False
+                break
+            for name in row:
+                columns.setdefault(name, Column(Counter({"missing": read} if read else {})))
+            for name, column in columns.items():
+                if name in row:
+                    column.add(row[name])
+                else:
+                    column.types["missing"] += 1
+            if len(shown) < samples and number * samples >= len(shown) * len(found):  # from all over the files
+                shown.append(row)
+            read += 1
+    largest = max(found, key=lambda shard: shard.size)
+    return Inspection(
+        files=len(found),
+        bytes=sum(shard.size for shard in found),
+        formats=tuple(sorted({shard.format for shard in found})),
+        rows=read,
+        complete=complete,
+        columns=columns,
+        samples=shown,
+        largest=(largest.path, largest.size),
+        counts=counts,
+    )
+
+
+def _inspect_store(folder: Path, samples: int) -> StoreInspection:
+    store = TokenStore.open(folder)
+    spread = [len(store) * number // max(samples, 1) for number in range(min(samples, len(store)))]
+    return StoreInspection(
+        tokenizer=store.ledger.tokenizer,
+        vocab_size=store.ledger.vocab_size,
+        documents=len(store),
+        tokens=store.num_tokens,
+        bytes=store.num_bytes,
+        trained=store.num_tokens if store.loss is None else int(np.count_nonzero(store.loss)),
+        lengths=percentiles(np.diff(store.ends, prepend=0)),
+        largest_token=int(store.tokens.max()),
+        recipe=store.ledger.recipe,
+        shards=[(one.shard.path, one.documents, one.tokens) for one in store.ledger.shards],
+        samples=[store[number][:16].tolist() for number in spread],
+    )

@@ -1,0 +1,194 @@
+"""The step `decontaminate`: documents that hold what a model is to be tested on are left out, and which is told.
+
+Compared are n-grams of words, by exact 64-bit hashes. A document goes where it has most of the n-grams of a text of an
+evaluation set (a question in a long page), or where most of its own are in one set (a piece of a long passage).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.data.readers import Row
+from palestra.data.steps.documents import Compression, Drop, map_documents
+from palestra.data.steps.ngrams import ngram_hashes, word_hashes
+from palestra.data.steps.shards import LEDGER, Source, Where, each_shard, sources
+from palestra.errors import UsageError
+from palestra.runs.store import written
+from palestra.spec.execution import Execution
+
+CONTAMINATED = "contaminated: {}"
+
+
+def decontaminate(
+    out: Path,
+    *,
+    source: Where,
+    against: Mapping[str, Where],
+    n: int = 8,
+    overlap: float = 0.7,
+    fields: list[str] | None = None,
+    text_key: str = "text",
+    split: str | None = None,
+    compression: Compression = "none",
+    workers: Execution[int] = 2,
+) -> None:
+    """Leave out what overlaps with the evaluation sets `against`; `notes/` says which row hit which text of which set.
+
+    Of the rows of a set each string is a text of its own, at any depth, or those under `fields`. Texts of fewer than
+    `n` words cannot be told from chance and are only counted.
+    """
+    if not against:
+        raise UsageError("against: give the evaluation sets by name, such as {gsm8k: gsm8k/test.jsonl}")
+    if n < 1 or not 0 < overlap <= 1:
+        raise UsageError(f"n must be at least 1 and overlap in (0, 1]; got n = {n} and overlap = {overlap:g}")
+    indices, about = {}, {}
+    for number, (name, where) in enumerate(against.items()):
+        index = out / LEDGER / f"index-{number}"
+        about[name] = _index(out, index, name, sources(where), n, fields)
+        indices[name] = str(index)
+    # With what is in the sets: shards that an earlier attempt did were compared with the same.
+    recipe = {"against": about, "n": n, "overlap": overlap, "fields": fields}
+    work = _Compare(indices, n, overlap)
+    map_documents(
+        out,
+        source,
+        work,
+        step="decontaminate",
+        recipe=recipe,
+        workers=workers,
+        text_key=text_key,
+        split=split,
+        compression=compression,
+        against=about,
+    )
+
+
+@dataclass(frozen=True)
+class Index:
+    """The n-grams of an evaluation set: which texts each is in."""
+
+    hashes: np.ndarray
+    """(n-grams) of all texts, each of a text once, sorted."""
+    texts: np.ndarray
+    """(n-grams) the number of the text that each is of."""
+    sizes: np.ndarray
+    """(texts) how many n-grams each has."""
+    places: list[str]
+    """(texts) the row and the field, for people."""
+
+    def hits(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Texts that share n-grams with these (each given once), how many they share, and how many are in any."""
+        left, right = (np.searchsorted(self.hashes, grams, side) for side in ("left", "right"))
+        found = right > left
+        if not found.any():
+            return np.empty(0, np.int64), np.empty(0, np.int64), 0
+        shared = np.concatenate([self.texts[a:b] for a, b in zip(left[found], right[found], strict=True)])
+        return *np.unique(shared, return_counts=True), int(found.sum())
+
+
+@dataclass(frozen=True)
+class _Compare:
+    indices: dict[str, str]
+    n: int
+    overlap: float
+
+    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+        for row in rows:
+            grams = np.unique(ngram_hashes(word_hashes(row["text"]), self.n))
+            yield next(filter(None, (self._hit(row, grams, name) for name in self.indices)), row)
+
+    def _hit(self, row: Row, grams: np.ndarray, name: str) -> Drop | None:
+        if not len(grams):
+            return None
+        index = load_index(self.indices[name])
+        texts, shared, inside = index.hits(grams)
+        if not len(texts):
+            return None
+        shares = shared / index.sizes[texts]
+        best = int(np.argmax(shares))
+        of_text, of_row = float(shares[best]), inside / len(grams)
+        if max(of_text, of_row) < self.overlap:
+            return None
+        note = {
+            "id": row["id"],
+            "set": name,
+            "hit": index.places[int(texts[best])],
+            "of_the_text": round(of_text, 4),
+            "of_the_row": round(of_row, 4),
+        }
+        return Drop(CONTAMINATED.format(name), note)
+
+
+@lru_cache(maxsize=64)
+def load_index(folder: str) -> Index:
+    """An index as it lies on disk, its arrays mapped: workers share them."""
+    path = Path(folder)
+    hashes, texts, sizes = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("hashes", "texts", "sizes"))
+    return Index(hashes, texts, sizes, json.loads((path / "places.json").read_text()))
+
+
+def _index(out: Path, folder: Path, name: str, given: list[Source], n: int, fields: list[str] | None) -> dict[str, Any]:
+    """Write the index of one set, unless an earlier attempt has; says how many texts it has."""
+    parts = each_shard(out, folder.name, given, partial(_part, folder, n, fields), workers=1)
+    if not any(part["texts"] for part in parts):
+        raise UsageError(
+            f"against.{name}: none of the {sum(part['rows'] for part in parts)} rows has a text of {n} words or more"
+            + (f" under {', '.join(fields)}" if fields else "")
+        )
+    hashes, texts, sizes, places = [], [], [], []
+    for one in given:
+        with np.load(folder / f"part-{one.number:05}.npz") as part:
+            hashes.append(part["hashes"])
+            texts.append(part["texts"] + len(places))
+            sizes.append(part["sizes"])
+            places += part["places"].tolist()
+    joined = np.concatenate(hashes)
+    order = np.argsort(joined, kind="stable")
+    for file, array in (("hashes", joined[order]), ("texts", np.concatenate(texts)[order])):
+        with written(folder / f"{file}.npy") as stream:
+            np.save(stream, array)
+    with written(folder / "sizes.npy") as stream:
+        np.save(stream, np.concatenate(sizes))
+    with written(folder / "places.json") as stream:
+        stream.write(json.dumps(places).encode())
+    sums = {key: sum(part[key] for part in parts) for key in ("rows", "texts", "too_short")}
+    return {**sums, "ngrams": len(joined)}
+
+
+def _part(folder: Path, n: int, fields: list[str] | None, source: Source) -> dict[str, Any]:
+    hashes, sizes, places, rows, short = [], [], [], 0, 0
+    for made, _, row in source.rows():
+        rows += 1
+        chosen = row if fields is None else {key: row[key] for key in fields if key in row}
+        for field, text in _strings(chosen, ""):
+            grams = np.unique(ngram_hashes(word_hashes(text), n))
+            if len(grams):
+                hashes.append(grams)
+                sizes.append(len(grams))
+                places.append(f"{made} {field}")
+            else:
+                short += 1
+    folder.mkdir(parents=True, exist_ok=True)
+    with written(folder / f"part-{source.number:05}.npz") as stream:
+        np.savez(
+            stream,
+            hashes=np.concatenate([np.empty(0, np.uint64), *hashes]),
+            texts=np.repeat(np.arange(len(sizes)), sizes),
+            sizes=np.array(sizes, np.int64),
+            places=np.array(places, str),
+        )
+    return {"rows": rows, "texts": len(places), "too_short": short}
+
+
+def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """All texts inside a value, each with where it is."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _strings(item, f"{path}.{key}" if path else str(key))

@@ -1,0 +1,231 @@
+"""The step `filter`: documents that are too short, too long, no prose or full of repetition are left out.
+
+The rules for words and repetition are those of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A1,
+table A1), with its thresholds. Each is off where its bound is None. A document is counted under the first rule that it
+breaks.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from palestra.data.readers import Row
+from palestra.data.steps.documents import Compression, Drop, map_documents
+from palestra.data.steps.languages import STOP_WORDS, language_of
+from palestra.data.steps.shards import Where
+from palestra.errors import UsageError
+from palestra.spec.execution import Execution
+
+GOPHER_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
+"""The largest share of the characters that the most frequent n-gram may cover."""
+DUPLICATE_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+"""The largest share of the characters in n-grams that occur more than once."""
+BULLETS = ("•", "‣", "◦", "▪", "-", "*", "–")
+WORD = re.compile(r"\S+")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The bounds of the filter."""
+
+    min_words: int | None = 50
+    max_words: int | None = 100_000
+    min_chars: int | None = None
+    max_chars: int | None = None
+    mean_word_length: tuple[float, float] | None = (3.0, 10.0)
+    """Characters."""
+    max_symbol_ratio: float | None = 0.1
+    """Number signs, or ellipses, to a word."""
+    min_alphabetic_words: float | None = 0.8
+    """The share of words with a letter in them."""
+    min_letters: float | None = None
+    """The share of letters in all characters but white space."""
+    max_bullet_lines: float | None = 0.9
+    max_ellipsis_lines: float | None = 0.3
+    min_stop_words: int | None = 2
+    """How many of Gopher's eight English stop words occur; for English only."""
+    repetition: bool = True
+    """Duplicate lines and paragraphs, and n-grams, by Gopher's table."""
+    languages: tuple[str, ...] | None = None
+    """Codes such as `en`; a document of another language, by its stop words, is left out."""
+
+
+def filter_documents(
+    out: Path,
+    *,
+    source: Where,
+    min_words: int | None = Rules.min_words,
+    max_words: int | None = Rules.max_words,
+    min_chars: int | None = Rules.min_chars,
+    max_chars: int | None = Rules.max_chars,
+    mean_word_length: tuple[float, float] | None = Rules.mean_word_length,
+    max_symbol_ratio: float | None = Rules.max_symbol_ratio,
+    min_alphabetic_words: float | None = Rules.min_alphabetic_words,
+    min_letters: float | None = Rules.min_letters,
+    max_bullet_lines: float | None = Rules.max_bullet_lines,
+    max_ellipsis_lines: float | None = Rules.max_ellipsis_lines,
+    min_stop_words: int | None = Rules.min_stop_words,
+    repetition: bool = Rules.repetition,
+    languages: Sequence[str] | None = None,
+    text_key: str = "text",
+    split: str | None = None,
+    compression: Compression = "none",
+    workers: Execution[int] = 2,
+) -> None:
+    """Leave out documents that break a rule; `counts.json` has how many each rule took."""
+    unknown = [code for code in languages or () if code not in STOP_WORDS]
+    if unknown:
+        raise UsageError(f"languages: {', '.join(unknown)} is not known; there are {', '.join(sorted(STOP_WORDS))}")
+    rules = Rules(
+        min_words,
+        max_words,
+        min_chars,
+        max_chars,
+        None if mean_word_length is None else (mean_word_length[0], mean_word_length[1]),
+        max_symbol_ratio,
+        min_alphabetic_words,
+        min_letters,
+        max_bullet_lines,
+        max_ellipsis_lines,
+        min_stop_words,
+        repetition,
+        None if languages is None else tuple(languages),
+    )
+    map_documents(
+        out,
+        source,
+        _Filter(rules),
+        step="filter",
+        recipe=asdict(rules),
+        workers=workers,
+        text_key=text_key,
+        split=split,
+        compression=compression,
+    )
+
+
+def broken_rule(text: str, rules: Rules) -> str | None:
+    """The first rule that a text breaks, None where it breaks none."""
+    words = WORD.findall(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    checks: tuple[Callable[[], str | None], ...] = (
+        lambda: _outside("words", len(words), rules.min_words, rules.max_words),
+        lambda: _outside("characters", len(text), rules.min_chars, rules.max_chars),
+        lambda: "no words" if not words else None,
+        lambda: _prose(text, words, rules),
+        lambda: _lines(lines, rules),
+        lambda: _stop_words(words, rules),
+        lambda: repeated(text, words) if rules.repetition else None,
+        lambda: _language(words, rules),
+    )
+    return next((reason for check in checks if (reason := check()) is not None), None)
+
+
+def repeated(text: str, words: Sequence[str]) -> str | None:
+    """Which of Gopher's bounds on repetition a text breaks."""
+    for name, parts in (("lines", text.split("\n")), ("paragraphs", re.split(r"\n\s*\n", text))):
+        parts = [part.strip() for part in parts if part.strip()]
+        seen: set[str] = set()
+        again = [part for part in parts if part in seen or seen.add(part)]
+        if len(again) > 0.3 * len(parts):
+            return f"duplicate {name}"
+        if sum(map(len, again)) > 0.2 * len(text):
+            return f"characters in duplicate {name}"
+    if not words:
+        return None
+    lengths = [len(word) for word in words]
+    total = sum(lengths)
+    before = [0, *accumulate(lengths)]
+    # Words as numbers: tuples of small numbers are compared and hashed faster than tuples of texts.
+    numbers: dict[str, int] = {}
+    ids = [numbers.setdefault(word, len(numbers)) for word in words]
+    for n, most in TOP_NGRAMS.items():
+        grams = Counter(zip(*(ids[i:] for i in range(n)), strict=False))
+        if grams:
+            # Of those that are equally frequent, the longest.
+            count = max(grams.values())
+            if count > 1:
+                spellings = list(numbers)
+                longest = max(sum(len(spellings[i]) for i in gram) for gram, c in grams.items() if c == count)
+                if count * longest > most * total:
+                    return f"top {n}-gram"
+    for n, most in DUPLICATE_NGRAMS.items():
+        if duplicate_characters(ids, before, n) > most * total:
+            return f"duplicate {n}-grams"
+    return None
+
+
+def duplicate_characters(ids: Sequence[int], before: Sequence[int], n: int) -> int:
+    """Characters of words inside an n-gram that occurred before, each counted once."""
+    seen: set[tuple[int, ...]] = set()
+    covered, end = 0, 0
+    for start, gram in enumerate(zip(*(ids[i:] for i in range(n)), strict=False)):
+        if gram in seen:
+            covered += before[start + n] - before[max(start, end)]
+            end = start + n
+        else:
+            seen.add(gram)
+    return covered
+
+
+def _outside(what: str, count: int, least: int | None, most: int | None) -> str | None:
+    if least is not None and count < least:
+        return f"fewer than {least} {what}"
+    return f"more than {most} {what}" if most is not None and count > most else None
+
+
+def _prose(text: str, words: Sequence[str], rules: Rules) -> str | None:
+    characters = sum(map(len, words))
+    if rules.mean_word_length is not None:
+        least, most = rules.mean_word_length
+        if not least <= characters / len(words) <= most:
+            return "mean word length"
+    if rules.max_symbol_ratio is not None:
+        symbols = max(text.count("#"), text.count("...") + text.count("…"))
+        if symbols > rules.max_symbol_ratio * len(words):
+            return "symbols"
+    if rules.min_alphabetic_words is not None:
+        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
+        if alphabetic < rules.min_alphabetic_words * len(words):
+            return "words without letters"
+    if rules.min_letters is not None and sum(map(str.isalpha, text)) < rules.min_letters * characters:
+        return "share of letters"
+    return None
+
+
+def _lines(lines: Sequence[str], rules: Rules) -> str | None:
+    bullets = sum(line.startswith(BULLETS) for line in lines)
+    if rules.max_bullet_lines is not None and bullets > rules.max_bullet_lines * len(lines):
+        return "bullet lines"
+    ellipses = sum(line.endswith(("...", "…")) for line in lines)
+    if rules.max_ellipsis_lines is not None and ellipses > rules.max_ellipsis_lines * len(lines):
+        return "ellipsis lines"
+    return None
+
+
+def _stop_words(words: Sequence[str], rules: Rules) -> str | None:
+    if rules.min_stop_words is None:
+        return None
+    found = GOPHER_STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in words)
+    return "stop words" if len(found) < rules.min_stop_words else None
+
+
+def _language(words: Sequence[str], rules: Rules) -> str | None:
+    if rules.languages is None:
+        return None
+    found = language_of(words)
+    return None if found in rules.languages else f"language {found or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class _Filter:
+    rules: Rules
+
+    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+        for row in rows:
+            reason = broken_rule(row["text"], self.rules)
+            yield row if reason is None else Drop(reason)

@@ -1,0 +1,22 @@
+"""The data steps as steps of a pipeline: `from palestra.pipeline.data import download, tokenize`."""
+
+import importlib
+from collections.abc import Callable
+
+from palestra.data.steps import STEPS
+from palestra.errors import UsageError
+from palestra.pipeline.step import Step, step
+
+
+def data_step(name: str) -> Callable[..., Step]:
+    """The maker of a built-in step, by its name in the table."""
+    if name not in STEPS:
+        raise UsageError(f"there is no data step {name!r}; there are {', '.join(STEPS)}")
+    module, function = STEPS[name].split(":")
+    return step(getattr(importlib.import_module(module), function), name=name, resumes=True)
+
+
+def __getattr__(name: str) -> Callable[..., Step]:
+    if name not in STEPS:
+        raise AttributeError(f"{__name__} has no data step {name!r}; there are {', '.join(STEPS)}")
+    return data_step(name)

@@ -1,0 +1,158 @@
+"""Pipelines as people write them: a YAML file of kind `pipeline`, or a Python file that makes steps."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from palestra.errors import UsageError
+from palestra.pipeline.data import data_step
+from palestra.pipeline.spec_steps import spec_step, with_outputs
+from palestra.pipeline.step import Output, Step, step
+from palestra.spec.arguments import typed_arguments
+from palestra.spec.kinds.pipeline import PipelineSpec, step_function
+from palestra.spec.load import Source
+from palestra.spec.load import load as load_spec
+from palestra.spec.source import read_value
+
+PREFIX = "outputs"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Steps that are run together."""
+
+    name: str
+    prefix: str
+    """Where outputs lie, unless the command says otherwise."""
+    steps: list[Step]
+
+
+def load_pipeline(
+    source: Source,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+) -> Pipeline:
+    """The pipeline of a YAML file, a dict or a spec, or of `file.py` or `file.py:name`."""
+    file, name = _python_file(source)
+    if file is not None:
+        if list(overrides):
+            raise UsageError(
+                f"{file} is Python, which has no keys to override: give -s VAR=VALUE to its `def pipeline(var)`"
+            )
+        return _from_python(file, name, variables or {})
+    loaded = load_spec(source, variables=variables, overrides=overrides).spec
+    if not isinstance(loaded, PipelineSpec):
+        raise UsageError(f"{source} is of kind {loaded.kind}, not a pipeline: run it with `palestra train {source}`")
+    return pipeline_of(loaded)
+
+
+def pipeline_of(spec: PipelineSpec) -> Pipeline:
+    """The steps of a pipeline's spec, in an order in which they can run."""
+    made: dict[str, Step] = {}
+
+    def output_of(text: str) -> Output:
+        referred = spec.referred(text)
+        assert referred is not None  # PipelineSpec.conflicts
+        return Output(made[referred[0]], referred[1])
+
+    for name in spec.order():
+        given = spec.steps[name]
+        if given.use is None:
+            assert isinstance(given.spec, dict)  # PipelineSpec.conflicts
+            found = spec_step(name, given.spec, output_of)
+        else:
+            found = _function_step(given.use, given.arguments, output_of).named(name)
+        retries = given.retries if given.retries is not None else spec.retries or found.retries
+        made[name] = replace(found, retries=retries)
+    return Pipeline(spec.name, spec.prefix, list(made.values()))
+
+
+def run(spec: PipelineSpec, launch: Any) -> Any:
+    """A pipeline is run by its own command."""
+    raise UsageError(
+        f"{spec.name} is a pipeline: run it with `palestra pipeline run`, which knows which steps are done"
+    )
+
+
+def load(run: Any, which: str = "best") -> Any:
+    """A pipeline as such has trained nothing: its steps have."""
+    raise UsageError("a pipeline has no model of its own: give the output folder of a step that has trained one")
+
+
+def _function_step(use: str, arguments: Mapping[str, Any], output_of: Callable[[str], Output]) -> Step:
+    function = step_function(use)
+    given = with_outputs(typed_arguments(function, arguments), output_of)
+    if ":" not in use:
+        return data_step(use)(**given)
+    if "out" in inspect.signature(function).parameters and not hasattr(function, "__wrapped__"):
+        return step(function)(**given)
+    made = function(**given)  # decorated with @step, or a function that decides which step to make
+    if not isinstance(made, Step):
+        raise UsageError(f"{use} neither takes `out`, the folder that a step writes into, nor makes a Step")
+    return made
+
+
+def _python_file(source: Source) -> tuple[Path | None, str | None]:
+    """The file of "file.py" and "file.py:name", and that name."""
+    if not isinstance(source, str | os.PathLike):
+        return None, None
+    file, _, name = os.fspath(source).partition(".py:")
+    if name:
+        return Path(f"{file}.py"), name
+    return (Path(file), None) if file.endswith(".py") else (None, None)
+
+
+def _from_python(file: Path, name: str | None, variables: Mapping[str, Any]) -> Pipeline:
+    module = _imported(file)
+    if name is None:
+        name = "pipeline" if callable(getattr(module, "pipeline", None)) else None
+    if name is None:
+        if variables:
+            raise UsageError(f"{file} has no `def pipeline(…)` to give {', '.join(variables)} to")
+        found: Any = [value for value in vars(module).values() if isinstance(value, Step)]
+    else:
+        found = getattr(module, name, None)
+        if found is None:
+            raise UsageError(
+                f"{file} has no {name!r}: it should be a step, a list of steps, or a function that makes one"
+            )
+        if callable(found):
+            typed = {key: read_value(v, f"-s {key}") if isinstance(v, str) else v for key, v in variables.items()}
+            try:
+                inspect.signature(found).bind(**typed)
+            except TypeError as error:
+                raise UsageError(f"{file}:{name}: {error}") from error
+            found = found(**typed)
+    steps = [found] if isinstance(found, Step) else list(found) if isinstance(found, list | tuple) else []
+    if not steps or not all(isinstance(one, Step) for one in steps):
+        raise UsageError(f"{file} makes no steps: define them at its top, or in `def pipeline() -> list[Step]`")
+    return Pipeline(file.stem, PREFIX, steps)
+
+
+def _imported(file: Path) -> ModuleType:
+    """A Python file as a module that the processes of steps find too, beside which they look for others."""
+    if not file.is_file():
+        raise UsageError(f"there is no pipeline file {file}")
+    folder, name = str(file.absolute().parent), file.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(file.absolute()):
+        del sys.modules[name]  # read anew: it may have changed
+        known = None
+    if known is not None or not name.isidentifier():
+        raise UsageError(f"{file} cannot be imported as {name!r}: give it the name of a module that there is not yet")
+    spec = importlib.util.spec_from_file_location(name, file.absolute())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

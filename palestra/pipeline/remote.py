@@ -1,0 +1,163 @@
+"""Outputs under a URL that machines share: worked on in a local folder, uploaded, `status.json` last.
+
+Under the URL lies what lies under a local prefix, without `.partial` folders: those are in the local folder of this
+prefix, `PALESTRA_CACHE/pipelines/…`, where a step that was killed goes on and where outputs are fetched to, once: an
+address never changes what it means.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.data.cache import cache_root
+from palestra.errors import PalestraError
+from palestra.pipeline.outputs import STATUS, Outputs
+from palestra.runs.lease import Lease, LeaseLost
+from palestra.runs.redact import redacted
+from palestra.runs.remote_store import FsspecStore
+from palestra.runs.store import read_json, write_json
+
+
+class RemoteOutputs(Outputs):
+    """The outputs under one URL; a bucket with writes on a condition, see `FsspecStore`."""
+
+    beat_seconds, look_seconds = 5.0, 2.0  # each is a request that is paid for; leases last 30 s
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        name = f"{self.url.rpartition('/')[2]}-{hashlib.sha256(self.url.encode()).hexdigest()[:10]}"
+        super().__init__(cache_root() / "pipelines" / name)
+        self.done_ones = FsspecStore(self.url)
+        self.steps = FsspecStore(f"{self.url}/.steps")
+        _ = self.done_ones.files  # a URL that cannot be used is refused before anything else
+
+    def place(self, address: str) -> str:
+        """The URL of a step's output."""
+        return f"{self.url}/{address}"
+
+    def lease(self, address: str) -> Lease:
+        """Who is at work on a step, on any machine."""
+        return Lease(self.steps, f"{address}/lease.json")
+
+    def done(self, address: str) -> dict[str, Any] | None:
+        """The status of a step that is done, else None."""
+        return _parsed(self.done_ones.get(f"{address}/{STATUS}"), self.place(address))
+
+    def half_done(self, address: str) -> bool:
+        """Nothing is renamed here: a step is done or it is not."""
+        return False
+
+    def attempt(self, address: str) -> dict[str, Any] | None:
+        """How the last attempt stands or ended."""
+        return _parsed(self.steps.get(f"{address}/attempt.json"), f"{self.url}/.steps/{address}/attempt.json")
+
+    def write_attempt(self, address: str, about: Mapping[str, Any]) -> None:
+        """Note how an attempt stands."""
+        self.steps.put(f"{address}/attempt.json", json.dumps(redacted(about), indent=1).encode())
+
+    def fetch(self, address: str) -> Path:
+        """The output of a step that is done, downloaded the first time; whole, or an error."""
+        folder, status = self.path(address), self.done(address)
+        if status is None:
+            raise self.missing(address)
+        if (folder / STATUS).exists():
+            if read_json(folder / STATUS) == status:
+                return folder
+            shutil.rmtree(folder)  # of a run whose output somebody has removed since
+        beside = self.prefix / ".fetching" / f"{address.replace('/', '_')}-{uuid.uuid4().hex[:8]}"
+        try:
+            beside.mkdir(parents=True)
+            for name, about in status["files"].items():
+                self._get(address, name, about, beside / name)
+            write_json(beside / STATUS, status)
+            self._keep(beside, folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return folder
+
+    def send(self, address: str) -> dict[str, Any]:
+        """Upload what a step has written, and take away what an earlier attempt had uploaded beyond it."""
+        super().send(address)
+        folder, files, target = self.partial(address), self.done_ones.files, f"{self.done_ones.path}/{address}"
+        listing = {path.relative_to(folder).as_posix(): _described(path) for path in _files(folder)}
+        often = self.done_ones.try_often
+        there = often(f"listing {self.place(address)}", lambda: files.find(target))
+        for name in listing:
+            often(
+                f"uploading {self.place(address)}/{name}",
+                lambda name=name: files.put_file(str(folder / name), f"{target}/{name}"),
+            )
+        for key in there:
+            if key.removeprefix(f"{target}/") not in listing:
+                often(f"removing {key}", lambda key=key: files.rm_file(key))
+        return {"files": listing}
+
+    def commit(self, address: str, status: Mapping[str, Any]) -> None:
+        """The step is done: `status.json`, if there is none. What is here is kept, as if it had been fetched."""
+        data = json.dumps(redacted(status), indent=1).encode()
+        if not self.done_ones.swap(f"{address}/{STATUS}", None, data):
+            raise LeaseLost(f"another process finished {self.place(address)} first")
+        write_json(self.partial(address) / STATUS, redacted(status))
+        self._keep(self.partial(address), self.path(address))
+
+    def finish(self, address: str) -> bool:
+        """Nothing is renamed here."""
+        return False
+
+    def publish_log(self, address: str) -> None:
+        """Upload the log of a step."""
+        if self.log(address).exists():
+            self.steps.put(f"{address}/log.txt", self.log(address).read_bytes() or b"\n")
+
+    def earlier(self, name: str) -> list[dict[str, Any]]:
+        """The statuses of all steps of a name that are done, the newest first."""
+        store = self.done_ones
+        keys = store.try_often(f"listing {self.url}", lambda: store.files.glob(f"{store.path}/{name}-*/{STATUS}"))
+        found = [self.done(key.removeprefix(f"{store.path}/").removesuffix(f"/{STATUS}")) for key in keys]
+        named = [status for status in found if status is not None and status["name"] == name]
+        return sorted(named, key=lambda status: status["finished"], reverse=True)
+
+    def _get(self, address: str, name: str, about: Mapping[str, Any], target: Path) -> None:
+        if target.is_absolute() and not target.resolve().is_relative_to(self.prefix.resolve()):
+            raise PalestraError(f"{self.place(address)} names a file outside of itself ({name!r}): it is no output")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store = self.done_ones
+        store.try_often(
+            f"downloading {self.place(address)}/{name}",
+            lambda: store.files.get_file(f"{store.path}/{address}/{name}", str(target)),
+        )
+        if _described(target) != about:
+            raise PalestraError(
+                f"{self.place(address)}/{name} is damaged: its bytes are not those that the step wrote. "
+                f"Remove {self.place(address)} and run the pipeline again."
+            )
+
+    @staticmethod
+    def _keep(made: Path, folder: Path) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / STATUS).exists():  # another process of this machine was first, with the same bytes
+                raise
+
+
+def _parsed(data: bytes | None, where: str) -> dict[str, Any] | None:
+    try:
+        return None if data is None else json.loads(data)
+    except ValueError as error:
+        raise PalestraError(f"{where} is not valid JSON ({error}): remove it and run the pipeline again") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(Path(where, name) for where, _, names in os.walk(folder) for name in names)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,200 @@
+"""The spec of kind `pipeline`: named steps, functions with arguments or specs, that use each other's outputs.
+
+`step:NAME` anywhere in a step's values is the output folder of another step, `step:NAME/docs` a path inside it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, create_model
+
+from palestra.errors import UsageError
+from palestra.spec.arguments import argument_problems
+from palestra.spec.base import Conflict, NamedSpec
+from palestra.spec.execution import Execution
+from palestra.spec.imports import load_function
+from palestra.spec.model import Model
+from palestra.spec.source import DataPath
+from palestra.spec.validate import SpecError, validate
+
+REFERENCE = "step:"
+STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+
+
+class _Step(Model):
+    """A step: a function with its arguments (`use`, `with`), or a spec with what is changed in it (`spec`, `set`)."""
+
+    use: str | None = Field(default=None, min_length=1)
+    """A built-in step such as filter, or your own function as module:function, looked for beside the file too."""
+    spec: str | dict[str, Any] | None = None
+    """A spec of any other kind: a file (file.yaml or file.yaml:name, seen from this one), or written out."""
+    set: dict[str, Any] = Field(default={})
+    """Values of that spec that are other here, by dotted path: `optim.lr: 1e-3`."""
+    retries: int | None = Field(default=None, ge=0)
+    """How often it is tried again after a failure; null takes that of the pipeline."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the function is given."""
+        return getattr(self, "with")
+
+
+# `with` is a word of Python: a class cannot say it.
+PipelineStep = create_model(
+    "PipelineStep",
+    __base__=_Step,
+    __doc__=_Step.__doc__,
+    **{"with": (dict[str, Any], Field(default={}, description="What the function is given, besides `out`."))},
+)
+
+
+class PipelineSpec(NamedSpec):
+    """Steps that use each other's outputs; `palestra pipeline run` runs what is not done yet."""
+
+    search: ClassVar[None] = None  # its steps may have one
+
+    kind: Literal["pipeline"]
+    """The kind of spec."""
+    prefix: Execution[str] = Field(default="outputs", min_length=1)
+    """Where outputs lie: a folder, or a URL such as s3://bucket/folder."""
+    retries: int = Field(default=0, ge=0)
+    """How often a step is tried again after a failure, where it does not say so itself."""
+    steps: dict[str, PipelineStep] = Field(min_length=1)
+    """The steps by name; a name is the first part of its output's, and slashes make folders."""
+
+    def conflicts(self) -> list[Conflict]:
+        """Steps that are not whole, unknown functions and arguments, specs with problems, references to nothing."""
+        found = []
+        for name, step in self.steps.items():
+            place = ("steps", name)
+            if not STEP_NAME.fullmatch(name):
+                reason = "expected a name of letters, digits, '_', '-' and '.', with '/' for folders"
+                found.append(Conflict(place, reason))
+            found += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
+            found += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
+        return found or self._circles()
+
+    def order(self) -> list[str]:
+        """The names of the steps, each after those whose outputs it uses."""
+        needs = {name: sorted(self._needs(step), key=list(self.steps).index) for name, step in self.steps.items()}
+        return list(TopologicalSorter(needs).static_order())
+
+    def referred(self, text: str) -> tuple[str, str] | None:
+        """The step that a `step:…` means and the path inside its output; None where there is no such step."""
+        parts = text.removeprefix(REFERENCE).split("/")
+        for length in range(len(parts), 0, -1):
+            if (name := "/".join(parts[:length])) in self.steps:
+                return name, "/".join(parts[length:])
+        return None
+
+    def derived(self) -> dict[str, int | float | str]:
+        """The order in which steps can run."""
+        return {"steps": len(self.steps), "order": ", ".join(self.order())}
+
+    def _needs(self, step: _Step) -> set[str]:
+        found = (self.referred(text) for _, text in references({"with": step.arguments, "spec": step.spec}))
+        return {one[0] for one in found if one is not None}
+
+    def _lost_references(self, name: str, step: _Step) -> Iterator[tuple[DataPath, str]]:
+        for path, text in references({"with": step.arguments, "spec": step.spec}):
+            target = self.referred(text)
+            if target is None:
+                asked = text.removeprefix(REFERENCE).partition("/")[0]
+                near = get_close_matches(asked, self.steps, n=1)
+                hint = f"Did you mean '{REFERENCE}{near[0]}'?" if near else f"The steps are: {', '.join(self.steps)}"
+                yield path, f"'{text}' is the output of no step. {hint}"
+            elif ".." in target[1].split("/"):
+                yield path, f"'{text}' is not a path inside the output of {target[0]}"
+            elif target[0] == name:
+                yield path, f"'{text}' is its own output"
+
+    def _circles(self) -> list[Conflict]:
+        try:
+            self.order()
+        except CycleError as error:
+            circle = list(reversed(error.args[1]))
+            reason = f"the steps need each other in a circle: {' → '.join(circle)}"
+            return [Conflict(("steps", circle[0]), reason)]
+        return []
+
+
+def references(value: Any, path: DataPath = ()) -> Iterator[tuple[DataPath, str]]:
+    """All texts `step:…` inside a value, each with its place."""
+    if isinstance(value, str) and value.startswith(REFERENCE):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from references(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from references(item, (*path, index))
+
+
+def step_function(use: str) -> Callable[..., Any]:
+    """The function of a built-in step, or of `module:function`."""
+    if ":" in use:
+        return load_function(use, "use")
+    # By name, because the steps of data build on specs.
+    known = import_module("palestra.data.steps").STEPS
+    if use not in known:
+        near = get_close_matches(use, known, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(sorted(known))}"
+        raise UsageError(f"no built-in step '{use}'. {hint}; your own is module:function")
+    return load_function(known[use], "use")
+
+
+def _step_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
+    if (step.use is None) == (step.spec is None):
+        yield (), "expected either `use`, a function, or `spec`"
+    elif step.use is not None:
+        yield from _use_problems(step)
+    elif isinstance(step.spec, str) or step.set:  # loading has put the file and `set` into the spec by now
+        yield ("spec",), "an override comes too late for a file and for `set`: override keys of the spec itself"
+    else:
+        yield from _spec_problems(step)
+
+
+def _use_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
+    assert step.use is not None
+    if step.set:
+        yield ("set",), "expected nothing, because it changes a `spec`: write arguments under `with`"
+    try:
+        function = step_function(step.use)
+        problems = argument_problems(function, step.arguments)
+    except UsageError as error:
+        yield ("use",), str(error).removeprefix("use: ")
+        return
+    yield from ((("with", *path), reason) for path, reason in problems)
+
+
+def _spec_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
+    assert isinstance(step.spec, dict)
+    if step.arguments:
+        yield ("with",), "expected nothing, because it is for a function (`use`): write values under `set`"
+    if step.spec.get("kind") == "pipeline":
+        yield ("spec", "kind"), "a pipeline cannot be a step of another: put its steps here"
+        return
+    try:
+        validate(step.spec, {})
+    except SpecError as error:
+        for problem in error.problems:
+            hint = f". {problem.hint}" if problem.hint else ""
+            yield ("spec", *_parts(step.spec, problem.path)), problem.reason + hint
+
+
+def _parts(data: Any, path: str) -> DataPath:
+    """The keys and indexes of a dotted path; keys of the data may have dots themselves."""
+    if not path:
+        return ()
+    if isinstance(data, dict):
+        fits = [str(key) for key in data if path == key or path.startswith(f"{key}.")]
+        key: str = max(fits, key=len, default=path.partition(".")[0])
+        return (key, *_parts(data.get(key), path[len(key) + 1 :]))
+    first, _, rest = path.partition(".")
+    if isinstance(data, list) and first.isdecimal() and int(first) < len(data):
+        return (int(first), *_parts(data[int(first)], rest))
+    return (first, *_parts(None, rest))

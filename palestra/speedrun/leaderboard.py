@@ -1,0 +1,59 @@
+"""A folder of submissions as rows, best first, and which of them nobody has beaten for less."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.store import read_json
+from palestra.speedrun.submission import NAME, SCORE
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """A row for every run in every speedrun.json below a folder, fewest bits per byte first."""
+    files = sorted(folder.rglob(NAME))
+    if not files:
+        raise UsageError(f"no {NAME} in {folder}: submissions are written by palestra speedrun run")
+    rows = [_row(entry["run_info"], path, folder) for path in files for entry in _entries(path)]
+    best = {id(row) for row in frontier(rows)}
+    ordered = sorted(rows, key=lambda row: (row["eval_bits_per_byte"], row["training_hardware_flops"]))
+    return [{**row, "pareto": id(row) in best} for row in ordered]
+
+
+def frontier(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with fewer bits per byte than all that took as many hardware FLOPs or fewer; cheapest first."""
+    kept: list[dict[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["training_hardware_flops"], row["eval_bits_per_byte"])):
+        if not kept or row["eval_bits_per_byte"] < kept[-1]["eval_bits_per_byte"]:
+            kept.append(row)
+    return kept
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
+        raise PalestraError(f"{path} is no submission: expected a mapping with a list 'runs'")
+    return found["runs"]
+
+
+def _row(info: dict[str, Any], path: Path, folder: Path) -> dict[str, Any]:
+    try:
+        return {
+            "run_name": info["run"],
+            "seed": info["seed"],
+            "results_filepath": str(path.relative_to(folder)),
+            "author": info["author"]["name"],
+            "description": info["description"],
+            "model_size": info["model_size"],
+            "total_tokens": info["total_tokens"],
+            "model_flops": info["model_flops"],
+            "training_hardware_flops": info["training_hardware_flops"],
+            "mfu": info["model_flops"] / info["training_hardware_flops"],
+            "training_time": info["training_time"],
+            "eval_bits_per_byte": info[SCORE],
+            "device": f"{info['num_devices']} × {info['resources']['device']}",
+            "commit": info["commit"],
+            "run_completion_timestamp": info["run_completion_timestamp"],
+        }
+    except KeyError as error:
+        raise PalestraError(f"{path} is no whole submission: it lacks {error}") from error

@@ -1,0 +1,213 @@
+"""Runs a sweep, alone or beside others at work on the same one: `runs/<group>/<run>/`, each a run like any other."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import Interrupted, UsageError
+from palestra.kinds.trial import Launch
+from palestra.runs.folder import Trial
+from palestra.runs.stop import stop_signals
+from palestra.runs.store import clear_write_errors, write_json
+from palestra.search.trials import gpus
+from palestra.spec.base import ExperimentSpec
+from palestra.spec.grid import Point, points
+from palestra.spec.kinds import runner
+from palestra.spec.load import Source, resolved
+from palestra.spec.load import load as load_spec
+from palestra.spec.overrides import parse
+from palestra.spec.plain import plain
+from palestra.spec.sweep import label
+from palestra.sweep.claims import Claims, TargetsFailed
+from palestra.sweep.results import POINT, write_results
+from palestra.work.pool import Pool
+
+CLAIMS = "claims"
+STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
+LOOK_SECONDS = 0.2
+SILENT_SECONDS = 300.0  # without a sign of life a worker is taken for hung and killed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep would run, and where."""
+
+    spec: ExperimentSpec
+    folder: Path
+    points: list[Point]
+
+    @property
+    def group(self) -> str:
+        """The name that all runs share."""
+        return self.folder.name
+
+    def state(self, name: str) -> str:
+        """done, failed, running or new."""
+        claims = Claims(self.folder / CLAIMS)
+        if claims.done(name):
+            return "done"
+        return "running" if claims.held(name) else (claims.outcome(name) or {"state": "new"})["state"]
+
+
+def plan(
+    spec: Source,
+    *,
+    only: Sequence[str] = (),
+    group: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    root: str | Path = "runs",
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+) -> Plan:
+    """The runs of a spec's `sweep:` block; nothing is written.
+
+    Args:
+        spec: A file ("spec.yaml" or "spec.yaml:name"), a dict or a spec.
+        only: Keep only these settings of an axis, as "size=s,m"; several axes must all agree.
+        group: The folder under the runs; over `sweep.group`.
+        variables: Values of the `${…}` in the spec.
+        root: The folder of all runs.
+        overrides: Fields of the spec: `["train.steps=8"]`, or a mapping of paths to values.
+    """
+    given = dict(parse(overrides)) | ({} if group is None else {"sweep.group": group})
+    loaded = load_spec(spec, variables=variables, overrides=given).spec
+    made = points(loaded)
+    assert loaded.sweep is not None
+    wanted = _chosen(only, loaded)
+    kept = [point for point in made if all(label(point.at[axis]) in labels for axis, labels in wanted.items())]
+    if not kept:
+        raise UsageError(f"--only {' '.join(only)}: no run of {loaded.name} is left")
+    folder = Path(os.path.abspath(root)) / (loaded.sweep.group or default_group(loaded.name))
+    return Plan(loaded, folder, kept)
+
+
+def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str, Any]:
+    """Run what is not done yet, together with any other process that does the same; the summary of the whole group.
+
+    With `parallel` above 1 so many worker processes share the runs, and the GPUs if there are any; any number of
+    processes, also on other machines that see the folder, may run the same sweep beside this one.
+    """
+    claims = Claims(planned.folder / CLAIMS)
+    names = [point.name for point in planned.points]
+    if parallel == 1:
+        show = not quiet
+        work_through(planned.folder, [_order(planned, point) for point in planned.points], list(sys.argv), show)
+    else:
+        _in_parallel(planned, parallel)
+    missing = [name for name in names if not claims.done(name)]
+    if missing:
+        lines = [f"  {name}: {(claims.outcome(name) or {}).get('error', 'its worker ended')}" for name in missing]
+        raise TargetsFailed(f"{len(missing)} of {len(names)} runs failed:\n" + "\n".join(lines))
+    return write_results(planned.folder)
+
+
+def work_through(folder: Path, orders: Sequence[Mapping[str, Any]], command: Sequence[str], show: bool) -> list[str]:
+    """One worker: claim and run until all are done; the names of the runs that it carried out."""
+    by_name = {order["name"]: order for order in orders}
+
+    def work(name: str) -> None:
+        trial = _trial(folder, by_name[name], command)
+        run_spec = resolved(trial.info["spec"])
+        runner(run_spec.kind)(run_spec, Launch(folder.parent, command, trial, show=show))
+
+    return Claims(folder / CLAIMS).run(list(by_name), work)
+
+
+def default_group(name: str) -> str:
+    """The name of the sweep and the short commit of the code around it, else Palestra's; the name where there is none.
+
+    The code around is that of the current folder: a sweep of changed code is another sweep.
+    """
+    commit = _commit(Path.cwd()) or _commit(Path(__file__).parent)
+    return f"{name}_{commit}" if commit else name
+
+
+def _commit(folder: Path) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # no git here
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _chosen(only: Sequence[str], spec: ExperimentSpec) -> dict[str, set[str]]:
+    assert spec.sweep is not None
+    axes, wanted = spec.sweep.axes, {}
+    for text in only:
+        name, equals, labels = text.partition("=")
+        if not equals or name not in axes:
+            raise UsageError(f"--only {text}: expected AXIS=SETTING, of the axes {', '.join(axes)}")
+        chosen = set(labels.split(",")) if labels not in axes[name].labels else {labels}
+        unknown = sorted(chosen - set(axes[name].labels))
+        if unknown:
+            raise UsageError(f"--only {text}: axis '{name}' has no {unknown[0]}; it has {', '.join(axes[name].labels)}")
+        wanted[name] = wanted.get(name, set()) | chosen
+    return wanted
+
+
+def _order(planned: Plan, point: Point, threads: int | None = None) -> dict[str, Any]:
+    """What a worker needs to know of a run, as plain data."""
+    spec = point.spec
+    track = spec.track.model_copy(update={"project": spec.track.project or planned.group})
+    changes = {"track": track, "threads": spec.threads or threads}
+    return {"name": point.name, "at": point.at, "spec": plain(spec.model_copy(update=changes))}
+
+
+def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Trial:
+    """The folder of a run with its trial.json, as any other run has; one that is there already goes on as it began."""
+    path = folder / order["name"]
+    with clear_write_errors(path):
+        if not (path / POINT).exists():
+            write_json(path / POINT, {"at": order["at"]})
+        if not (path / "trial.json").exists():
+            (path / "plots").mkdir(parents=True, exist_ok=True)
+            spec = resolved(order["spec"])
+            info = {
+                "name": folder.name,
+                "id": order["name"],
+                "seeds": spec.seeds,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "command": list(command),
+                "spec": order["spec"],
+            }
+            write_json(path / "trial.json", info)
+    return Trial(path)
+
+
+def _in_parallel(planned: Plan, parallel: int) -> None:
+    found = [] if planned.spec.device == "cpu" else gpus()
+    threads = max(1, (os.cpu_count() or 1) // parallel)
+    orders = [_order(planned, point, None if found else threads) for point in planned.points]
+    stop: list[bool] = []
+    pools, tasks = [], []
+    try:
+        with stop_signals(lambda: stop.append(True)):
+            for index in range(parallel):
+                env = {"CUDA_VISIBLE_DEVICES": found[index % len(found)]} if found else {}
+                name = f"{planned.group}-{index}"
+                pools.append(Pool(1, threads=threads, name=name, env=env, heartbeat_timeout=SILENT_SECONDS))
+                log = planned.folder / "logs" / f"{os.getpid()}-{index}.txt"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                tasks.append(
+                    pools[-1].submit(work_through, planned.folder, orders, list(sys.argv), show=False, log=log)
+                )
+            while not stop and not all(task.done() for task in tasks):
+                time.sleep(LOOK_SECONDS)
+    finally:
+        for task in tasks:  # all are asked before any is waited for
+            if not task.done():
+                task.ask_to_end()
+        for pool in pools:
+            pool.stop(STOP_SECONDS)
+    if stop:
+        raise Interrupted("stopped with everything saved; the same command goes on")
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    if len(errors) == len(tasks) and not any(planned.state(point.name) == "failed" for point in planned.points):
+        raise errors[0]  # the workers could not even begin

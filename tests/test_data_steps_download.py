@@ -1,0 +1,190 @@
+"""Downloads from every kind of place: checked, resumed by range, whole or not there."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import Repository, hub_server
+from s3_server import s3_server
+
+from palestra.data.steps.download import download
+from palestra.errors import PalestraError, UsageError
+
+BYTES = bytes(range(256)) * 9000  # more than two chunks
+
+
+class Web(BaseHTTPRequestHandler):
+    """A server of one file, which can break off in the middle of it."""
+
+    broken = 0
+    """How many answers break off after a half."""
+    version = '"one"'
+    ranges = True
+    asked: tuple[str, ...] = ()
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self, *, body: bool) -> None:
+        web = type(self)
+        if self.path != "/data/file%201.jsonl":
+            self.send_error(404)
+            return
+        wanted = self.headers.get("Range")
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and web.ranges else 0
+        if self.headers.get("If-Range", web.version) != web.version:
+            start = 0
+        data = BYTES[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", web.version)
+        self.end_headers()
+        if body:
+            web.asked = (*web.asked, wanted or "whole")
+            if web.broken:
+                web.broken -= 1
+                self.wfile.write(data[: len(data) // 2])
+                self.close_connection = True
+            else:
+                self.wfile.write(data)
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, type[Web]]]:
+    """The address of the file, and the server."""
+    handler = type("Fresh", (Web,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/data/file%201.jsonl", handler
+    server.shutdown()
+    server.server_close()
+
+
+def counts(out: Path) -> dict[str, Any]:
+    """What the step noted."""
+    return json.loads((out / "counts.json").read_text())
+
+
+def test_download_of_a_web_file_that_breaks_off_goes_on_by_range(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
+    url, server = web
+    server.broken = 1
+    download(tmp_path, url=url, sha256=hashlib.sha256(BYTES).hexdigest())
+    assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
+    assert server.asked == ("whole", f"bytes={len(BYTES) // 2}-")
+    assert counts(tmp_path)["bytes"] == len(BYTES)
+
+
+def test_download_that_failed_goes_on_in_the_next_attempt(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
+    url, server = web
+    server.broken = 1
+    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes are kept"):
+        download(tmp_path, url=url, tries=1)
+    assert not (tmp_path / "files").exists()
+    assert not (tmp_path / "counts.json").exists()
+    download(tmp_path, url=url)
+    assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
+    assert counts(tmp_path)["bytes_resumed"] == len(BYTES) // 2
+    download(tmp_path, url=url)  # all there: nothing is asked for again
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("how", ["changed", "no ranges"])
+def test_download_that_cannot_go_on_begins_anew(tmp_path: Path, web: tuple[str, type[Web]], how: str) -> None:
+    url, server = web
+    server.broken = 1
+    with pytest.raises(PalestraError):
+        download(tmp_path, url=url, tries=1)
+    if how == "changed":
+        server.version = '"two"'
+    else:
+        server.ranges = False
+    download(tmp_path, url=url)
+    assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
+
+
+def test_download_with_another_checksum_is_refused_and_leaves_no_file(
+    tmp_path: Path, web: tuple[str, type[Web]]
+) -> None:
+    with pytest.raises(PalestraError, match="has the SHA-256"):
+        download(tmp_path, url=web[0], sha256="0" * 64)
+    assert not (tmp_path / "files").exists()
+
+
+def test_download_of_what_is_not_there_says_so(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
+    with pytest.raises(PalestraError, match="HTTP 404"):
+        download(tmp_path / "a", url=web[0].replace("file", "other"))
+    with pytest.raises(UsageError, match="no URL, no file or folder in"):
+        download(tmp_path / "b", url="no/such/thing")
+    with pytest.raises(PalestraError, match="does not exist"):
+        download(tmp_path / "c", url=f"file://{tmp_path}/nothing")
+
+
+def test_download_of_a_local_folder_takes_the_files_that_match(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "deep/b.jsonl", "c.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    download(tmp_path / "out", url=str(tmp_path / "in"), files=["*.jsonl"])
+    found = sorted(
+        path.relative_to(tmp_path / "out/files").as_posix() for path in (tmp_path / "out/files").rglob("*.*")
+    )
+    assert found == ["a.jsonl", "deep/b.jsonl"]
+    with pytest.raises(UsageError, match=r"matches \*.csv"):
+        download(tmp_path / "bad", url=str(tmp_path / "in"), files=["*.csv"])
+    with pytest.raises(UsageError, match="give the checksums by name"):
+        download(tmp_path / "sums", url=str(tmp_path / "in"), sha256="00")
+
+
+def test_download_from_the_hub_takes_a_revision_and_gives_no_token_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_server() as hub:
+        hub.datasets["owner/set"] = Repository(
+            {"train.parquet": BYTES, "README.md": b"about", "x/y.jsonl": b"{}\n"}, token="secret", tags=("v1",)
+        )
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        monkeypatch.delenv("PALESTRA_MIRROR", raising=False)
+        download(tmp_path, url="owner/set", revision="v1", files=["*.parquet", "x/*"])
+        assert (tmp_path / "files/train.parquet").read_bytes() == BYTES
+        assert (tmp_path / "files/x/y.jsonl").read_bytes() == b"{}\n"
+        assert not (tmp_path / "files/README.md").exists()
+        assert counts(tmp_path)["revision"] == hub.datasets["owner/set"].commit
+        assert not any(token for _, path, token in hub.requests if path.startswith("/cdn/"))
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        with pytest.raises(PalestraError, match="no dataset of this name"):
+            download(tmp_path / "other", url="owner/set")
+
+
+def test_download_from_a_bucket_goes_on_in_the_middle_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as s3:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+        import s3fs
+
+        files = s3fs.S3FileSystem(skip_instance_cache=True)
+        files.mkdir("bucket")
+        files.pipe_file("bucket/data/a.jsonl", BYTES)
+        download(tmp_path / "whole", url="s3://bucket/data")
+        assert (tmp_path / "whole/files/a.jsonl").read_bytes() == BYTES
+        # As a kill leaves it: the first part of the file, and the version that it is of.
+        part = tmp_path / "half/.shards/parts" / hashlib.sha256(b"a.jsonl").hexdigest()[:16]
+        part.parent.mkdir(parents=True)
+        part.write_bytes(BYTES[:1000])
+        about = json.loads(next((tmp_path / "whole/.shards/parts").glob("*.json")).read_text())
+        part.with_suffix(".json").write_text(json.dumps(about))
+        download(tmp_path / "half", url="s3://bucket/data")
+        assert (tmp_path / "half/files/a.jsonl").read_bytes() == BYTES
+        assert counts(tmp_path / "half")["bytes_resumed"] == 1000

@@ -1,0 +1,202 @@
+import json
+import shutil
+import time
+
+import pytest
+from pipeline_runs import address, files, start
+from pipeline_steps import faulty, noop, noted, number, total, value
+
+from palestra.errors import UsageError
+from palestra.pipeline import Step
+from palestra.pipeline.graph import Graph
+from palestra.pipeline.outputs import Outputs, open_outputs
+from palestra.pipeline.plan import plan
+from palestra.pipeline.runner import PipelineFailed, run
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    return open_outputs(str(tmp_path / "prefix"))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return tmp_path / "journal.txt"
+
+
+def actions(targets, outputs, **options) -> dict[str, str]:
+    graph = Graph(targets)
+    return {graph.nodes[each.address].step.name: each.action for each in plan(graph, outputs, **options)}
+
+
+# ---- capability 1: the dry run
+
+
+def test_plan_says_what_would_happen_and_writes_nothing(outputs, tmp_path, journal):
+    target = total(parts=[number(value=1), number(value=2)])
+    assert actions([target], outputs) == {"number": "run", "total": "run"}
+    assert not outputs.prefix.exists()
+    run([number(value=1), number(value=2)], outputs)
+    before = files(outputs.prefix)
+    assert [(each.action, each.reason) for each in plan(Graph([target]), outputs)] == [("run", "not done yet")]
+    assert actions([target, number(value=1)], outputs) == {"number": "skip", "total": "run"}
+    assert files(outputs.prefix) == before
+
+
+def test_plan_names_failures_their_descendants_and_owners(outputs, tmp_path):
+    bad = faulty(until=tmp_path / "no")
+    behind, aside = total(parts=[bad]), number(value=3)
+    with pytest.raises(PipelineFailed):
+        run([behind], outputs)
+    lease = outputs.lease(address(aside))
+    lease.acquire()
+    assert actions([behind, aside], outputs) == {"faulty": "refuse", "total": "wait", "number": "wait"}
+    assert actions([behind], outputs, force_failed=True) == {"faulty": "run", "total": "run"}
+    reasons = [each.reason for each in plan(Graph([behind, aside]), outputs)]
+    assert reasons[0].startswith("failed before (RuntimeError: no is not there)")
+    assert reasons[1] == "needs faulty, which will not run"
+    assert "is at work on it" in reasons[2]
+
+
+# ---- capability 2: the graph runs, and once
+
+
+def test_run_of_a_graph_fills_inputs_anywhere_and_the_second_run_does_nothing(outputs, journal):
+    parts = {"a": [number(value=1)], "b": (number(value=2), (number(value=3),)), "c": {"d": number(value=4)}}
+    target = total(parts=parts, journal=str(journal))
+    outcome = run([target], outputs)
+    assert value(outputs, target) == 10
+    assert len(outcome.ran) == 5
+    status = outputs.done(address(target))
+    assert status["name"] == "total"
+    assert status["inputs"] == [address(number(value=index)) for index in (1, 2, 3, 4)]
+    assert status["identity"]["config"]["parts"]["a"] == [{"$step": address(number(value=1)), "path": ""}]
+    assert sorted(path.name for path in outputs.prefix.iterdir() if path.suffix == ".partial") == []
+    assert run([target], outputs).ran == []
+    assert noted(journal) == [["total"]]
+
+
+def test_run_steps_in_parallel_up_to_the_limit(outputs, journal):
+    targets = [number(value=index, seconds=1.0) for index in range(4)]
+    run([noop(index=0)], outputs)
+    seen = set()
+
+    def watch(outcome):
+        seen.add(sum(state == "running" for state in outcome.states.values()))
+
+    run(targets, outputs, max_parallel=3, watch=watch)
+    assert max(seen) == 3
+    with pytest.raises(UsageError, match="at least 1"):
+        run(targets, outputs, max_parallel=0)
+
+
+def test_done_steps_are_looked_up_quickly(outputs):
+    targets = [noop(index=index) for index in range(1000)]
+    graph = Graph(targets)
+    for name in graph.targets:
+        outputs.path(name).mkdir(parents=True)
+        (outputs.path(name) / "status.json").write_text(json.dumps({"address": name, "name": "noop"}))
+    joined = total(parts=targets)
+    start = time.monotonic()
+    assert run(targets, outputs).ran == []
+    assert all(each.action == "skip" for each in plan(Graph(targets), outputs))
+    assert len(plan(Graph([joined]), outputs)) == 1
+    assert time.monotonic() - start < 2.0
+
+
+# ---- capability 3: what changes an address
+
+
+def test_changed_literal_runs_that_step_and_its_descendants_alone(outputs, journal):
+    def pipeline(middle: int, seconds: float):
+        left, right = number(value=1, seconds=seconds), number(value=middle, seconds=seconds)
+        return total(parts=[total(parts=[left, right]), left])
+
+    assert len(run([pipeline(2, 0.0)], outputs).ran) == 4
+    assert run([pipeline(2, 0.01)], outputs).ran == []
+    assert sorted(each.rpartition("-")[0] for each in run([pipeline(3, 0.0)], outputs).ran) == [
+        "number",
+        "total",
+        "total",
+    ]
+
+
+def test_cached_result_is_used_though_its_inputs_are_gone(outputs, journal):
+    source = number(value=1, journal=str(journal))
+    middle = total(parts=[source])
+    run([middle], outputs)
+    shutil.rmtree(outputs.path(address(source)))
+    target = total(parts=[middle, number(value=5)])
+    run([target], outputs)
+    assert value(outputs, target) == 6
+    assert len(noted(journal)) == 1
+
+
+def test_input_that_vanishes_in_the_run_fails_with_its_name(outputs):
+    source = number(value=1)
+    run([source], outputs)
+    target = total(parts=[source, number(value=2, seconds=0.5)])
+
+    def watch(outcome):
+        shutil.rmtree(outputs.path(address(source)), ignore_errors=True)
+
+    with pytest.raises(PipelineFailed, match=rf"{address(source)} is needed and not there"):
+        run([target], outputs, watch=watch)
+
+
+# ---- capability 5: --only, and outputs that are not waited for
+
+
+def test_only_runs_what_fits_and_what_it_lacks(outputs):
+    left, right = number(value=1).named("left"), number(value=2).named("right")
+    target = total(parts=[left, right]).named("target")
+    assert run([target], outputs, only=["^left$"]).ran == [address(left)]
+    assert run([target], outputs, only=["targ", "left"]).ran == [address(right), address(target)]
+    with pytest.raises(UsageError, match="'nothing' fits no step; there are left, right, target"):
+        run([target], outputs, only=["nothing"])
+    with pytest.raises(UsageError, match="not a regular expression"):
+        run([target], outputs, only=["("])
+
+
+def read_if_there(out, where):
+    (out / "value.txt").write_text(str(where.exists()))
+
+
+def test_unawaited_input_is_run_only_when_asked_for_or_needed_otherwise(outputs):
+    parent = number(value=1)
+    child = Step("child", read_if_there, {"where": parent.unawaited("value.txt")})
+    assert run([child], outputs).ran == [address(child)]
+    assert (outputs.path(address(child)) / "value.txt").read_text() == "False"
+    assert address(child) != address(Step("child", read_if_there, {"where": number(value=2).unawaited("value.txt")}))
+    assert run([child], outputs, only=["number"]).ran == [address(parent)]
+    other = Step("other", read_if_there, {"where": parent.unawaited("value.txt")})
+    assert run([other], outputs).ran == [address(other)]
+    assert (outputs.path(address(other)) / "value.txt").read_text() == "True"
+    needing = total(parts=[number(value=9)])
+    both = Step("both", read_if_there, {"where": number(value=9).unawaited(), "also": 1})
+    with pytest.raises(PipelineFailed):  # `also` is no parameter; what it does not wait for runs all the same
+        run([both, needing], outputs)
+    assert value(outputs, needing) == 9
+
+
+# ---- capability 6: many processes on one prefix
+
+
+def test_four_processes_on_one_prefix_run_a_step_once(outputs, journal):
+    processes = [start(outputs.prefix, "number", journal) for _ in range(4)]
+    for process in processes:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert noted(journal) == [["number", "7"]]
+    assert value(outputs, number(value=7)) == 7
+
+
+def test_earlier_gives_done_steps_of_that_very_name_newest_first(outputs):
+    for index in (1, 2):
+        run([number(value=index), number(value=index).named("number-two")], outputs)
+    found = [status["identity"]["config"]["value"] for status in outputs.earlier("number")]
+    assert found == [2, 1]
+
+
+def test_prefix_as_a_file_url_is_the_folder(tmp_path):
+    assert open_outputs(f"file://{tmp_path}/a").prefix == Outputs(tmp_path / "a").prefix
