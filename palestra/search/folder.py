@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
+from palestra.runs.redact import redacted
 from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.load import resolved
@@ -65,7 +66,7 @@ def new_experiment(root: Path, spec: ExperimentSpec, command: Sequence[str]) -> 
         "name": spec.name,
         "id": path.name,
         "created": now.isoformat(timespec="seconds"),
-        "command": list(command),
+        "command": redacted(list(command)),
         "spec": _given(spec),
     }
     with clear_write_errors(path):

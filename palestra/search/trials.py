@@ -12,6 +12,7 @@ from typing import Any
 from palestra.errors import Interrupted, PalestraError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial
+from palestra.runs.redact import redacted
 from palestra.runs.run import Run
 from palestra.runs.status import read_status
 from palestra.runs.store import clear_write_errors, write_json
@@ -59,7 +60,7 @@ def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str]) -> Tria
             "id": f"{path.parent.parent.name}/trials/{path.name}",
             "seeds": spec.seeds,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(command),
+            "command": redacted(list(command)),
             "spec": plain(spec),
         }
         with clear_write_errors(path):

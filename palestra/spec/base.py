@@ -123,7 +123,7 @@ class ExperimentSpec(NamedSpec):
     threads: Execution[int | None] = Field(default=None, ge=1)
     """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
     search: Execution[SearchSpec | None] = None
-    """Which fields `palestra search` varies, and how; all other commands take the spec as it stands."""
+    """Which fields `palestra search SPEC` varies, and how; all other commands take the spec as it stands."""
     sweep: Execution[SweepSpec | None] = None
     """Which runs `palestra sweep SPEC` makes of it; all other commands take the spec as it stands."""
 

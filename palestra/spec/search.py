@@ -87,7 +87,7 @@ class PrunerSpec(Model):
 
 
 class SearchSpec(Model):
-    """A search over fields of the spec around it; `palestra search` reads it."""
+    """A search over fields of the spec around it; `palestra search SPEC` reads it."""
 
     space: Annotated[dict[str, Axis], Field(min_length=1), Words("a mapping of key.path to what it is varied over")]
     """What is varied: `algorithm.lr: {loguniform: [1e-4, 1e-2]}`; what is not keeps the value of the spec."""

@@ -13,6 +13,7 @@ from typing import Any
 from palestra.errors import Interrupted, UsageError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial
+from palestra.runs.redact import redacted
 from palestra.runs.stop import stop_signals
 from palestra.runs.store import clear_write_errors, write_json
 from palestra.search.trials import gpus
@@ -174,7 +175,7 @@ def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Tr
                 "id": order["name"],
                 "seeds": spec.seeds,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": list(command),
+                "command": redacted(list(command)),
                 "spec": order["spec"],
             }
             write_json(path / "trial.json", info)

@@ -31,8 +31,7 @@ class NetSpec(Model):
     """The networks of policy and value."""
 
     trunk: Literal["auto", "mlp", "nature", "impala"] = "auto"
-    """What reads observations: hidden layers alone, or a convolutional network before them; auto takes nature for
-    images of at least 36 × 36 pixels."""
+    """What reads observations: hidden layers, or convolutions before them; auto: nature for images from 36 × 36 on."""
     hidden: list[Width] = Field(default=[64, 64])
     """The widths of the hidden layers; after convolutions one of 512 is usual."""
     critic_hidden: list[Width] | None = None

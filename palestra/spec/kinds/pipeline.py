@@ -53,7 +53,7 @@ PipelineStep = create_model(
 
 
 class PipelineSpec(NamedSpec):
-    """Steps that use each other's outputs; `palestra pipeline run` runs what is not done yet."""
+    """Steps that use each other's outputs; `palestra pipeline run FILE` runs what is not done yet."""
 
     search: ClassVar[None] = None  # its steps may have one
 
