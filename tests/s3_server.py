@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hub_server import Hold
+from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -44,6 +45,9 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     """Serve until the block ends."""
     s3 = S3Server()
+    for account in s3_backends.values():  # moto keeps its buckets for the whole process
+        for backend in account.values():
+            backend.reset()
     moto = DomainDispatcherApplication(create_backend_app)
     one_at_a_time = threading.Lock()  # moto looks at a condition and writes in two steps
 

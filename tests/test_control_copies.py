@@ -299,7 +299,7 @@ def test_auto_slow_environment_goes_to_processes_and_a_fast_one_stays(monkeypatc
     def slow() -> gym.Env:
         return gym.wrappers.TransformAction(gym.make("CartPole-v1"), lambda a: (time.sleep(0.02), a)[1], None)
 
-    for name, factory, expected in (("object:slow", slow, 2), ("object:fast", lambda: gym.make("CartPole-v1"), 0)):
+    for name, factory, expected in (("Slow-v0", slow, 2), ("Fast-v0", lambda: gym.make("CartPole-v1"), 0)):
         with closing(make_vector(EnvSpec(id=name), 2, factory)) as env:
             assert isinstance(env, Copies)
             assert env.processes == expected

@@ -214,7 +214,7 @@ def test_cut_environments_restarted_outside_of_a_step_end_there():
 
     step(0)
     step(1)
-    held.cut(np.array([1]))
+    held.cut(np.array([False, True]))
     step(20)
     step(21)
     batch = every_row(held)

@@ -76,8 +76,8 @@ def test_sample_frequencies_are_the_priorities_to_the_power_of_alpha():
     chances = (errors.double().numpy() + 1e-6) ** 0.6
     chances /= chances.sum()
     generator = torch.Generator().manual_seed(1)
-    rows = torch.cat([memory.sample(1, generator, 0.4).rows for _ in range(20_000)])  # single draws are independent
-    counts = np.bincount(rows.numpy(), minlength=64)
+    rows = memory.sample_many(20_000, 1, generator, 0.4).rows  # batches of one are independent
+    counts = np.bincount(rows.flatten().numpy(), minlength=64)
     expected = chances * 20_000
     seen = expected > 5
     assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 64 + 5 * 128**0.5
@@ -85,6 +85,23 @@ def test_sample_frequencies_are_the_priorities_to_the_power_of_alpha():
     weights = (len(memory) * chances[batch.rows.numpy()]) ** -0.4
     np.testing.assert_allclose(batch.weights.numpy(), weights / weights.max(), rtol=1e-5)
     assert float(batch.weights.max()) == 1.0
+
+
+def test_sample_many_by_priority_is_one_draw_a_part_of_the_sum_in_every_batch():
+    memory = held()
+    memory.sample(8, torch.Generator().manual_seed(0), 0.4)
+    memory.update_priorities(torch.arange(64), torch.linspace(0.5, 5, 64))
+    many = memory.sample_many(5, 16, torch.Generator().manual_seed(3), 0.7)
+    assert many.obs.shape == (5, 16, 1)
+    assert many.weights.max(dim=1).values.tolist() == [1.0] * 5
+    priorities = memory.tree.weights(np.arange(64))
+    above = priorities.cumsum() / priorities.sum() * 16  # item i lies from above[i - 1] to above[i] in units of parts
+    for rows, weights in zip(many.rows.numpy(), many.weights.numpy(), strict=True):
+        below = np.where(rows == 0, 0.0, above[rows - 1])
+        assert (below <= np.arange(16) + 1).all()
+        assert (above[rows] >= np.arange(16)).all()
+        expected = (len(memory) * priorities[rows] / priorities.sum()) ** -0.7
+        np.testing.assert_allclose(weights, expected / expected.max(), rtol=1e-5)
 
 
 def test_weights_beta_one_makes_the_mean_unbiased():

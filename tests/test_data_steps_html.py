@@ -69,6 +69,10 @@ TAGS = st.sampled_from(ELEMENTS.split())
 @given(st.lists(st.one_of(WORDS, TAGS.map("<{}>".format), TAGS.map("</{}>".format)), max_size=25))
 def test_markdown_of_any_soup_keeps_every_word_in_order(parts: list[str]) -> None:
     found = markdown_of(" ".join(parts)).markdown
+    if any(part.strip("</>") in ("table", "tr", "td", "th") for part in parts):
+        # What stands in a table outside of its cells comes before it, as in a browser.
+        assert all(part in found for part in parts if not part.startswith("<"))
+        return
     at = 0
     for word in (part for part in parts if not part.startswith("<")):
         at = found.find(word, at)
