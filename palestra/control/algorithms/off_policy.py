@@ -21,7 +21,7 @@ from palestra.errors import UsageError
 from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
 
 GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, at most
-DRAWN_AT_ONCE = 16  # batches drawn by the same priorities: one by one, drawing costs as much as learning
+DRAWN_AT_ONCE = 16  # batches drawn by the same priorities: one by one, drawing them costs much of an update
 
 
 class OffPolicy(Algorithm):
