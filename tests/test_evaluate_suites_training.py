@@ -167,6 +167,7 @@ def test_posttraining_has_the_same_bits_with_suites_and_measures_what_it_publish
         assert weights(suited) == weights(plain)
 
 
+@pytest.mark.slow  # it must be stopped within the suite, which is over in a moment
 def test_posttraining_that_is_stopped_in_a_suite_measures_it_again(tmp_path):
     lab = posttrain_lab.Lab(tmp_path)
     path = write_suite(tmp_path, tasks=[{"task": "posttrain_tasks:Signalling", "name": "letters"}])
