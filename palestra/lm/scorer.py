@@ -19,7 +19,7 @@ Conversation = Sequence[Mapping[str, Any]]
 LANES = 16
 """Sequences are filled up to a multiple of so many tokens: vectors are full, and there are few lengths."""
 TOKENS = 256
-"""Tokens of a pass over short sequences: 5 times the rate of one after the other for a small model; longer ones are
+"""Tokens of a pass over short sequences: 4 to 5 times the rate of one by one for a small model; longer ones are
 passed alone, because they keep the processor busy by themselves."""
 
 

@@ -2,7 +2,7 @@
 
     python examples/posttrain/rlhf/run.py [--seed 0]
 
-It takes about two minutes on two cores and needs no network. The run folder of PPO gets a result.json.
+It takes about 70 seconds of processor time and needs no network. The run folder of PPO gets a result.json.
 """
 
 import argparse
