@@ -1,5 +1,6 @@
 """Tasks for tests of evaluation: prompts of letters, and a judge that a random model pleases now and then."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -59,9 +60,13 @@ class HalfBroken(Letters):
 class Fragile(Letters):
     """Kills its process at the answer whose number is in the file EVAL_KILL; may fail while EVAL_KILL.fail exists."""
 
-    judged = 0
+    judged = waiting = 0
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    async def judge(self, problem: Problem, answer: Answer) -> Verdict:
+        Fragile.waiting += 1
+        for _ in range(4 * Fragile.waiting):  # one after another, so that those before it are written when it kills
+            await asyncio.sleep(0)
+        Fragile.waiting -= 1
         Fragile.judged += 1
         path = Path(os.environ["EVAL_KILL"])
         if path.exists() and Fragile.judged == int(path.read_text()):

@@ -109,7 +109,7 @@ def test_stall_of_a_hung_coroutine_tells_every_frame_that_waits_and_who_waits_fo
     assert "in wait\n    await fut" in report
     assert "thread MainThread" in report
     assert "thread rollout" in report
-    assert "thread watchdog" not in report
+    assert "thread watchdog\n" not in report
     assert told("who waits for whom") == ["who waits for whom: the batch lacks prompt 7"]
     assert watchdog.stalls == 1
     assert not hung.done(), "it ends nothing"
