@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from palestra.lm.moe import MoE
-from palestra.lm.ops import MLP, Linear, RMSNorm, rotate
+from palestra.lm.ops import MLP, Linear, RMSNorm, doubled, rotate
 from palestra.lm.rope import frequencies
 from palestra.spec.shape import Shape
 
@@ -49,14 +49,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """(T, D) → (T, D)."""
-        q, k, v = self.qkv(x).split([self.heads * self.dim, self.kv * self.dim, self.kv * self.dim], dim=-1)
-        if self.q_norm is not None and self.k_norm is not None and not self.per_head:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.dim)) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None and self.per_head:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v, self.window)
-        return self.o(out.flatten(1))
+        qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = self._normalised(qk, self.q_norm, self.k_norm)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv], dim=1)
+        return self.o(attend(self.layer, q, k, v, self.window).flatten(1))
+
+    def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """Queries and keys (T, H + K, dim), each head for itself or all together."""
+        both = zip(qk.split([self.heads, self.kv], dim=1), (q_norm, k_norm), strict=True)
+        if self.per_head:
+            return torch.cat([norm(part) for part, norm in both], dim=1)
+        return torch.cat([norm(part.flatten(1)).view(part.shape) for part, norm in both], dim=1)
 
 
 class Block(nn.Module):
@@ -106,6 +110,8 @@ class Transformer(nn.Module):
         """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
         x = F.embedding(tokens, self.embed).to(self.dtype)
         cos, sin = self.rotation(positions)
+        if not x.is_cuda:
+            cos, sin = doubled(cos, sin)
         routers = []
         for layer, block in enumerate(self.layers):
             if torch.is_grad_enabled() and self.checkpointing(layer):

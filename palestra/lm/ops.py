@@ -50,16 +50,24 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of `x` (T, heads, dim) by `cos` and `sin` (T, dim / 2), in FP32; halves are paired."""
+    """Rotary position embedding of `x` (T, heads, dim) by `cos` and `sin` (T, dim / 2), in FP32; halves are paired.
+
+    On the CPU they may be `doubled` already, once for all layers.
+    """
     if _fused(x):
         return _kernels().rotate(x, cos, sin)
     if x.is_cuda:
         first, second = wide(x).chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    # Rows twice as long for the CPU, which loops over the last dimension.
-    cos, sin = torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+    if cos.shape[-1] < x.shape[-1]:
+        cos, sin = doubled(cos, sin)
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
+
+
+def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, dim / 2) → (T, 1, dim) each, for both halves of a head: the CPU loops over the last dimension."""
+    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -105,139 +105,165 @@ class Parts:
 
 def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, *, show: bool = True) -> None:
     """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
-    learner, executor, hooks = parts.learner, parts.executor, load_hooks(spec.hooks)
-    step, tokens, unevaluated = _restore(session, parts)
-    log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
-    checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(learner.engine)
     with ExitStack() as stack:
-        record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
-        profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
-        rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
-        watchdog = stack.enter_context(Watchdog(STALL_SECONDS, executor.describe, parts.loop.loop))
-        lag = LoopLag()
-        parts.loop.start(lag.run())
-
-        got_on = (0.0, 0)
-
-        def look() -> None:
-            """Between two bursts: stop if asked to, and tell the watchdog whether anything got done."""
-            nonlocal got_on
-            if session.stop_requested:
-                raise _Stopped
-            now = (parts.writer.metrics()["generated_tokens"], executor.settled)
-            if now != got_on:
-                watchdog.progress()
-            got_on = now
-
-        def work(seconds: float) -> bool:
-            """Generate while the trainer waits for groups."""
-            look()
-            return parts.generator.work(seconds)
-
-        def evaluate() -> dict[str, float] | None:
-            """None where the run was asked to stop meanwhile."""
-            try:
-                with speed.paused(), record.span("eval"):
-                    return parts.evaluate(look)
-            except _Stopped:
-                return None
-
-        def measure(labels: Sequence[str], counters: dict[str, int]) -> dict[str, float] | None:
-            """None where the run was asked to stop meanwhile."""
-
-            def busy() -> None:
-                look()
-                watchdog.progress()
-
-            if not labels:
-                return {}
-            try:
-                with speed.paused(), record.span("suites"):
-                    return parts.suites.measure(labels, counters, busy)
-            except _Stopped:
-                return None
-
-        def overlap() -> None:
-            """Generate between micro-batches, where answers may be older than the weights."""
-            watchdog.progress()
-            if spec.rollout.staleness > 0:
-                executor.collect()
-                executor.admit()
-                parts.writer.burst()
-
-        if step == 0:
-            record.row(parts.introduce() | (evaluate() or {}), {"steps": 0, "tokens": 0}, headline=HEADLINE)
-        saved, last = step, step >= spec.train.steps and unevaluated is None
-        while not last:
-            before = {"steps": step, "tokens": tokens}
-            if unevaluated is None:
-                try:
-                    with record.span("rollout"):
-                        groups, filtered = executor.take(work)
-                except _Stopped:
-                    if saved != step:
-                        _save(session, parts, before, {"temporary"}, {})
-                    raise _interrupted(step, session) from None
-                except NothingLeft as reason:
-                    log.warning("the run ends at step %d: %s", step, reason)
-                    row = evaluate() or {}
-                    row |= measure(parts.suites.due(before, before, True), before) or {}
-                    record.row(row, before, headline=HEADLINE)
-                    _save(session, parts, before, {"temporary", "best"} if _metric(row) else {"temporary"}, row)
+        run = _Run(spec, session, parts, stack, show)
+        hooks, checkpoints, saved = load_hooks(spec.hooks), CheckpointsDue(spec.every.checkpoint), run.step
+        try:
+            if run.step == 0:
+                run.record.row(parts.introduce() | run.evaluate(), run.counters, headline=HEADLINE)
+            while run.step < spec.train.steps or run.unmeasured is not None:
+                if run.unmeasured is None:
+                    run.unmeasured = run.learn()
+                row, before = run.unmeasured  # kept until it is measured: a run that is stopped in that begins with it
+                last = run.ended or run.step >= spec.train.steps
+                row |= run.measure(before, last)
+                if row:
+                    moment = Moment(run.step, run.tokens, row, parts.learner.engine.model, session.path)
+                    call_hooks(hooks, moment)
+                    if moment.stop and not last:  # a hook ends the run here, as its last step would
+                        last = True
+                        row |= run.measure(before, last)
+                    run.record.row(row, run.counters, headline=HEADLINE)
+                run.unmeasured = None
+                reasons = checkpoints.reasons(before, run.counters) | ({"best"} if _metric(row) else set())
+                reasons |= {"temporary"} if last or session.stop_requested else set()
+                if reasons:
+                    run.save(reasons, row)
+                    saved = run.step
+                if last:
                     return
-                with record.span("train"), profile(step + 1):
-                    batch = learner.prepare(groups, step)
-                    learned = learner.learn(batch, step, overlap)
-                with record.span("publish"):
-                    parts.writer.publish(learner.engine.weights(), step + 1, keep_cache=spec.rollout.keep_cache)
-                    executor.publish(step + 1)
-                if rollouts is not None:
-                    with record.span("record"):
-                        rollouts.write(step + 1, groups, filtered, batch)
-                step, row = step + 1, {}
-                tokens += sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
-                counters = {"steps": step, "tokens": tokens}
-                if step >= spec.train.steps or any(
-                    due(each, before, counters) for each in (spec.every.eval, spec.every.log)
-                ):
-                    judged = group_metrics(groups, filtered, step - 1) if groups else {}  # none where answers are given
-                    row = learned | judged | executor.metrics() | lag.take()
-                    record.rates(speed.since_last(tokens))
-                    why = parts.silence(groups, row)
-                    if why is not None:
-                        log.warning("step %d: nothing is learned: %s", step, why)
-            else:  # stopped in the middle of an evaluation: it begins with that
-                (row, before), unevaluated = unevaluated, None
-                counters = {"steps": step, "tokens": tokens}
-            last, reasons = step >= spec.train.steps, checkpoints.reasons(before, counters)
-            evaluated = last or due(spec.every.eval, before, counters)
-            measured = parts.suites.due(before, counters, last)
-            if evaluated or measured:
-                found = evaluate() if evaluated else {}
-                of_suites = None if found is None else measure(measured, counters)
-                if found is None or of_suites is None:
-                    executor.collect()
-                    _save(session, parts, counters, {"temporary"}, {}, unevaluated=[row, before])
-                    raise _interrupted(step, session)
-                row |= found | of_suites
-            if row:
-                moment = Moment(step, tokens, row, learner.engine.model, session.path)
-                call_hooks(hooks, moment)
-                if moment.stop and not last:  # a hook ends the run here, as its last step would
-                    last = True
-                    row |= {} if evaluated else evaluate() or {}
-                    rest = [one for one in parts.suites.due(before, counters, last) if one not in measured]
-                    row |= measure(rest, counters) or {}
-                record.row(row, counters, headline=HEADLINE)
-            stop = session.stop_requested
-            reasons |= ({"best"} if _metric(row) else set()) | ({"temporary"} if last or stop else set())
-            if reasons:
-                with record.span("checkpoint"):
-                    executor.collect()
-                    _save(session, parts, counters, reasons, row)
-                saved = step
-            if stop and not last:
-                raise _interrupted(step, session)
+                if session.stop_requested:
+                    raise _Stopped
+        except _Stopped:
+            if saved != run.step:
+                run.save({"temporary"}, {})
+            raise _interrupted(run.step, session) from None
+
+
+class _Run:
+    """A session at work: how far it is, and the parts of a step."""
+
+    def __init__(self, spec: PosttrainSpec | DistillSpec, session: Session, parts: Parts, stack: ExitStack, show: bool):
+        self.spec, self.session, self.parts = spec, session, parts
+        self.step, self.tokens, self.unmeasured = _restore(session, parts)
+        self.ended = False
+        """Whether there is nothing left to learn from."""
+        log.info("seed %d: %s", session.seed, f"resumed at step {self.step}" if self.step else "from the start")
+        self.speed = Speed(parts.learner.engine)
+        self.record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
+        self._profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
+        self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
+        self._watchdog = stack.enter_context(Watchdog(STALL_SECONDS, parts.executor.describe, parts.loop.loop))
+        self._lag, self._got_on = LoopLag(), (0.0, 0)
+        self._measured: set[str] = set()
+        parts.loop.start(self._lag.run())
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """How far it is."""
+        return {"steps": self.step, "tokens": self.tokens}
+
+    def learn(self) -> list[Any]:
+        """One step: groups, gradients, new weights for the generator.
+
+        What it tells, if that is due now, and the counters before it.
+        """
+        spec, parts, before, span = self.spec, self.parts, self.counters, self.record.span
+        try:
+            with span("rollout"):
+                groups, filtered = parts.executor.take(self._work)
+        except NothingLeft as reason:
+            log.warning("the run ends at step %d: %s", self.step, reason)
+            self.ended = True
+            return [{}, before]
+        with span("train"), self._profile(self.step + 1):
+            batch = parts.learner.prepare(groups, self.step)
+            learned = parts.learner.learn(batch, self.step, self._overlap)
+        with span("publish"):
+            weights = parts.learner.engine.weights()
+            parts.writer.publish(weights, self.step + 1, keep_cache=spec.rollout.keep_cache)
+            parts.executor.publish(self.step + 1)
+        if self._rollouts is not None:
+            with span("record"):
+                self._rollouts.write(self.step + 1, groups, filtered, batch)
+        self.step, self._measured = self.step + 1, set()
+        self.tokens += sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
+        told = any(due(each, before, self.counters) for each in (spec.every.eval, spec.every.log))
+        if not told and self.step < spec.train.steps:
+            return [{}, before]
+        judged = group_metrics(groups, filtered, self.step - 1) if groups else {}  # none where answers are given
+        row = learned | judged | parts.executor.metrics() | self._lag.take()
+        self.record.rates(self.speed.since_last(self.tokens))
+        if (why := parts.silence(groups, row)) is not None:
+            log.warning("step %d: nothing is learned: %s", self.step, why)
+        return [row, before]
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on held-out problems by the published weights."""
+        with self.speed.paused(), self.record.span("eval"):
+            return self.parts.evaluate(self._look)
+
+    def measure(self, before: dict[str, int], last: bool) -> dict[str, float]:
+        """Metrics on held-out problems and of suites, where they are due and have not been measured in this step."""
+        found, suites = {}, self.parts.suites
+        if (last or due(self.spec.every.eval, before, self.counters)) and "eval" not in self._measured:
+            found = self.evaluate()
+            self._measured.add("eval")
+        labels = [one for one in suites.due(before, self.counters, last) if f"suite/{one}" not in self._measured]
+        if labels:
+            with self.speed.paused(), self.record.span("suites"):
+                found |= suites.measure(labels, self.counters, self._busy)
+            self._measured |= {f"suite/{label}" for label in labels}
+        return found
+
+    def save(self, reasons: set[str], row: dict[str, float]) -> None:
+        """Write a checkpoint; `row` tells how good the weights are."""
+        with self.record.span("checkpoint"):
+            self.parts.executor.collect()
+            state = {
+                **self.counters,
+                "unmeasured": self.unmeasured,
+                "learner": self.parts.learner.state(),
+                "executor": self.parts.executor.state(),
+            }
+            log.info("step %d: checkpoint (%s)", self.step, ", ".join(sorted(reasons)))
+            metric = _metric(row)
+            self.session.checkpoint(
+                self.step,
+                state,
+                reasons=reasons,
+                score=None if metric is None else row[metric],
+                metric=metric,
+                counters=self.counters,
+                model=self.parts.keeper.writer(),
+            )
+
+    def _look(self) -> None:
+        """Between two bursts: stop if asked to, and tell the watchdog whether anything got done."""
+        if self.session.stop_requested:
+            raise _Stopped
+        now = (self.parts.writer.metrics()["generated_tokens"], self.parts.executor.settled)
+        if now != self._got_on:
+            self._watchdog.progress()
+        self._got_on = now
+
+    def _busy(self) -> None:
+        """The same for work that the generator has no part in."""
+        self._look()
+        self._watchdog.progress()
+
+    def _work(self, seconds: float) -> bool:
+        """Generate while the trainer waits for groups."""
+        self._look()
+        return self.parts.generator.work(seconds)
+
+    def _overlap(self) -> None:
+        """Generate between micro-batches, where answers may be older than the weights."""
+        self._watchdog.progress()
+        if self.spec.rollout.staleness > 0:
+            self.parts.executor.collect()
+            self.parts.executor.admit()
+            self.parts.writer.burst()
 
 
 class _Stopped(Exception):
@@ -259,7 +285,7 @@ def _interrupted(step: int, session: Session) -> Interrupted:
 def _restore(session: Session, parts: Parts) -> tuple[int, int, list[Any] | None]:
     """Continue from the newest checkpoint: the steps and tokens so far.
 
-    And, where it was stopped in the middle of an evaluation, that step's row and the counters before the step.
+    And, where it was stopped while it measured, that step's row and the counters before the step.
     """
     saved = session.restore()
     if saved is None:
@@ -270,31 +296,4 @@ def _restore(session: Session, parts: Parts) -> tuple[int, int, list[Any] | None
     parts.learner.load_state(state["learner"])
     parts.executor.load_state(state["executor"])
     parts.writer.publish(parts.learner.engine.weights(), state["steps"])
-    return state["steps"], state["tokens"], state["unevaluated"]
-
-
-def _save(
-    session: Session,
-    parts: Parts,
-    counters: dict[str, int],
-    reasons: set[str],
-    row: dict[str, float],
-    unevaluated: list[Any] | None = None,
-) -> None:
-    state = {
-        **counters,
-        "unevaluated": unevaluated,
-        "learner": parts.learner.state(),
-        "executor": parts.executor.state(),
-    }
-    log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
-    metric = _metric(row)
-    session.checkpoint(
-        counters["steps"],
-        state,
-        reasons=reasons,
-        score=None if metric is None else row[metric],
-        metric=metric,
-        counters=counters,
-        model=parts.keeper.writer(),
-    )
+    return state["steps"], state["tokens"], state["unmeasured"]
