@@ -91,12 +91,21 @@ def create_app(
         seconds=service.seconds,
     )
     _explain_errors(app, service)
+    _talk_as_openai(app, service, tokenizer, model_name)
+    _work_with_tokens(app, service)
+    _take_weights(app, generator)
+    _tell_state(app, service, model_name)
+    return app
+
+
+def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
+    """`/v1/…`, as OpenAI's clients ask."""
+    engine = service.generator.engine
     # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalisation
     # shortens no text to less than a fourth.)
     most_characters = 4 * engine.context * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
     created = int(time.time())
     model = {"id": model_name, "object": "model", "created": created, "owned_by": "palestra"}
-    publishing = asyncio.Lock()
 
     def check(body: ChatBody | CompletionBody) -> None:
         if body.model is not None:
@@ -147,6 +156,10 @@ def create_app(
         check_model(name)
         return model
 
+
+def _work_with_tokens(app: FastAPI, service: Service) -> None:
+    """Tokens in, tokens out, and the end of a request."""
+
     @app.post("/generate")
     async def generate(body: GenerateBody, http: HttpRequest) -> Response:
         request = body.request()
@@ -154,6 +167,16 @@ def create_app(
             return EventStream(service.chunk_events(request), service.explain)
         (result,) = await unless_gone(http.receive, service.results([request]))
         return JSONResponse(result_json(result))
+
+    @app.post("/abort")
+    async def abort(body: AbortBody) -> dict[str, str]:
+        await service.generator.abort(body.id)
+        return {"id": body.id}
+
+
+def _take_weights(app: FastAPI, generator: LocalGenerator) -> None:
+    """New weights, one set at a time, and pauses for whoever sends them."""
+    publishing = asyncio.Lock()
 
     @app.post("/update_weights")
     async def update_weights(body: UpdateBody) -> dict[str, int]:
@@ -183,10 +206,10 @@ def create_app(
         await generator.resume()
         return {"paused": False}
 
-    @app.post("/abort")
-    async def abort(body: AbortBody) -> dict[str, str]:
-        await generator.abort(body.id)
-        return {"id": body.id}
+
+def _tell_state(app: FastAPI, service: Service, model_name: str) -> None:
+    """Whether it is well, and numbers for Prometheus."""
+    engine = service.generator.engine
 
     @app.get("/health")
     async def health() -> Response:
@@ -197,8 +220,6 @@ def create_app(
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics(), headers={"Content-Type": CONTENT_TYPE})
-
-    return app
 
 
 def serve_engine(
