@@ -17,6 +17,7 @@ from tiny_lm import write_rows
 import palestra
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
+from palestra.evaluate import likelihood
 from palestra.evaluate import texts as texts_module
 from palestra.evaluate.choices import Item, Option, Suite
 from palestra.evaluate.likelihood import encode_item, likelihood_outcome, score_suite
@@ -168,7 +169,7 @@ def test_windows_score_every_token_once(document, context):
 
 
 def test_bits_a_byte_equal_a_plain_loop_and_long_documents_count_for_their_length(monkeypatch):
-    monkeypatch.setattr(texts_module, "CHUNK", 2)
+    monkeypatch.setattr(likelihood, "CHUNK", 2)
     model = small_model()
     documents = ("red hen", "green " * 20, "a", "blue dog sits")
     texts = Texts(TextUse(path="some.jsonl"), documents, 4)
@@ -201,7 +202,7 @@ def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, mo
 
     from palestra.cli.evaluation import show_evaluation
 
-    monkeypatch.setattr(texts_module, "CHUNK", 2)
+    monkeypatch.setattr(likelihood, "CHUNK", 2)
     path = write_rows(tmp_path / "tales.jsonl", [{"text": word * 3} for word in WORDS])
     spec = eval_lab.spec_of(eval_lab.save_model(tmp_path / "model"), texts=[{"path": path}])
     whole = eval_lab.run(tmp_path, spec)

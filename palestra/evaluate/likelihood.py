@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from palestra.lm.head import chunk_rows, logits
 from palestra.lm.model import Transformer
 
 CHUNK = 32
-"""Items that are scored together. Always the same ones: what a row is packed with can change its last bits."""
+"""Items or documents scored together. Always the same ones: what a row is packed with can change its last bits."""
 MICRO_TOKENS = 2**14
 """Tokens in one forward pass at most (one longer sequence goes alone)."""
 
 By = Literal["sum", "token", "byte"]
+Score = TypeVar("Score")
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,20 @@ def score_suite(
 ) -> list[Scored]:
     """Score every item, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
     have = {one.item: one for one in done if one.suite == suite.label}
-    found: list[Scored] = []
-    for start in range(0, len(suite.items), CHUNK):
-        numbers = range(start, min(start + CHUNK, len(suite.items)))
+    return in_chunks(len(suite.items), have, lambda numbers: _score_chunk(model, tokenizer, suite, numbers), keep)
+
+
+def in_chunks(
+    count: int, have: Mapping[int, Score], score: Callable[[range], list[Score]], keep: Callable[[list[Score]], None]
+) -> list[Score]:
+    """Score so many things, numbered from 0. A chunk that is there whole is taken from `have`; others are kept."""
+    found: list[Score] = []
+    for start in range(0, count, CHUNK):
+        numbers = range(start, min(start + CHUNK, count))
         if all(number in have for number in numbers):
             found += [have[number] for number in numbers]
             continue
-        chunk = _score_chunk(model, tokenizer, suite, numbers)
+        chunk = score(numbers)
         keep(chunk)
         found += chunk
     return found

@@ -9,13 +9,10 @@ from typing import Any
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.evaluate.likelihood import Encoded, score_sequences
+from palestra.evaluate.likelihood import Encoded, in_chunks, score_sequences
 from palestra.lm.model import Transformer
 from palestra.spec.kinds.evaluate import TextUse
 from palestra.tasks.rows import load_rows, text_of
-
-CHUNK = 32
-"""Documents that are scored together. Always the same ones: what a row is packed with can change its last bits."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +119,7 @@ def score_texts(
 ) -> list[TextScore]:
     """Score every document, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
     have = {one.item: one for one in done if one.text == texts.label}
-    found: list[TextScore] = []
-    for start in range(0, len(texts.documents), CHUNK):
-        numbers = range(start, min(start + CHUNK, len(texts.documents)))
-        if all(number in have for number in numbers):
-            found += [have[number] for number in numbers]
-            continue
-        chunk = _score_chunk(model, tokenizer, texts, numbers)
-        keep(chunk)
-        found += chunk
-    return found
+    return in_chunks(len(texts.documents), have, lambda numbers: _score_chunk(model, tokenizer, texts, numbers), keep)
 
 
 def text_outcome(texts: Texts, scored: Sequence[TextScore]) -> TextOutcome:

@@ -86,19 +86,3 @@ class A2C(OnPolicy):
         entropy = masked_mean(distribution.entropy(), batch.valid)
         total = policy + self.spec.value_coef * value - rates.entropy * entropy
         return total, torch.stack([part.detach() for part in (policy, value, entropy)])
-
-    def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, besides the generator's state."""
-        return super().state() | {"imitation": None if self.imitation is None else self.imitation.state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
-        if self.imitation is not None:
-            self.imitation.load_state(state["imitation"])
-        super().load_state(state)
-
-    def cut(self, rows: Any) -> None:
-        """The environments of these rows, bool (N,), began new episodes outside of a step."""
-        super().cut(rows)
-        if self.imitation is not None:
-            self.imitation.episodes.cut(rows)

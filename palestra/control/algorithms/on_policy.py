@@ -3,7 +3,7 @@
 Each has one file of its own that says how it learns: `ppo.py`, `a2c.py`, `reinforce.py`.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from palestra.control.scaling import ObsScale, Rewards, obs_scale
 from palestra.rl.advantages import gae
 from palestra.spec.control.on_policy import OnPolicySpec
 from palestra.spec.kinds.control import ControlSpec
+
+if TYPE_CHECKING:
+    from palestra.control.algorithms.imitation import SelfImitation
 
 
 class Batch(NamedTuple):
@@ -72,6 +75,8 @@ class OnPolicy(Algorithm):
 
     supports = ("discrete", "multi_discrete", "multi_binary", "box")
     net: Any
+    imitation: "SelfImitation | None" = None
+    """What learns beside it, where its spec asks for it."""
 
     def __init__(self, parts: Parts, spec: OnPolicySpec):
         super().__init__(parts)
@@ -175,11 +180,14 @@ class OnPolicy(Algorithm):
             "episodes": self.episodes.state(),
             "rewards": self.rewards.state(),
             "memory": None if self.memory is None else self.memory.to("cpu", copy=True),
+            "imitation": None if self.imitation is None else self.imitation.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
         device = self.policy.device
+        if self.imitation is not None:
+            self.imitation.load_state(state["imitation"])
         self.policy.load_state(state["policy"])
         self.updates = state["updates"]
         self.adam = Adam(**{name: value.to(device) for name, value in state["adam"].items()})
@@ -192,3 +200,5 @@ class OnPolicy(Algorithm):
     def cut(self, rows: Any) -> None:
         """The environments of these rows, bool (N,), began new episodes outside of a step."""
         self.rewards.cut(rows)
+        if self.imitation is not None:
+            self.imitation.episodes.cut(rows)
