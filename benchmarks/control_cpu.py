@@ -181,7 +181,9 @@ class Case:
 CASES = {
     "ppo": Case(EXAMPLES / "ppo_cartpole.yaml", ppo, 200_000),
     "dqn": Case(dqn_spec(), dqn, 50_000, warm=2048, start=1000),
-    "dqn_every_4": Case(dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048, start=1000),
+    "dqn_every_4": Case(
+        dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048, start=1000
+    ),
     "sac": Case(pendulum_spec("sac", start=100), sac, 30_000, warm=1024, start=100),
     "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 30_000, warm=2048, start=1000),
 }
@@ -325,7 +327,8 @@ def main() -> None:
         mine.append(in_process("ours", seed, arguments))
         peer.append(in_process("sb3", seed, arguments))
         print(line(name, mine[-1:], peer[-1:], seed=seed), flush=True)
-    print(line(name, mine, peer, seeds=arguments.seeds, frames=frames, compile=arguments.compile, precision=arguments.precision))
+    settings = {"frames": frames, "compile": arguments.compile, "precision": arguments.precision}
+    print(line(name, mine, peer, seeds=arguments.seeds, **settings))
 
 
 if __name__ == "__main__":

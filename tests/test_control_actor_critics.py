@@ -15,7 +15,7 @@ from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
 from palestra.control.memory.replay import Batch
-from palestra.control.renorm import Warmth
+from palestra.control.renorm import warmth_after
 from palestra.errors import UsageError
 from palestra.spec.control.env import EnvSpec
 
@@ -32,9 +32,9 @@ def batch_for(algorithm: Any, rows: int = 16) -> Batch:
 
 def critic_step(algorithm: Any, batch: Batch) -> Tensor:
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(6))
-    warmth = (Warmth.after(5, 10),) if isinstance(algorithm, CrossQ) else ()
+    warmth = (torch.tensor(warmth_after(5, 10)),) if isinstance(algorithm, CrossQ) else ()
     with torch.no_grad():
-        return algorithm.update_critics(algorithm.learned, batch, noise, *warmth, torch.tensor([1e-3, 1e-8]))
+        return algorithm.step_critics(algorithm.learned, batch, noise, torch.tensor([1e-3, 1e-8]), *warmth)
 
 
 def policy_step(algorithm: Any, batch: Batch) -> None:
@@ -42,9 +42,9 @@ def policy_step(algorithm: Any, batch: Batch) -> None:
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         if isinstance(algorithm, TD3):
-            algorithm.update_policy(algorithm.learned, batch.obs, pace)
+            algorithm.step_policy(algorithm.learned, batch.obs, pace)
         else:
-            algorithm.update_policy(algorithm.learned, batch.obs, noise, pace, pace)
+            algorithm.step_policy(algorithm.learned, batch.obs, noise, pace.expand(2, 2))
 
 
 def aim() -> Aim:
@@ -113,8 +113,8 @@ def test_alpha_moves_towards_the_target_entropy():  # checklist 53
 
 
 def test_target_entropy_is_in_units_of_half_the_range_and_of_the_spec_where_given():  # checklist 54
-    assert made("sac", aim, alpha="auto").target_entropy == -1.0  # whatever the bounds
-    assert made("crossq", aim, alpha="auto", target_entropy=-0.3).target_entropy == -0.3
+    assert made("sac", aim, alpha="auto").soft.aim == -1.0  # whatever the bounds
+    assert made("crossq", aim, alpha="auto", target_entropy=-0.3).soft.aim == -0.3
 
 
 def test_alpha_of_two_actions_stays_bounded():  # checklist 54

@@ -89,7 +89,7 @@ def test_targets_nothing_flows_into_the_target_network():
     assert not algorithm.targets(batch).requires_grad
     assert not any(p.requires_grad for p in algorithm.target.net.parameters())
     before = algorithm.target.vector.clone()
-    algorithm.update(algorithm.adam, batch, torch.tensor(1e-2))
+    algorithm.update(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4))
     assert torch.equal(algorithm.target.vector, before)
 
 
