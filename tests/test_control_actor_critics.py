@@ -139,6 +139,24 @@ def test_sac_targets_follow_at_every_update_and_td3_targets_with_the_policy():  
         assert (moved, policies) == (expected, 4)
 
 
+def test_moments_behind_dead_units_become_zero_and_never_denormal():
+    """Numbers below 1e-38 would stay there for ever and slow every update down."""
+    sac = made("sac", aim, start=32, horizon=32)
+    sac.step(0.0)
+    sac.learned.critics.vector.zero_()  # every unit is dead and passes nothing back: gradients are 0 but of the end
+    sac.learned.critics.mean.fill_(1e-39)
+    sac.step(0.0)
+    assert sac.learned.critics.mean.count_nonzero() < 0.2 * sac.learned.critics.mean.numel()
+    assert torch.tensor([1e-38]).mul(0.1).item() > 0  # outside of learning they are what they were
+
+
+def test_first_critic_alone_says_what_it_says_beside_its_twin():
+    td3 = made("td3", aim)
+    batch = batch_for(td3)
+    critics = td3.critics(td3.learned.critics.vector)
+    torch.testing.assert_close(critics(batch.obs, batch.actions, 1), critics(batch.obs, batch.actions)[:1])
+
+
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_stored_actions_are_within_one_and_the_environment_sees_its_own_range(name: str):  # checklist 57
     envs = [aim() for _ in range(4)]

@@ -70,6 +70,7 @@ class DQN(OffPolicy):
         """Actions of the exploring policy."""
         return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
 
+    @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
         """Gradient steps, the target network following, and new priorities for what was seen."""
         spec = self.spec
@@ -94,24 +95,21 @@ class DQN(OffPolicy):
                 self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
-    @torch.no_grad()
     def update(self, batch: Batch, rate: Tensor, totals: Tensor) -> Tensor:
         """One gradient step, eager or one graph; how far each value was off, (B,), which is its priority."""
         targets = self.targets(batch)
-        with torch.enable_grad():
-            gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
+        gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
         self.trained.step(gradient, rate)
         totals.add_(torch.cat([metrics, norm.reshape(1)]))
         return errors
 
-    @torch.no_grad()
     def targets(self, batch: Batch) -> Tensor:
         """What values should be, (B, quantiles): nothing is differentiated by it."""
         following = self.target_nets(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
         chooses = self.nets(self.flat.vector)(batch.next_obs) if self.spec.double else following
         best = chooses.mean(dim=2).argmax(dim=1)
-        return batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)
+        return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
 
     def loss(self, net: Any, batch: Batch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Weighted mean of Huber's loss, or of that of quantile regression; errors and metrics beside it."""
