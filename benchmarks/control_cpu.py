@@ -2,6 +2,7 @@
 
     make bench                                            # PPO on CartPole, four seeds
     python benchmarks/control_cpu.py --algorithm dqn --seeds 2
+    python benchmarks/control_cpu.py --algorithm sac --seeds 2 --precision bf16
 
 Both train the same seeds, one process after the other, on one torch thread. Frames/s are those of the training loop
 from the end of its first step (off-policy: from `warm` frames, when all is compiled) to its end, with logging and
@@ -127,6 +128,44 @@ def dqn_spec(**changed: Any) -> dict[str, Any]:
     }
 
 
+def sac(spec: Any, env: Any, seed: int) -> Any:
+    from stable_baselines3 import SAC
+
+    return SAC("MlpPolicy", env, tau=spec.algorithm.tau, **off_policy(spec, seed))
+
+
+def td3(spec: Any, env: Any, seed: int) -> Any:
+    import numpy as np
+    from stable_baselines3 import TD3
+    from stable_baselines3.common.noise import NormalActionNoise
+
+    algorithm = spec.algorithm
+    dimensions = env.action_space.shape
+    return TD3(
+        "MlpPolicy",
+        env,
+        tau=algorithm.tau,
+        policy_delay=algorithm.policy_delay,
+        action_noise=NormalActionNoise(np.zeros(dimensions), np.full(dimensions, algorithm.noise.start)),
+        target_policy_noise=algorithm.target_noise,
+        target_noise_clip=algorithm.noise_clip,
+        **off_policy(spec, seed),
+    )
+
+
+def pendulum_spec(name: str, **algorithm: Any) -> dict[str, Any]:
+    """Pendulum with Stable-Baselines3's defaults and the learning rate of RL Baselines3 Zoo: an update a frame."""
+    shared = {"lr": 1e-3, "batch": 256, "buffer": 200_000, "gamma": 0.99, "tau": 0.005, "horizon": 256}
+    return {
+        "kind": "control",
+        "name": f"{name}_bench",
+        "env": {"id": "Pendulum-v1", "num_envs": 1},
+        "algorithm": {"name": name} | shared | algorithm,
+        "net": {"hidden": [256, 256], "activation": "relu"},
+        "train": {"frames": 30_000},
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     spec: Path | dict[str, Any]
@@ -135,16 +174,22 @@ class Case:
     frames: int
     warm: int = 0
     """Frames after which nothing is compiled any more and learning goes on."""
+    start: int = 0
+    """Frames before the first update, which cost next to nothing."""
 
 
 CASES = {
     "ppo": Case(EXAMPLES / "ppo_cartpole.yaml", ppo, 200_000),
-    "dqn": Case(dqn_spec(), dqn, 50_000, warm=2048),
-    "dqn_every_4": Case(dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048),
+    "dqn": Case(dqn_spec(), dqn, 50_000, warm=2048, start=1000),
+    "dqn_every_4": Case(
+        dqn_spec(update_every=4, replay_ratio=0.25, target_every=32), dqn, 50_000, warm=2048, start=1000
+    ),
+    "sac": Case(pendulum_spec("sac", start=100), sac, 30_000, warm=1024, start=100),
+    "td3": Case(pendulum_spec("td3", start=1000, gamma=0.98), td3, 30_000, warm=2048, start=1000),
 }
 
 
-def ours(case: Case, seed: int, frames: int, compile: str) -> dict[str, float]:
+def ours(case: Case, seed: int, frames: int, arguments: argparse.Namespace) -> dict[str, float]:
     import palestra
 
     with tempfile.TemporaryDirectory() as root:
@@ -156,7 +201,8 @@ def ours(case: Case, seed: int, frames: int, compile: str) -> dict[str, float]:
             seed=seed,
             max_session=1,
             hooks=["__main__:tick"],
-            train__compile=compile,
+            train__compile=arguments.compile,
+            train__precision=arguments.precision,
             train__frames=frames,
             every__eval=None,
         )
@@ -214,7 +260,7 @@ def result(case: Case, start: float) -> dict[str, float]:
         "fps": rate,
         "cpu_fps": (last_frame - first_frame) / (last_cpu - first_cpu),
         "score": sum(score) / len(score),
-        "first_s": first - start - first_frame / rate,
+        "first_s": first - start - max(0, first_frame - case.start) / rate,
     }
 
 
@@ -222,6 +268,7 @@ def in_process(who: str, seed: int, arguments: argparse.Namespace) -> dict[str, 
     with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that compiling is really done
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
         options = ["--algorithm", arguments.algorithm, "--compile", arguments.compile]
+        options += ["--precision", arguments.precision]
         options += [] if arguments.frames is None else ["--frames", str(arguments.frames)]
         options += ["--one", who, "--seed", str(seed)]
         done = subprocess.run([sys.executable, __file__, *options], env=environment, check=True, stdout=subprocess.PIPE)
@@ -254,13 +301,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--frames", type=int, default=None, help="instead of the case's own")
     parser.add_argument("--compile", choices=["on", "off"], default="on")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of our products")
     parser.add_argument("--one", choices=["ours", "sb3", "fast"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     case = CASES[arguments.algorithm]
     frames = case.frames if arguments.frames is None else arguments.frames
     if arguments.one == "ours":
-        print(json.dumps(ours(case, arguments.seed, frames, arguments.compile)))
+        print(json.dumps(ours(case, arguments.seed, frames, arguments)))
         return
     if arguments.one == "fast":
         print(json.dumps(fast(arguments.seed)))
@@ -279,7 +327,8 @@ def main() -> None:
         mine.append(in_process("ours", seed, arguments))
         peer.append(in_process("sb3", seed, arguments))
         print(line(name, mine[-1:], peer[-1:], seed=seed), flush=True)
-    print(line(name, mine, peer, seeds=arguments.seeds, frames=frames, compile=arguments.compile))
+    settings = {"frames": frames, "compile": arguments.compile, "precision": arguments.precision}
+    print(line(name, mine, peer, seeds=arguments.seeds, **settings))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
 from palestra.control.memory.replay import Batch
-from palestra.control.renorm import Warmth
+from palestra.control.renorm import warmth_after
 from palestra.errors import UsageError
 from palestra.spec.control.env import EnvSpec
 
@@ -32,9 +32,9 @@ def batch_for(algorithm: Any, rows: int = 16) -> Batch:
 
 def critic_step(algorithm: Any, batch: Batch) -> Tensor:
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(6))
-    warmth = (Warmth.after(5, 10),) if isinstance(algorithm, CrossQ) else ()
+    warmth = (torch.tensor(warmth_after(5, 10)),) if isinstance(algorithm, CrossQ) else ()
     with torch.no_grad():
-        return algorithm.update_critics(algorithm.learned, batch, noise, *warmth, torch.tensor([1e-3, 1e-8]))
+        return algorithm.step_critics(algorithm.learned, batch, noise, torch.tensor([1e-3, 1e-8]), *warmth)
 
 
 def policy_step(algorithm: Any, batch: Batch) -> None:
@@ -42,9 +42,9 @@ def policy_step(algorithm: Any, batch: Batch) -> None:
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         if isinstance(algorithm, TD3):
-            algorithm.update_policy(algorithm.learned, batch.obs, pace)
+            algorithm.step_policy(algorithm.learned, batch.obs, pace)
         else:
-            algorithm.update_policy(algorithm.learned, batch.obs, noise, pace, pace)
+            algorithm.step_policy(algorithm.learned, batch.obs, noise, pace.expand(2, 2))
 
 
 def aim() -> Aim:
@@ -113,8 +113,8 @@ def test_alpha_moves_towards_the_target_entropy():  # checklist 53
 
 
 def test_target_entropy_is_in_units_of_half_the_range_and_of_the_spec_where_given():  # checklist 54
-    assert made("sac", aim, alpha="auto").target_entropy == -1.0  # whatever the bounds
-    assert made("crossq", aim, alpha="auto", target_entropy=-0.3).target_entropy == -0.3
+    assert made("sac", aim, alpha="auto").soft.aim == -1.0  # whatever the bounds
+    assert made("crossq", aim, alpha="auto", target_entropy=-0.3).soft.aim == -0.3
 
 
 def test_alpha_of_two_actions_stays_bounded():  # checklist 54
@@ -137,6 +137,24 @@ def test_sac_targets_follow_at_every_update_and_td3_targets_with_the_policy():  
             moved += not torch.equal(before, target)
             policies += not torch.equal(actor, algorithm.learned.actor.vector)
         assert (moved, policies) == (expected, 4)
+
+
+def test_moments_behind_dead_units_become_zero_and_never_denormal():
+    """Numbers below 1e-38 would stay there for ever and slow every update down."""
+    sac = made("sac", aim, start=32, horizon=32)
+    sac.step(0.0)
+    sac.learned.critics.vector.zero_()  # every unit is dead and passes nothing back: gradients are 0 but of the end
+    sac.learned.critics.mean.fill_(1e-39)
+    sac.step(0.0)
+    assert sac.learned.critics.mean.count_nonzero() < 0.2 * sac.learned.critics.mean.numel()
+    assert torch.tensor([1e-38]).mul(0.1).item() > 0  # outside of learning they are what they were
+
+
+def test_first_critic_alone_says_what_it_says_beside_its_twin():
+    td3 = made("td3", aim)
+    batch = batch_for(td3)
+    critics = td3.critics(td3.learned.critics.vector)
+    torch.testing.assert_close(critics(batch.obs, batch.actions, 1), critics(batch.obs, batch.actions)[:1])
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)

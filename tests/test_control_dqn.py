@@ -1,5 +1,6 @@
 """DQN and SARSA: targets by hand, exploration, probe environments, exact resume."""
 
+import shutil
 from functools import partial
 from itertools import pairwise
 
@@ -89,7 +90,7 @@ def test_targets_nothing_flows_into_the_target_network():
     assert not algorithm.targets(batch).requires_grad
     assert not any(p.requires_grad for p in algorithm.target.net.parameters())
     before = algorithm.target.vector.clone()
-    algorithm.update(algorithm.adam, batch, torch.tensor(1e-2))
+    algorithm.update(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4))
     assert torch.equal(algorithm.target.vector, before)
 
 
@@ -432,3 +433,18 @@ def test_load_state_environments_that_begin_anew_cut_transitions_and_returns(nam
         shown = going.memory.columns["obs"][newest + 1]
         kept = resumed.memory.finals.get(torch.from_numpy(resumed.memory.columns["final"][newest]))
         assert torch.equal(kept, torch.from_numpy(shown))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="compiling needs a C++ compiler")
+@pytest.mark.parametrize("variant", ["copied", "everything"])
+def test_compiled_updates_equal_eager_ones_and_see_the_rate_move(variant: str):
+    given = VARIANTS[variant] | {"lr": {"shape": "linear", "start": 5e-3, "end": 0.0}}
+    env = partial(sync, lambda: OneStep(lambda shown, action: shown * (2 * action - 1)), 2)
+    eager, graph = (dqn(env(), compile=compile, **given) for compile in (False, True))
+    for progress in (0.0, 0.3, 0.6):
+        assert eager.step(progress) == pytest.approx(graph.step(progress), rel=2e-3, abs=2e-3)
+    assert graph.updates > 10
+    before = graph.flat.vector.clone()
+    graph.learn(1, 1.0)
+    assert torch.equal(before, graph.flat.vector)  # a learning rate of 0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead
-from palestra.control.renorm import Running, Warmth, normalised, renormalised
+from palestra.control.renorm import Running, normalised, renormalised
 from palestra.control.trunks import ACTIVATIONS, make_trunk
 from palestra.spec.control.net import NetSpec
 
@@ -35,33 +35,34 @@ class TwinLayers(nn.Module):
         self.norm_biases = nn.ParameterList([torch.zeros(2, 1, size) for size in normed])
         self.layer_norm = spec.layer_norm
 
-    def inputs(self, obs: Tensor, actions: Tensor | None) -> Tensor:
-        """What the hidden layers of both take, (2, B, inputs)."""
+    def inputs(self, obs: Tensor, actions: Tensor | None, twins: int = 2) -> Tensor:
+        """What the hidden layers of both take, (2, B, inputs), or of the first alone, (1, B, inputs)."""
         features = self.encoder.forward(obs)
         if self.continuous:
             assert actions is not None
             features = torch.cat([features, actions], dim=1)
-        return features.expand(2, *features.shape)
+        return features.expand(twins, *features.shape)
 
     def hidden(self, x: Tensor, layer: int) -> Tensor:
-        """One hidden layer of both."""
-        x = torch.bmm(x, self.weights[layer]) + self.biases[layer]  # not baddbmm: that copies the biases first
+        """One hidden layer of those that `x` is for."""
+        n = len(x)
+        x = torch.bmm(x, self.weights[layer][:n]) + self.biases[layer][:n]  # not baddbmm: that copies the biases first
         if self.layer_norm:
-            x = F.layer_norm(x, x.shape[-1:]) * self.norm_weights[layer] + self.norm_biases[layer]
+            x = F.layer_norm(x, x.shape[-1:]) * self.norm_weights[layer][:n] + self.norm_biases[layer][:n]
         return self.activation(x)
 
     def outputs(self, x: Tensor) -> Tensor:
         """From the last hidden layer to values."""
-        q = torch.bmm(x, self.weights[-1]) + self.biases[-1]
+        q = torch.bmm(x, self.weights[-1][: len(x)]) + self.biases[-1][: len(x)]
         return q.squeeze(-1) if self.continuous else q
 
 
 class Critics(TwinLayers):
     """Q of observations and actions for a Box, (2, B); Q of every action for Discrete, (2, B, A)."""
 
-    def forward(self, obs: Tensor, actions: Tensor | None = None) -> Tensor:
-        """Values of both; `actions` are looked at where they are a Box's."""
-        x = self.inputs(obs, actions)
+    def forward(self, obs: Tensor, actions: Tensor | None = None, twins: int = 2) -> Tensor:
+        """Values of both, or of the first alone; `actions` are looked at where they are a Box's."""
+        x = self.inputs(obs, actions, twins)
         for layer in range(len(self.sizes) - 1):
             x = self.hidden(x, layer)
         return self.outputs(x)
@@ -88,7 +89,7 @@ class RenormCritics(TwinLayers):
         return [Running.start(size) for size in self.sizes]
 
     def forward(
-        self, obs: Tensor, actions: Tensor | None, running: list[Running], warmth: Warmth | None = None
+        self, obs: Tensor, actions: Tensor | None, running: list[Running], warmth: Tensor | None = None
     ) -> tuple[Tensor, list[Running]]:
         """Values of both and the new running statistics; without `warmth` by the running ones, which then stay."""
         x, after = self.inputs(obs, actions), []

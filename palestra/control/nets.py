@@ -115,7 +115,8 @@ class Flat:
         function of the vector, because that is what `torch.compile` traces as one graph on every torch we support.
         """
         if not torch.compiler.is_compiling():
-            value, extra = loss(self.net)
+            with torch.enable_grad():
+                value, extra = loss(self.net)
             gradients = torch.autograd.grad(value, self.parameters)
             return torch.cat([g.reshape(-1) for g in gradients]), extra
 

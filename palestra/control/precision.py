@@ -20,3 +20,17 @@ def products(precision: Literal["fp32", "bf16"]) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Numbers below 1e-38 are 0 in it, on processors that can.
+
+    The moments of Adam of a weight whose gradient has become 0, as behind a unit that is never active, shrink to such
+    numbers and stay there, and arithmetic with them takes ten times as long (docs/log.md).
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)

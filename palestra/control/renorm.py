@@ -24,17 +24,13 @@ class Running(NamedTuple):
         return cls(torch.zeros(2, 1, width), torch.ones(2, 1, width))
 
 
-class Warmth(NamedTuple):
-    """How far the warm-up is, as tensors so that a compiled update sees them move."""
+def warmth_after(updates: int, warmup: int) -> list[float]:
+    """How far batch and running statistics may disagree by then: in scale, from 1 on, and in shift, from 0 on.
 
-    scale: Tensor  # the most that σ_batch / σ_running counts for, from 1 on
-    shift: Tensor  # the most that (μ_batch − μ_running) / σ_running counts for, from 0 on
-
-    @classmethod
-    def after(cls, updates: int, warmup: int) -> "Warmth":
-        """Plain batch normalisation at first, renormalisation after `warmup` updates, linearly in between."""
-        share = 1.0 if warmup == 0 else min(1.0, updates / warmup)
-        return cls(torch.tensor(1.0 + share * (MOST_SCALE - 1.0)), torch.tensor(share * MOST_SHIFT))
+    Plain batch normalisation at first, renormalisation after `warmup` updates, linearly in between.
+    """
+    share = 1.0 if warmup == 0 else min(1.0, updates / warmup)
+    return [1.0 + share * (MOST_SCALE - 1.0), share * MOST_SHIFT]
 
 
 def normalised(x: Tensor, running: Running) -> Tensor:
@@ -42,16 +38,16 @@ def normalised(x: Tensor, running: Running) -> Tensor:
     return (x - running.mean) * torch.rsqrt(running.var + EPS)
 
 
-def renormalised(x: Tensor, running: Running, warmth: Warmth, momentum: float) -> tuple[Tensor, Running]:
+def renormalised(x: Tensor, running: Running, warmth: Tensor, momentum: float) -> tuple[Tensor, Running]:
     """`x` (2, B, D) by the batch's statistics, corrected towards the running ones, and these after the batch.
 
-    The correction has no gradient; within its bounds the result equals `normalised`, so that what is learned is what
-    the policy's step then sees.
+    `warmth` (2,) is what `warmth_after` says. The correction has no gradient; within its bounds the result equals
+    `normalised`, so that what is learned is what the policy's step then sees.
     """
     var, mean = torch.var_mean(x, dim=1, keepdim=True, correction=0)
     std, running_std = (var + EPS).sqrt(), (running.var + EPS).sqrt()
     ratio, offset = std.detach() / running_std, (mean.detach() - running.mean) / running_std
-    scale = torch.minimum(torch.maximum(ratio, 1.0 / warmth.scale), warmth.scale)
-    shift = torch.minimum(torch.maximum(offset, -warmth.shift), warmth.shift)
+    scale = torch.minimum(torch.maximum(ratio, 1.0 / warmth[0]), warmth[0])
+    shift = torch.minimum(torch.maximum(offset, -warmth[1]), warmth[1])
     after = Running(torch.lerp(running.mean, mean.detach(), momentum), torch.lerp(running.var, var.detach(), momentum))
     return (x - mean) / std * scale + shift, after

@@ -37,13 +37,13 @@ class Trained(NamedTuple):
         self.square.copy_(square)
 
 
-def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> Tensor:
+def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> list[float]:
     """Step size and ε of the `count`-th update (from 1), both with the corrections of the moments in them.
 
     lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + ε) = [lr · √(1-β₂ᵗ)/(1-β₁ᵗ)] · m / (√v + [ε · √(1-β₂ᵗ)])
     """
     root = math.sqrt(1 - BETA2**count)
-    return torch.tensor([lr * root / (1 - beta1**count), eps * root])
+    return [lr * root / (1 - beta1**count), eps * root]
 
 
 class Shaped:

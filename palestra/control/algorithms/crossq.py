@@ -7,7 +7,6 @@ normalised alike and no target networks are needed. The policy's step takes the 
 running statistics, and leaves these alone. Adam with a small β₁, and fewer steps of the policy than of the critics.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,13 @@ from palestra.control.compiling import compiled
 from palestra.control.critics import RenormCritics
 from palestra.control.memory.replay import Batch
 from palestra.control.nets import Flat
-from palestra.control.renorm import Running, Warmth
+from palestra.control.renorm import Running, warmth_after
 from palestra.control.scaling import obs_scale
+from palestra.control.soft_policy import SoftPolicy
 from palestra.control.squashed import SoftActor, check_bounds
-from palestra.control.vectors import Shaped, Trained, gradient, pace, put_back, taken
+from palestra.control.vectors import Shaped, Trained, gradient, put_back, taken
 from palestra.rl.schedules import value
-from palestra.rl.soft import alpha_slope, expected_soft_value, soft_value, target_entropy, td_target, twin_loss
+from palestra.rl.soft import td_target, twin_loss
 from palestra.spec.control.off_policy import CrossQSpec
 from palestra.spec.kinds.control import ControlSpec
 
@@ -51,23 +51,19 @@ class CrossQ(OffPolicy):
         assert isinstance(parts.spec.algorithm, CrossQSpec)
         spec = self.spec = parts.spec.algorithm
         check_bounds(self.head, "crossq")
-        self.actors = Shaped(self.net)
+        self.soft = SoftPolicy(Shaped(self.net), self.head, spec, spec.beta1)
         critics = RenormCritics(parts.obs_shape, self.head, parts.spec.net, self.scale, spec.renorm_momentum)
         self.critics = Shaped(critics.to(self.device))
-        log_alpha = 0.0 if spec.alpha == "auto" else math.log(spec.alpha)
         self.learned = Learned(
             Trained.of(Flat(self.net).vector),  # the parameters of the network that acts are views of it
             Trained.of(self.critics.start()),
             [Running(*(part.to(self.device) for part in one)) for one in critics.start()],
-            Trained.of(torch.full((1,), log_alpha, device=self.device)),
+            Trained.of(self.soft.log_alpha().to(self.device)),
             torch.zeros(3, device=self.device),
         )
-        given = spec.target_entropy
-        automatic = target_entropy(self.head.outputs, discrete=not self.head.continuous)
-        self.target_entropy = automatic if given == "auto" else given
-        self._update_critics, self._update_policy = self.update_critics, self.update_policy
+        self._update, self._update_critics = self.update, self.update_critics
         if parts.compile:
-            self._update_critics, self._update_policy = compiled(self.update_critics), compiled(self.update_policy)
+            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> SoftActor:
@@ -90,40 +86,45 @@ class CrossQ(OffPolicy):
             value(progress=progress, **(rate or spec.lr).arguments())
             for rate in (spec.lr, spec.critic_lr, spec.alpha_lr)
         )
-        drawn = spec.batch if self.head.continuous else 0  # expectations over Discrete actions are exact
-        noise = self.head.noise(self.generator, updates, 2, drawn).to(self.device)
+        noise = self.soft.noise(self.generator, updates).to(self.device)
+        rates = self.soft.rates(self.updates, updates, critic_lr, lr, alpha_lr).to(self.device)
+        warmths = [warmth_after(self.updates + n, spec.renorm_warmup) for n in range(updates)]
         totals = torch.zeros(len(self.metrics), device=self.device)
-        for batch, (next_noise, policy_noise) in zip(self.batches(updates), noise, strict=True):
-            warmth = Warmth(*(part.to(self.device) for part in Warmth.after(self.updates, spec.renorm_warmup)))
+        per_update = zip(self.batches(updates), noise, rates, torch.tensor(warmths).to(self.device), strict=True)
+        for batch, drawn, rate, warmth in per_update:
             self.updates += 1
-            rate = pace(critic_lr, spec.adam_eps, self.updates, spec.beta1).to(self.device)
-            seen = self._update_critics(self.learned, batch, next_noise, warmth, rate)
-            if self.updates % spec.policy_delay == 0:
-                count = self.updates // spec.policy_delay
-                rates = [pace(one, spec.adam_eps, count, spec.beta1).to(self.device) for one in (lr, alpha_lr)]
-                self._update_policy(self.learned, batch.obs, policy_noise, *rates)
-            totals += torch.cat([seen, self.learned.seen])
+            both = self.updates % spec.policy_delay == 0
+            (self._update if both else self._update_critics)(self.learned, batch, drawn, rate, warmth, totals)
         return totals
 
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, warmth: Warmth, rate: Tensor) -> Tensor:
+    def update(
+        self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
+    ) -> None:
+        """One gradient step of the critics, then one of the policy and of α."""
+        seen = self.step_critics(learned, batch, noise[0], rates[0], warmth)
+        self.step_policy(learned, batch.obs, noise[1], rates[1:])
+        totals.add_(torch.cat([seen, learned.seen]))
+
+    def update_critics(
+        self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
+    ) -> None:
+        """One gradient step of the critics alone."""
+        seen = self.step_critics(learned, batch, noise[0], rates[0], warmth)
+        totals.add_(torch.cat([seen, learned.seen]))
+
+    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor, warmth: Tensor) -> Tensor:
         """One gradient step of the critics on the joint batch; the loss and the mean value."""
-        policy = self.actors(learned.actor.vector)(batch.next_obs)
+        next_actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, noise)
         alpha, rows = learned.alpha.vector.exp(), len(batch.rewards)
         obs = torch.cat([batch.obs, batch.next_obs])
-        if self.head.continuous:
-            next_actions, logprobs = policy.sample_scored(noise)
-            actions = torch.cat([batch.actions, next_actions])
-        else:
-            logprobs, actions = policy.logprobs, None
+        actions = None if next_actions is None else torch.cat([batch.actions, next_actions])
 
         def loss(vector: Tensor) -> tuple[Tensor, tuple[Tensor, list[Running]]]:
             both, running = self.critics(vector)(obs, actions, learned.running, warmth)
             q, following = both.split(rows, dim=1)
-            if self.head.continuous:
-                values = soft_value(following, logprobs, alpha)
-            else:
-                values = expected_soft_value(following, logprobs, alpha)
+            if not self.head.continuous:
                 q = q.gather(2, batch.actions.expand(2, -1)[..., None])[..., 0]
+            values = self.soft.value(following, logprobs, alpha)
             error = twin_loss(q, td_target(batch.rewards, batch.discounts, values))
             return error, (torch.stack([error.detach(), q.detach().mean()]), running)
 
@@ -134,29 +135,14 @@ class CrossQ(OffPolicy):
             before.var.copy_(after.var)
         return seen
 
-    def update_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rate: Tensor, alpha_rate: Tensor) -> None:
+    def step_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
         """One gradient step of the policy on what the critics say, which stay as they are, and one of α."""
-        alpha, critics = learned.alpha.vector.exp(), self.critics(learned.critics.vector)
+        critics = self.critics(learned.critics.vector)
 
-        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            policy = self.actors(vector)(obs)
-            if self.head.continuous:
-                actions, logprobs = policy.sample_scored(noise)
-                q, _ = critics(obs, actions, learned.running)
-                values, entropy = soft_value(q, logprobs, alpha), -logprobs
-            else:
-                q, _ = critics(obs, None, learned.running)
-                values, entropy = expected_soft_value(q, policy.logprobs, alpha), policy.entropy()
-            total = -values.mean()
-            return total, torch.stack([total.detach(), entropy.detach().mean()])
+        def q(actions: Tensor | None) -> Tensor:
+            return critics(obs, actions, learned.running)[0]
 
-        slope, seen = gradient(loss, learned.actor.vector)
-        learned.seen.copy_(torch.cat([seen, alpha]))
-        learned.actor.step(slope, rate, self.spec.max_grad_norm, self.spec.beta1)
-        if self.spec.alpha == "auto":
-            learned.alpha.step(
-                alpha_slope(learned.alpha.vector, seen[1], self.target_entropy), alpha_rate, None, self.spec.beta1
-            )
+        learned.seen.copy_(self.soft.step(learned.actor, learned.alpha, q, obs, noise, rates))
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides the generator's state."""

@@ -6,14 +6,14 @@ How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the bes
 of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.control.actions import ActionHead
-from palestra.control.adam import Adam, adam_step, clip_norm
+from palestra.control.adam import clip_norm
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.compiling import compiled
@@ -22,21 +22,12 @@ from palestra.control.memory.replay import Batch
 from palestra.control.nets import Flat
 from palestra.control.q_nets import QNet
 from palestra.control.scaling import obs_scale
-from palestra.control.schedule import scheduled
+from palestra.control.vectors import Shaped, Trained, pace, put_back, taken
 from palestra.rl.quantiles import quantile_loss
 from palestra.rl.schedules import value
 from palestra.spec.control.off_policy import DQNSpec
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions
-
-
-class Learned(NamedTuple):
-    """What one gradient step gives."""
-
-    vector: Tensor  # new parameters
-    adam: Adam
-    errors: Tensor  # (B,) how far each value was off: its priority
-    metrics: Tensor
 
 
 class DQN(OffPolicy):
@@ -58,7 +49,8 @@ class DQN(OffPolicy):
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
         twin.load_state_dict(self.net.state_dict())
         self.target = Flat(twin)
-        self.adam = Adam.zeros(self.flat.vector)
+        self.trained = Trained.of(self.flat.vector)
+        self.nets, self.target_nets = Shaped(self.net), Shaped(twin)
         self._update = compiled(self.update) if parts.compile else self.update
 
     @classmethod
@@ -78,10 +70,13 @@ class DQN(OffPolicy):
         """Actions of the exploring policy."""
         return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
 
+    @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
         """Gradient steps, the target network following, and new priorities for what was seen."""
         spec = self.spec
-        lr = scheduled(spec.lr, progress).to(self.device)
+        lr = value(progress=progress, **spec.lr.arguments())
+        paces = [pace(lr, spec.adam_eps, n) for n in range(self.updates + 1, self.updates + updates + 1)]
+        rates = iter(torch.tensor(paces).to(self.device))
         beta = None if self.beta is None else value(progress=progress, **self.beta.arguments())
         totals = torch.zeros(len(self.metrics), device=self.device)
         if self.scale is not None:  # its statistics are buffers: the target network's follow
@@ -90,35 +85,31 @@ class DQN(OffPolicy):
         for batches in self.drawn(updates, beta):
             errors = []
             for batch in batches:
-                learned = self._update(self.adam, batch._replace(rows=batch.rows[:0]), lr)
-                self.flat.vector.copy_(learned.vector)
-                self.adam = learned.adam
+                errors.append(self._update(batch._replace(rows=batch.rows[:0]), next(rates), totals))
                 self.updates += 1
                 if spec.target_every is None:
                     self.target.vector.lerp_(self.flat.vector, spec.tau)
                 elif self.updates % spec.target_every == 0:
                     self.target.vector.copy_(self.flat.vector)
-                errors.append(learned.errors)
-                totals += learned.metrics
             if beta is not None:
                 self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
-    def update(self, adam: Adam, batch: Batch, lr: Tensor) -> Learned:
-        """One gradient step. A pure function, eager or one graph."""
+    def update(self, batch: Batch, rate: Tensor, totals: Tensor) -> Tensor:
+        """One gradient step, eager or one graph; how far each value was off, (B,), which is its priority."""
         targets = self.targets(batch)
         gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
-        vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps)
-        return Learned(vector, adam, errors, torch.cat([metrics, norm.detach().reshape(1)]))
+        self.trained.step(gradient, rate)
+        totals.add_(torch.cat([metrics, norm.reshape(1)]))
+        return errors
 
-    @torch.no_grad()
     def targets(self, batch: Batch) -> Tensor:
         """What values should be, (B, quantiles): nothing is differentiated by it."""
-        following = self.target.net(batch.next_obs)  # (B, A, quantiles)
-        chooses = self.net(batch.next_obs) if self.spec.double else following
+        following = self.target_nets(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
+        chooses = self.nets(self.flat.vector)(batch.next_obs) if self.spec.double else following
         best = chooses.mean(dim=2).argmax(dim=1)
-        return batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)
+        return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
 
     def loss(self, net: Any, batch: Batch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Weighted mean of Huber's loss, or of that of quantile regression; errors and metrics beside it."""
@@ -137,12 +128,12 @@ class DQN(OffPolicy):
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides the generator's state."""
         target = self.target.vector.to("cpu", copy=True)
-        return super().state() | {"adam": dict(self.adam._asdict()), "target": target}
+        return super().state() | {"trained": taken(self.trained), "target": target}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
         super().load_state(state)
-        self.adam = Adam(**{name: kept.to(self.device) for name, kept in state["adam"].items()})
+        put_back(self.trained, state["trained"])
         self.target.vector.copy_(state["target"])
 
 

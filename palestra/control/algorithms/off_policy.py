@@ -16,6 +16,7 @@ from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
 from palestra.control.memory.replay import Batch, Replay
 from palestra.control.policy import Policy
+from palestra.control.precision import no_denormals
 from palestra.control.scaling import ObsScale, Rewards
 from palestra.errors import UsageError
 from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
@@ -99,7 +100,8 @@ class OffPolicy(Algorithm):
             if self.rewards.scale is not None:
                 self._add_rewards(moved)
             if (t + 1) % spec.update_every == 0 and episodes.frame >= spec.start:
-                totals += self.learn(at_once, min(now, 1.0))
+                with no_denormals():
+                    totals += self.learn(at_once, min(now, 1.0))
         if self.scale is not None:
             self.scale.update(*self.memory.newest(spec.horizon))
         made = self.updates - before

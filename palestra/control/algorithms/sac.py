@@ -7,7 +7,6 @@ the entropy is tuned towards a target. With Discrete actions every expectation o
 with the smaller of the twins for each action there too.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,11 @@ from palestra.control.critics import Critics
 from palestra.control.memory.replay import Batch
 from palestra.control.nets import Flat
 from palestra.control.scaling import obs_scale
+from palestra.control.soft_policy import SoftPolicy
 from palestra.control.squashed import SoftActor, check_bounds
-from palestra.control.vectors import Shaped, Trained, gradient, pace, put_back, taken
+from palestra.control.vectors import Shaped, Trained, gradient, put_back, taken
 from palestra.rl.schedules import value
-from palestra.rl.soft import (
-    alpha_slope,
-    expected_soft_value,
-    polyak,
-    soft_value,
-    target_entropy,
-    td_target,
-    twin_loss,
-)
+from palestra.rl.soft import polyak, td_target, twin_loss
 from palestra.spec.control.off_policy import SACSpec
 from palestra.spec.kinds.control import ControlSpec
 
@@ -58,23 +50,19 @@ class SAC(OffPolicy):
         assert isinstance(parts.spec.algorithm, SACSpec)
         spec = self.spec = parts.spec.algorithm
         check_bounds(self.head, "sac")
-        self.actors = Shaped(self.net)
+        self.soft = SoftPolicy(Shaped(self.net), self.head, spec)
         self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
         start = self.critics.start()
-        log_alpha = 0.0 if spec.alpha == "auto" else math.log(spec.alpha)
         self.learned = Learned(
             Trained.of(Flat(self.net).vector),  # the parameters of the network that acts are views of it
             Trained.of(start),
             start.clone(),
-            Trained.of(torch.full((1,), log_alpha, device=self.device)),
+            Trained.of(self.soft.log_alpha().to(self.device)),
             torch.zeros(3, device=self.device),
         )
-        given = spec.target_entropy
-        automatic = target_entropy(self.head.outputs, discrete=not self.head.continuous)
-        self.target_entropy = automatic if given == "auto" else given
-        self._update_critics, self._update_policy = self.update_critics, self.update_policy
+        self._update, self._update_critics = self.update, self.update_critics
         if parts.compile:
-            self._update_critics, self._update_policy = compiled(self.update_critics), compiled(self.update_policy)
+            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> SoftActor:
@@ -97,29 +85,30 @@ class SAC(OffPolicy):
             value(progress=progress, **(rate or spec.lr).arguments())
             for rate in (spec.lr, spec.critic_lr, spec.alpha_lr)
         )
-        drawn = spec.batch if self.head.continuous else 0  # expectations over Discrete actions are exact
-        noise = self.head.noise(self.generator, updates, 2, drawn).to(self.device)
+        noise = self.soft.noise(self.generator, updates).to(self.device)
+        rates = self.soft.rates(self.updates, updates, critic_lr, lr, alpha_lr).to(self.device)
         totals = torch.zeros(len(self.metrics), device=self.device)
-        for batch, (next_noise, policy_noise) in zip(self.batches(updates), noise, strict=True):
+        for batch, drawn, rate in zip(self.batches(updates), noise, rates, strict=True):
             self.updates += 1
-            rate = pace(critic_lr, spec.adam_eps, self.updates).to(self.device)
-            seen = self._update_critics(self.learned, batch, next_noise, rate)
-            if self.updates % spec.policy_delay == 0:
-                count = self.updates // spec.policy_delay
-                rates = [pace(one, spec.adam_eps, count).to(self.device) for one in (lr, alpha_lr)]
-                self._update_policy(self.learned, batch.obs, policy_noise, *rates)
-            totals += torch.cat([seen, self.learned.seen])
+            both = self.updates % spec.policy_delay == 0
+            (self._update if both else self._update_critics)(self.learned, batch, drawn, rate, totals)
         return totals
 
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+    def update(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+        """One gradient step of the critics, then one of the policy and of α."""
+        seen = self.step_critics(learned, batch, noise[0], rates[0])
+        self.step_policy(learned, batch.obs, noise[1], rates[1:])
+        totals.add_(torch.cat([seen, learned.seen]))
+
+    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+        """One gradient step of the critics alone."""
+        totals.add_(torch.cat([self.step_critics(learned, batch, noise[0], rates[0]), learned.seen]))
+
+    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
-        policy = self.actors(learned.actor.vector)(batch.next_obs)
-        target, alpha = self.critics(learned.target), learned.alpha.vector.exp()
-        if self.head.continuous:
-            actions, logprobs = policy.sample_scored(noise)
-            values = soft_value(target(batch.next_obs, actions), logprobs, alpha)
-        else:
-            values = expected_soft_value(target(batch.next_obs), policy.logprobs, alpha)
+        actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, noise)
+        following = self.critics(learned.target)(batch.next_obs, actions)
+        values = self.soft.value(following, logprobs, learned.alpha.vector.exp())
         targets = td_target(batch.rewards, batch.discounts, values)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,26 +123,11 @@ class SAC(OffPolicy):
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
-    def update_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rate: Tensor, alpha_rate: Tensor) -> None:
+    def step_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
         """One gradient step of the policy on what the critics say, which stay as they are, and one of α."""
-        alpha, critics = learned.alpha.vector.exp(), self.critics(learned.critics.vector)
-
-        def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            policy = self.actors(vector)(obs)
-            if self.head.continuous:
-                actions, logprobs = policy.sample_scored(noise)
-                values, entropy = soft_value(critics(obs, actions), logprobs, alpha), -logprobs
-            else:
-                values = expected_soft_value(critics(obs), policy.logprobs, alpha)
-                entropy = policy.entropy()
-            total = -values.mean()
-            return total, torch.stack([total.detach(), entropy.detach().mean()])
-
-        slope, seen = gradient(loss, learned.actor.vector)
-        learned.seen.copy_(torch.cat([seen, alpha]))
-        learned.actor.step(slope, rate, self.spec.max_grad_norm)
-        if self.spec.alpha == "auto":
-            learned.alpha.step(alpha_slope(learned.alpha.vector, seen[1], self.target_entropy), alpha_rate)
+        critics = self.critics(learned.critics.vector)
+        seen = self.soft.step(learned.actor, learned.alpha, lambda actions: critics(obs, actions), obs, noise, rates)
+        learned.seen.copy_(seen)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides the generator's state."""

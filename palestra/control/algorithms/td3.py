@@ -53,9 +53,9 @@ class TD3(OffPolicy):
         actor, critics = Flat(self.net).vector, self.critics.start()  # the network that acts has views of the vector
         seen = torch.zeros(1, device=self.device)
         self.learned = Learned(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
-        self._update_critics, self._update_policy = self.update_critics, self.update_policy
+        self._update, self._update_critics = self.update, self.update_critics
         if parts.compile:
-            self._update_critics, self._update_policy = compiled(self.update_critics), compiled(self.update_policy)
+            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> DeterministicActor:
@@ -79,15 +79,14 @@ class TD3(OffPolicy):
             value(progress=progress, **(rate or spec.lr).arguments()) for rate in (spec.lr, spec.critic_lr)
         )
         noise = self.head.noise(self.generator, updates, spec.batch).to(self.device)
+        counts = [(n, n // spec.policy_delay) for n in range(self.updates + 1, self.updates + updates + 1)]
+        paces = [[pace(critic_lr, spec.adam_eps, n), pace(lr, spec.adam_eps, m or 1)] for n, m in counts]
+        rates = torch.tensor(paces).to(self.device)
         totals = torch.zeros(len(self.metrics), device=self.device)
-        for batch, smoothing in zip(self.batches(updates), noise, strict=True):
+        for batch, smoothing, rate in zip(self.batches(updates), noise, rates, strict=True):
             self.updates += 1
-            rate = pace(critic_lr, spec.adam_eps, self.updates).to(self.device)
-            seen = self._update_critics(self.learned, batch, smoothing, rate)
-            if self.updates % spec.policy_delay == 0:
-                rate = pace(lr, spec.adam_eps, self.updates // spec.policy_delay).to(self.device)
-                self._update_policy(self.learned, batch.obs, rate)
-            totals += torch.cat([seen, self.learned.seen])
+            both = self.updates % spec.policy_delay == 0
+            (self._update if both else self._update_critics)(self.learned, batch, smoothing, rate, totals)
         return totals
 
     def smoothed(self, actions: Tensor, noise: Tensor) -> Tensor:
@@ -95,7 +94,17 @@ class TD3(OffPolicy):
         clip = self.spec.noise_clip
         return (actions + (self.spec.target_noise * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
 
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+    def update(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+        """One gradient step of the critics, then one of the policy, and the targets follow."""
+        seen = self.step_critics(learned, batch, noise, rates[0])
+        self.step_policy(learned, batch.obs, rates[1])
+        totals.add_(torch.cat([seen, learned.seen]))
+
+    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+        """One gradient step of the critics alone."""
+        totals.add_(torch.cat([self.step_critics(learned, batch, noise, rates[0]), learned.seen]))
+
+    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
         """One gradient step of the critics; the loss and the mean value."""
         actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), noise)
         values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
@@ -110,12 +119,12 @@ class TD3(OffPolicy):
         learned.critics.step(slope, rate, self.spec.max_grad_norm)
         return seen
 
-    def update_policy(self, learned: Learned, obs: Tensor, rate: Tensor) -> None:
+    def step_policy(self, learned: Learned, obs: Tensor, rate: Tensor) -> None:
         """One gradient step of the policy on the first critic, which stays as it is; then both targets follow."""
         critics = self.critics(learned.critics.vector)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            total = -critics(obs, self.actors(vector)(obs))[0].mean()
+            total = -critics(obs, self.actors(vector)(obs), 1).mean()
             return total, total.detach()[None]
 
         slope, seen = gradient(loss, learned.actor.vector)
