@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from palestra.errors import UsageError
 from palestra.pipeline.step import Output, Step, children, execution_fields
+from palestra.runs.redact import redacted
 
 DIGITS = 10
 """Hexadecimal digits of the hash in an address: among a thousand steps of a name two collide once in 2 million."""
@@ -39,8 +40,8 @@ def address(identified: Mapping[str, Any]) -> str:
 
 
 def lines(identified: Mapping[str, Any]) -> dict[str, str]:
-    """What an address is made of, one line a value: dotted path to what it is."""
-    return {"name": identified["name"]} | dict(_lines(identified["config"], ""))
+    """What an address is made of, one line a value: dotted path to what it is; for people, so without secrets."""
+    return {"name": identified["name"]} | dict(_lines(redacted(identified["config"]), ""))
 
 
 def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -145,9 +145,7 @@ def _output_to(log: str | None) -> Iterator[None]:
         return
     kept = [os.dup(1), os.dup(2)]
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    redacting: subprocess.Popen[bytes] | None = None
-    if redact.secrets():
-        redacting, file = _redacting(log, file)
+    redacting, file = _redacting(log, file)
     try:
         for number in (1, 2):
             os.dup2(file, number)
@@ -158,9 +156,8 @@ def _output_to(log: str | None) -> Iterator[None]:
             stream.flush()
             os.dup2(original, number)
             os.close(original)
-        if redacting is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
-                redacting.wait(DRAIN_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
+            redacting.wait(DRAIN_SECONDS)
 
 
 def _redacting(log: str, file: int) -> tuple["subprocess.Popen[bytes]", int]:
