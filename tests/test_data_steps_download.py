@@ -111,7 +111,7 @@ def test_download_leaves_the_secrets_of_its_url_nowhere(
         said = ""
     except PipelineFailed as failed:
         said = str(failed)
-    report = write_report("x", graph, outputs)
+    report = Path(write_report("x", graph, outputs))
     told = explain(graph, outputs, "download")
     for text in (said, caplog.text, repr(told)):
         assert "hidden" not in text.lower()

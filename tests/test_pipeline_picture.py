@@ -131,11 +131,12 @@ def steps():
 
 def test_report_tells_states_counts_errors_and_logs_and_asks_nobody_else(tmp_path, steps):
     outputs, graph = Outputs(tmp_path), Graph(steps)
-    nothing = write_report("early", graph, outputs)
+    nothing = Path(write_report("early", graph, outputs))
     assert "3 steps: 3 waiting" in parsed(nothing)
     with pytest.raises(PipelineFailed):
         run(steps, outputs)
-    path = write_report("pipe", graph, outputs, {graph.address(steps[2]): "blocked", graph.address(steps[0]): "ran"})
+    states = {graph.address(steps[2]): "blocked", graph.address(steps[0]): "ran"}
+    path = Path(write_report("pipe", graph, outputs, states))
     text = parsed(path)
     assert path == tmp_path / "report-pipe.html"
     assert "3 steps: 1 ran, 1 failed, 1 blocked" in text

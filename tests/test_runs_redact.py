@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import SHORT, Scratch
 from hypothesis import given
 from hypothesis import strategies as st
-from conftest import SHORT, Scratch
 from pipeline_runs import address
 from pipeline_steps import telling
 

@@ -173,8 +173,9 @@ def test_trackio_rows_are_in_its_database(tmp_path):
     code = f"""
 from pathlib import Path
 from palestra.track.tracker import Tracker
+about = dict(project="tests", name="n", id="a1b2-0", config={{}})
 for append in (False, True):
-    with Tracker(Path({str(folder)!r}), ["trackio"], project="tests", name="n", id="a1b2-0", config={{}}, append=append) as track:
+    with Tracker(Path({str(folder)!r}), ["trackio"], append=append, **about) as track:
         track.log({{"return": 12.5}}, step=1 + append, frame=64)
 import trackio
 (run,) = trackio.Api().runs("tests")

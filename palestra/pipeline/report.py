@@ -17,7 +17,7 @@ from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.picture import Box, picture
 from palestra.pipeline.style import STYLE
 from palestra.runs.run import Run, open_run
-from palestra.runs.store import read_json, write_bytes
+from palestra.runs.store import read_json
 
 LOG_LINES, LOG_BYTES = 40, 20_000
 SHOWN = ("accuracy", "loss", "bits_per_byte", "return", "score", "perplexity")
@@ -36,7 +36,7 @@ class Told:
     attempt: dict[str, Any]
     """How the last attempt stands, where it is not done."""
     folder: Path | None
-    """Its output, as far as it is on this machine."""
+    """Its output, or what of it tells something."""
     log: str
     run: Run | None
 
@@ -46,13 +46,10 @@ class Told:
         return self.status.get("seconds")
 
 
-def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> Path:
-    """Write `report-NAME.html` under the prefix (of a remote one, where its outputs are kept here); where it is."""
+def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> str:
+    """Write `report-NAME.html` under the prefix; where it is."""
     told = [_told(node, outputs, (states or {}).get(node.address)) for node in graph.nodes.values()]
-    outputs.prefix.mkdir(parents=True, exist_ok=True)
-    path = outputs.prefix / f"report-{name}.html"
-    write_bytes(path, _page(name, str(outputs.prefix), told).encode())
-    return path
+    return outputs.publish(f"report-{name}.html", _page(name, outputs.where, told).encode())
 
 
 def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
@@ -63,18 +60,13 @@ def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
         state = "ran" if state == "ran" else "done"
     elif state in (None, "done", "ran"):
         state = attempt.get("state", "waiting")
-    path = outputs.path(address) if status else outputs.partial(address)
-    folder = path if path.is_dir() else None
-    return Told(node, state or "waiting", status, attempt, folder, _tail(outputs.log(address)), _run_in(folder))
+    folder = outputs.told(address)
+    return Told(node, state or "waiting", status, attempt, folder, _tail(outputs.read_log(address)), _run_in(folder))
 
 
-def _tail(path: Path) -> str:
+def _tail(log: bytes) -> str:
     """The end of a log."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+    return "\n".join(log[-LOG_BYTES:].decode(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _run_in(folder: Path | None) -> Run | None:

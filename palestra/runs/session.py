@@ -80,7 +80,7 @@ class Session:
 
     @property
     def id(self) -> str:
-        """What tells it from every other session, also of the same name elsewhere; stays with a folder that is moved."""
+        """What tells it from every other session, also one of the same name elsewhere; a folder keeps it when moved."""
         return self.manifest["id"]
 
     @property

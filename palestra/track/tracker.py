@@ -12,8 +12,9 @@ class Tracker:
     """Logs rows of one session.
 
     `sinks` names the sinks beside metrics.jsonl: tensorboard, wandb, swanlab, trackio. `id` is the session's, by which
-    services know a run again. `config` is the resolved spec, shown by those that show one. Rows of `stats`, if given, are exported into each row. `append` continues a resumed
-    session: the file is continued and the services' runs are taken up again.
+    services know a run again. `config` is the resolved spec, shown by those that show one. Rows of `stats`, if given,
+    are exported into each row. `append` continues a resumed session: the file is continued and the services' runs are
+    taken up again.
     """
 
     def __init__(
