@@ -16,10 +16,13 @@ from palestra.pipeline.graph import Graph, Node
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.picture import Box, picture
 from palestra.pipeline.style import STYLE
+from palestra.runs.redact import redacted
 from palestra.runs.run import Run, open_run
 from palestra.runs.store import read_json
 
 LOG_LINES, LOG_BYTES = 40, 20_000
+TIMES = ("seconds", "started", "finished", "tries")
+"""What is told of a step's status."""
 SHOWN = ("accuracy", "loss", "bits_per_byte", "return", "score", "perplexity")
 """The last part of the names of metrics that are worth a row; pass@k too."""
 Cells = Sequence[str]
@@ -47,9 +50,18 @@ class Told:
 
 
 def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> str:
-    """Write `report-NAME.html` under the prefix; where it is."""
+    """Write `report-NAME.html` under the prefix, and beside it `report-NAME.json` for programs; where the page is."""
     told = [_told(node, outputs, (states or {}).get(node.address)) for node in graph.nodes.values()]
+    record = {"name": name, "prefix": outputs.where, "made": _now(), "steps": [_record(one, outputs) for one in told]}
+    outputs.publish(f"report-{name}.json", (json.dumps(redacted(record), indent=1) + "\n").encode())
     return outputs.publish(f"report-{name}.html", _page(name, outputs.where, told).encode())
+
+
+def _record(one: Told, outputs: Outputs) -> dict[str, Any]:
+    node = one.node
+    about = {"name": node.step.name, "address": node.address, "output": outputs.place(node.address), "state": one.state}
+    about |= {"inputs": list(node.inputs), "not_awaited": list(node.unawaited), "identity": node.identity}
+    return about | {key: one.status[key] for key in TIMES if key in one.status} | {"error": one.attempt.get("error")}
 
 
 def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
@@ -78,7 +90,6 @@ def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
     seconds = sum(one.seconds or 0.0 for one in told)
     states = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in told).items())
     results = [row for one in told if one.run is not None for row in _results(one.node.step.name, one.run)]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "\n".join(
         [
             "<!doctype html>",
@@ -87,7 +98,7 @@ def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
             f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>",
             f"<header><h1>{escape(name)}</h1>",
             f"<p>{len(told)} steps: {escape(states)}. {_time(seconds)} of work in all. "
-            f"Outputs in <code>{escape(prefix)}</code>. {made}</p></header>",
+            f"Outputs in <code>{escape(prefix)}</code>. {_now()}</p></header>",
             f'<main><div class="picture">{picture([_box(one) for one in told])}</div><div class="told">',
             _table(("step", "metric", "first", "last"), results, "Results") if results else "",
             _table(("step", "rows in", "rows out", "dropped"), _data_rows(told), "Data") if _data_rows(told) else "",
@@ -108,9 +119,7 @@ def _section(one: Told) -> str:
     about = [("address", f"<code>{escape(node.address)}</code>")]
     if one.seconds is not None:
         about.append(("took", _time(one.seconds)))
-    for key, label in (("started", "started"), ("finished", "finished"), ("tries", "tries")):
-        if key in one.status:
-            about.append((label, escape(str(one.status[key]))))
+    about += [(key, escape(str(one.status[key]))) for key in TIMES[1:] if key in one.status]
     if one.attempt.get("error"):
         about.append(("error", f'<span class="bad">{escape(str(one.attempt["error"]))}</span>'))
     if one.folder is not None and one.run is not None:
@@ -200,6 +209,10 @@ def _table(head: Cells, rows: Iterable[Cells], title: str) -> str:
 
 def _details(title: str, inside: str, *, opened: bool = False) -> str:
     return f"<details{' open' if opened else ''}><summary>{title}</summary>{inside}</details>"
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _mean(values: Sequence[float]) -> str:
