@@ -1,4 +1,4 @@
-"""The pipeline of all data steps from pages to a model: what each leaves out, its record, and a second run of nothing."""
+"""The pipeline of all data steps, from pages to a model: what each leaves out, its record, a second run of nothing."""
 
 import json
 import subprocess

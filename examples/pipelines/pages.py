@@ -1,4 +1,4 @@
-"""A small web for `corpus.yaml`: stories and advertisements as HTML pages, some of them copied, and a held-out story."""
+"""A small web for `corpus.yaml`: stories and advertisements as HTML pages, copies, and stories that are held out."""
 
 import json
 import random
