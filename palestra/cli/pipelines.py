@@ -170,8 +170,8 @@ class _Progress:
         """What became of each step, where its output is, and the errors of those that failed."""
         assert self.outcome is not None
         rows = []
-        for address, state in self.outcome.states.items():
-            seconds = self.outcome.seconds.get(address)
+        for address in [one for one in self.graph.nodes if one in self.outcome.states]:
+            state, seconds = self.outcome.states[address], self.outcome.seconds.get(address)
             took = "" if seconds is None else f"{seconds:.1f} s"
             place = outputs.place(address) if state in ("done", "ran") else self.outcome.errors.get(address, "")
             rows.append((self.graph.nodes[address].step.name, WORDS.get(state, state), took, place))

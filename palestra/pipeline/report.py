@@ -21,6 +21,8 @@ from palestra.runs.run import Run, open_run
 from palestra.runs.store import read_json
 
 LOG_LINES, LOG_BYTES = 40, 20_000
+BESIDE = 640.0
+"""Pixels up to which the graph stands beside the steps; a wider one stands above them."""
 TIMES = ("seconds", "started", "finished", "tries")
 """What is told of a step's status."""
 SHOWN = ("accuracy", "loss", "bits_per_byte", "return", "score", "perplexity")
@@ -89,6 +91,9 @@ def _run_in(folder: Path | None) -> Run | None:
 def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
     seconds = sum(one.seconds or 0.0 for one in told)
     states = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in told).items())
+    graph, width = picture([_box(one) for one in told])
+    wide = ' class="wide"' if width > BESIDE else ""
+    failures = [_failure(one) for one in told if one.state == "failed"]
     results = [row for one in told if one.run is not None for row in _results(one.node.step.name, one.run)]
     return "\n".join(
         [
@@ -99,12 +104,21 @@ def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
             f"<header><h1>{escape(name)}</h1>",
             f"<p>{len(told)} steps: {escape(states)}. {_time(seconds)} of work in all. "
             f"Outputs in <code>{escape(prefix)}</code>. {_now()}</p></header>",
-            f'<main><div class="picture">{picture([_box(one) for one in told])}</div><div class="told">',
+            f'<main{wide}><div class="picture">{graph}</div><div class="told">',
+            _table(("step", "error"), failures, "Failures") if failures else "",
             _table(("step", "metric", "first", "last"), results, "Results") if results else "",
             _table(("step", "rows in", "rows out", "dropped"), _data_rows(told), "Data") if _data_rows(told) else "",
             *(_section(one) for one in told),
             "</div></main></body></html>\n",
         ]
+    )
+
+
+def _failure(one: Told) -> Cells:
+    error = escape(str(one.attempt.get("error", "")))
+    return (
+        f'<a href="#{escape(one.node.address)}">{escape(one.node.step.name)}</a>',
+        f'<span class="bad">{error}</span>',
     )
 
 
@@ -115,7 +129,7 @@ def _box(one: Told) -> Box:
 
 
 def _section(one: Told) -> str:
-    node = one.node
+    node, trace = one.node, one.attempt.get("traceback")
     about = [("address", f"<code>{escape(node.address)}</code>")]
     if one.seconds is not None:
         about.append(("took", _time(one.seconds)))
@@ -132,6 +146,7 @@ def _section(one: Told) -> str:
         *_plots(one.run),
         _details("what its address is made of", _pairs(lines(node.identity))),
         _details("log", f"<pre>{escape(one.log)}</pre>", opened=one.state == "failed") if one.log.strip() else "",
+        _details("traceback", f"<pre>{escape(trace)}</pre>") if trace else "",
         "</section>",
     ]
     return "\n".join(part for part in parts if part)
@@ -173,9 +188,12 @@ def _data_rows(told: Sequence[Told]) -> list[Cells]:
     for one in told:
         counts = _read_counts(one.folder)
         if "rows_in" in counts or "rows_out" in counts:
-            dropped = ", ".join(f"{key} {value:,}" for key, value in counts.get("dropped", {}).items())
+            dropped = {reason: count for reason, count in counts.get("dropped", {}).items() if count}
             numbers = [f"{counts[key]:,}" if key in counts else "" for key in ("rows_in", "rows_out")]
-            found.append((escape(one.node.step.name), *numbers, escape(dropped)))
+            if not counts.get("rows_out") and sum(dropped.values()) < counts.get("rows_in", 0):
+                numbers[1] = ""  # it makes something else of its rows: a classifier, a tokenizer
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+            found.append((escape(one.node.step.name), *numbers, escape(reasons)))
     return found
 
 
