@@ -15,7 +15,8 @@ header p { margin: 4px 0 20px; color: var(--soft); overflow-wrap: anywhere; }
 main { display: flex; gap: 28px; align-items: flex-start; }
 .picture { flex: none; max-width: 45vw; max-height: calc(100vh - 24px); overflow: auto; position: sticky; top: 12px; }
 .graph { max-width: 100%; height: auto; }
-main.wide { display: block; } .wide .picture { max-width: 100%; max-height: none; position: static; margin-bottom: 20px; }
+main.wide { display: block; }
+.wide .picture { max-width: 100%; max-height: none; position: static; margin-bottom: 20px; }
 .told { flex: 1; min-width: 0; display: grid; gap: 14px; }
 @media (max-width: 800px) { main { flex-direction: column; } .told { width: 100%; }
   .picture { position: static; max-width: 100%; max-height: none; } }

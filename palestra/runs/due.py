@@ -30,7 +30,7 @@ class CheckpointsDue:
         for cadence in self.counted:
             if due(cadence, {unit: max(count, begin[unit]) for unit, count in before.items()}, after):
                 reasons.add("kept")
-            begin[cadence.unit] = max(begin[cadence.unit], cadence.until or 0)
+            begin[cadence.unit] = max(begin[cadence.unit], int(cadence.until or 0))
         if self.timed is not None and time.monotonic() - self._since >= self.timed:
             self._since = time.monotonic()
             reasons.add("temporary")
