@@ -1,14 +1,13 @@
 """Secrets stay out of what is written: values of environment variables whose names look secret, and secrets in URLs.
 
-As a script it is a filter: `python redact.py LOG` appends what it reads on stdin to LOG, redacted. A worker prints
-through one, so that also what its children print, and what a killed one said last, is seen to. It runs without
-site-packages: nothing but the standard library is imported here.
+As a script it is a filter: of its stdin, what comes up to the first NUL names a log, and the rest is appended to that,
+redacted. A worker prints through one, so that also what its children print, and what a killed one said last, is seen
+to. It runs without site-packages: nothing but the standard library is imported here.
 """
 
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -121,14 +120,21 @@ def _overlap(data: bytes, secret: bytes) -> int:
     return next((size for size in range(min(len(data), len(secret) - 1), 0, -1) if data.endswith(secret[:size])), 0)
 
 
-def main(log: str) -> None:
-    """Filter stdin into a file until all who write are gone."""
-    stream = Stream(secrets())
-    with open(log, "ab", buffering=0) as file:
+def main() -> None:
+    """Filter stdin into the file that it names first, until all who write are gone."""
+    stream, data = Stream(secrets()), b""
+    while b"\0" not in data:
+        more = os.read(0, 1 << 16)
+        if not more:  # the worker ended without another task
+            return
+        data += more
+    log, _, data = data.partition(b"\0")
+    with open(os.fsdecode(log), "ab", buffering=0) as file:
+        file.write(stream.feed(data))
         while data := os.read(0, 1 << 16):
             file.write(stream.feed(data))
         file.write(stream.rest())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
