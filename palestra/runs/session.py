@@ -81,6 +81,8 @@ class Session:
     @property
     def id(self) -> str:
         """What tells it from every other session, also one of the same name elsewhere; a folder keeps it when moved."""
+        if "id" not in self.manifest:
+            raise UsageError(f"{self.path} was begun by an earlier version, which gave sessions no id: start a new run")
         return self.manifest["id"]
 
     @property
