@@ -1,5 +1,6 @@
 """The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
+from palestra.runs.redact import REDACTED
 from palestra.runs.run import Run, open_run
 from palestra.spec.kinds import loader, runner
 from palestra.spec.load import Loaded, Source, resolved
@@ -48,6 +50,7 @@ def run(
         existing = resume if isinstance(resume, Run) else open_run(resume, root)
         trial = resumed_trial(existing)
         if data is None:
+            _require_whole(existing)
             data = resolved(existing.spec)
     if data is None:
         raise UsageError("give a spec to run, or a run to resume")
@@ -56,6 +59,14 @@ def run(
     with _missing_extra():
         runs = runner(loaded.spec.kind)
     return runs(loaded.spec, launch)
+
+
+def _require_whole(run: Run) -> None:
+    """Refuse a stored spec from which secrets were left out: it would run with something else in their place."""
+    if REDACTED in json.dumps(run.spec):
+        raise UsageError(
+            f"the spec in {run.path} is without the secrets that were in it: give the spec again, with --resume"
+        )
 
 
 def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Any = ()) -> Loaded:

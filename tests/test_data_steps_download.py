@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +15,12 @@ from s3_server import s3_server
 
 from palestra.data.steps.download import download
 from palestra.errors import PalestraError, UsageError
+from palestra.pipeline.data import download as download_step
+from palestra.pipeline.explanation import explain
+from palestra.pipeline.graph import Graph
+from palestra.pipeline.outputs import Outputs
+from palestra.pipeline.report import write_report
+from palestra.pipeline.runner import PipelineFailed, run
 
 BYTES = bytes(range(256)) * 9000  # more than two chunks
 
@@ -26,6 +33,8 @@ class Web(BaseHTTPRequestHandler):
     version = '"one"'
     ranges = True
     asked: tuple[str, ...] = ()
+    logins: tuple[str, ...] = ()
+    """What each request had to show."""
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -38,7 +47,9 @@ class Web(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         web = type(self)
-        if self.path != "/data/file%201.jsonl":
+        path, _, query = self.path.partition("?")
+        web.logins = (*web.logins, self.headers.get("Authorization") or query)
+        if path != "/data/file%201.jsonl":
             self.send_error(404)
             return
         wanted = self.headers.get("Range")
@@ -83,6 +94,49 @@ def test_download_of_a_web_file_that_breaks_off_goes_on_by_range(tmp_path: Path,
     assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
     assert server.asked == ("whole", f"bytes={len(BYTES) // 2}-")
     assert counts(tmp_path)["bytes"] == len(BYTES)
+
+
+SIGNED = "X-Amz-Credential=AKIAHIDDEN&X-Amz-Date=20261115&X-Amz-Signature=hidden0123&token=hidden4567"
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_download_leaves_the_secrets_of_its_url_nowhere(
+    tmp_path: Path, web: tuple[str, type[Web]], missing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = web[0].replace("//", "//me:hidden%2Fpassword@") + ("x" if missing else "") + f"?{SIGNED}"
+    step = download_step(url=url)
+    graph, outputs = Graph([step]), Outputs(tmp_path)
+    try:
+        run([step], outputs)
+        said = ""
+    except PipelineFailed as failed:
+        said = str(failed)
+    report = Path(write_report("x", graph, outputs))
+    told = explain(graph, outputs, "download")
+    for text in (said, caplog.text, repr(told)):
+        assert "hidden" not in text.lower()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if b"hidden" in path.read_bytes().lower()] == []
+    assert "X-Amz-Date=20261115" in told.made_of["url"]
+    assert "X-Amz-Date=20261115" in report.read_text()
+    assert (b64decode(web[1].logins[0].removeprefix("Basic "))) == b"me:hidden/password"
+    if missing:
+        assert "HTTP 404" in said
+    else:
+        (out,) = tmp_path.glob("download-*")
+        assert (out / "files/file 1.jsonl").read_bytes() == BYTES
+        assert "X-Amz-Date=20261115" in counts(out)["url"]
+
+
+def test_download_that_failed_goes_on_with_the_same_url_signed_anew(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
+    url, server = web
+    server.broken = 1
+    with pytest.raises(PalestraError, match="bytes are kept"):
+        download(tmp_path, url=f"{url}?sig=first000", tries=1)
+    download(tmp_path, url=f"{url}?sig=second11")
+    assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
+    assert counts(tmp_path)["bytes_resumed"] == len(BYTES) // 2
+    assert server.logins[-1] == "sig=second11"
 
 
 def test_download_that_failed_goes_on_in_the_next_attempt(tmp_path: Path, web: tuple[str, type[Web]]) -> None:

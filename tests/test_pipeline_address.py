@@ -89,6 +89,11 @@ def test_address_leaves_execution_fields_of_functions_models_and_nested_configs_
     assert address(made(Model(value=1))) == address(made(Model(value=1, workers=9)))
 
 
+def test_input_in_an_execution_field_is_refused():
+    with pytest.raises(UsageError, match=r"number\.journal is marked Execution, .* the output of noop, "):
+        Graph([number(value=1, journal=noop(index=1) / "x")])
+
+
 def test_address_does_not_depend_on_the_prefix_or_the_process(tmp_path):
     graph = Graph([number(value=1)])
     assert {plan(graph, Outputs(tmp_path / name))[0].address for name in "ab"} == {"number-11187fc753"}

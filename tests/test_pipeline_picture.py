@@ -33,7 +33,7 @@ def graphs(draw):
 
 
 def drawn(boxes) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    root = ElementTree.fromstring(picture(boxes))
+    root = ElementTree.fromstring(picture(boxes)[0])
     corners = {}
     for group in root.iter(f"{SVG}g"):
         rect, title = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
@@ -86,6 +86,18 @@ def test_depth_is_the_longest_way_from_a_step_without_inputs():
     assert depths(boxes) == {"a": 0, "b": 1, "c": 2, "d": 0}
 
 
+def test_step_without_inputs_stands_right_above_the_first_that_needs_it():
+    boxes = [Box("a", ""), Box("b", "", needs=("a",)), Box("late", ""), Box("c", "", needs=("b", "late")),
+             Box("d", "", needs=("c", "late"))]  # fmt: skip
+    assert depths(boxes) == {"a": 0, "b": 1, "late": 1, "c": 2, "d": 3}
+
+
+def test_long_name_keeps_both_its_ends():
+    text, _ = picture([Box("k", f"the_same_beginning_of_names_{number}") for number in (17, 23)])
+    assert "the_same_b…of_names_17" in text
+    assert "the_same_b…of_names_23" in text
+
+
 def make(out: Path, *, text: str, source: Path | None = None, workers: Execution[int] = 1) -> None:
     print(f"made <{text}>")
     if text == "bad":
@@ -131,15 +143,16 @@ def steps():
 
 def test_report_tells_states_counts_errors_and_logs_and_asks_nobody_else(tmp_path, steps):
     outputs, graph = Outputs(tmp_path), Graph(steps)
-    nothing = write_report("early", graph, outputs)
+    nothing = Path(write_report("early", graph, outputs))
     assert "3 steps: 3 waiting" in parsed(nothing)
     with pytest.raises(PipelineFailed):
         run(steps, outputs)
-    path = write_report("pipe", graph, outputs, {graph.address(steps[2]): "blocked", graph.address(steps[0]): "ran"})
+    states = {graph.address(steps[2]): "blocked", graph.address(steps[0]): "ran"}
+    path = Path(write_report("pipe", graph, outputs, states))
     text = parsed(path)
     assert path == tmp_path / "report-pipe.html"
     assert "3 steps: 1 ran, 1 failed, 1 blocked" in text
-    for said in ("1,200", "too short 200", "ValueError: no <luck>", "made <bad>", *graph.nodes):
+    for said in ("1,200", "too short 200", "ValueError: no <luck>", "made <bad>", "Traceback", *graph.nodes):
         assert said in text
     assert not re.search(r'(src|href)="(?!#|data:)|@import|url\((?!#)', path.read_text())
 

@@ -3,15 +3,19 @@ import threading
 import time
 
 import pytest
+from conftest import SHORT
 from pipeline_runs import address, start
-from pipeline_steps import counting, faulty, noted, number, total, value
+from pipeline_steps import counting, faulty, noted, number, telling, total, value
 from s3_server import s3_server
 
 from palestra.errors import PalestraError, UsageError
+from palestra.pipeline.data import filter as filter_step
 from palestra.pipeline.graph import Graph
 from palestra.pipeline.outputs import open_outputs
 from palestra.pipeline.plan import plan
+from palestra.pipeline.report import write_report
 from palestra.pipeline.runner import PipelineFailed, run
+from palestra.pipeline.spec_steps import spec_step
 from palestra.runs import remote_store
 from palestra.runs.lease import Lease, RunBusy
 from palestra.runs.remote_store import FsspecStore
@@ -184,6 +188,36 @@ def test_failed_step_of_a_bucket_is_refused_elsewhere_too(s3, tmp_path, monkeypa
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "other"))
     with pytest.raises(PipelineFailed, match="failed before"):
         run([bad], open_outputs(f"s3://{s3.bucket}/prefix"))
+
+
+def test_report_of_a_bucket_tells_elsewhere_what_it_tells_where_the_steps_ran(s3, tmp_path, monkeypatch):
+    (tmp_path / "books.jsonl").write_text('{"text": "' + "word " * 30 + '"}\n{"text": "short"}\n')
+    small = {**SHORT, "train": {"frames": 3 * 128}}
+    clean, bad = filter_step(source=str(tmp_path / "books.jsonl"), min_words=5), faulty(until=tmp_path / "no")
+    steps = [clean, spec_step("train", small, None), bad, telling(variable="AWS_DEFAULT_REGION")]
+    graph, prefix = Graph(steps), f"s3://{s3.bucket}/prefix"
+    with pytest.raises(PipelineFailed):
+        run(steps, open_outputs(prefix))
+    here = write_report("x", graph, open_outputs(prefix))
+    assert here == f"{prefix}/report-x.html"
+    page = s3.files.cat_file(here).decode()
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "other"))
+    s3.downloads.clear()
+    for _ in range(2):  # the second time from what was downloaded the first
+        write_report("x", graph, open_outputs(prefix))
+    assert s3.downloads.count("metrics.jsonl") == s3.downloads.count("counts.json") == 1
+    assert not any(name.endswith((".safetensors", "docs-00000.jsonl")) for name in s3.downloads)
+    again = s3.files.cat_file(here).decode()
+    for said in (
+        "fewer than 5 words",
+        "no is not there",
+        "<td>return</td>",
+        "data:image/png",
+        f"<code>{prefix}</code>",
+    ):
+        assert page.count(said) == again.count(said) > 0, said
+    assert page.count("python: us-east-1") == again.count("python: us-east-1") == 1
+    assert "1 failed" in again
 
 
 def test_two_processes_on_a_bucket_run_a_step_once(s3, tmp_path):

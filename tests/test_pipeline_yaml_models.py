@@ -71,7 +71,7 @@ def test_models_and_tokens_of_steps_are_found_by_those_after_them(tmp_path, monk
     for path in (tmp_path / "out").rglob("*.json"):
         if ".steps" not in path.parts and path.name != "trial.json":
             assert ".partial" not in path.read_text(), path
-    page = write_report("small", graph, outputs).read_text()
+    page = Path(write_report("small", graph, outputs)).read_text()
     assert "bits_per_byte" in page
     assert "data:image/png;base64," in page
     # Other learning rates train the last one alone anew.

@@ -19,7 +19,9 @@ from hypothesis.extra import numpy as hnp
 from palestra.errors import PalestraError
 from palestra.runs import checkpoint
 from palestra.runs.checkpoint import CheckpointFailed, DamagedCheckpoint
+from palestra.runs.due import CheckpointsDue
 from palestra.runs.tree import UnsupportedState, flatten
+from palestra.spec.cadence import Cadence
 
 TORCH_TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -260,6 +262,28 @@ def test_prune_keeps_kept_newest_and_best(tmp_path):
     checkpoint.prune(tmp_path)
     assert steps(tmp_path) == [2, 4, 8]
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
+
+
+def test_policies_by_steps_and_by_time_keep_what_the_reference_keeps(tmp_path, monkeypatch):
+    """The numbers of levanter's test_checkpoint: every 2 until 10, every 5 until 20, then every 10; one temporary."""
+    now = 0.0
+    monkeypatch.setattr("palestra.runs.due.time.monotonic", lambda: now)
+
+    def left(name: str, cadences: list[str], until: int, seconds: float = 1.0) -> list[list[int]]:
+        nonlocal now
+        policy, seen = CheckpointsDue([Cadence.parse(text) for text in cadences]), []
+        for step in range(1, until + 1):
+            now += seconds
+            if reasons := policy.reasons({"steps": step - 1}, {"steps": step}):
+                checkpoint.save(tmp_path / name, step, {}, reasons=reasons)
+                checkpoint.prune(tmp_path / name)
+            seen.append(steps(tmp_path / name))
+        return seen
+
+    kept = ["2 steps until 10", "5 steps until 20", "10 steps"]
+    assert left("counted", kept, 49)[-1] == [2, 4, 6, 8, 10, 15, 20, 30, 40]
+    assert left("timed", ["10 seconds"], 4, seconds=6.0) == [[], [2], [2], [4]]
+    assert left("mixed", [*kept, "7 seconds"], 49)[-1] == [2, 4, 6, 8, 10, 15, 20, 30, 40, 49]
 
 
 def test_kept_afterwards_is_never_pruned_and_intact(tmp_path):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import SHORT, Scratch
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_runs import address
@@ -13,7 +14,7 @@ from pipeline_steps import telling
 from palestra.pipeline import Step
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.runner import PipelineFailed, run
-from palestra.runs.redact import REDACTED, Stream, redact, redacted, secrets
+from palestra.runs.redact import REDACTED, Stream, hidden, redact, redacted, secrets
 from palestra.work.pool import Pool, TaskFailed
 
 VALUE = 'hunter2-"quoted"\\and/long'
@@ -65,6 +66,37 @@ def test_redact_takes_secrets_out_of_text_and_data(monkeypatch):
     assert redact("line abcdefghijkl") == f"line {REDACTED}"
     data = {"a": [VALUE, 1, None, (f"x{VALUE}",)], VALUE: 2.5}
     assert redacted(data) == {"a": [REDACTED, 1, None, [f"x{REDACTED}"]], REDACTED: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("see https://me:pass@host/a?b=1.", "see https://me:(redacted)@host/a?b=1."),
+        ("https://ghp_abc@host/a", "https://(redacted)@host/a"),
+        ("s3://key:a@b@bucket/x", "s3://key:(redacted)@bucket/x"),
+        ('{"u": "http://h/x?a=1&token=t0&b=2"}', '{"u": "http://h/x?a=1&token=(redacted)&b=2"}'),
+        ("http://h/x?X-Amz-Signature=ab%2Fc#part", "http://h/x?X-Amz-Signature=(redacted)#part"),
+        ("http://h/x?sv=1&amp;sig=abc", "http://h/x?sv=1&amp;sig=(redacted)"),
+        ('http://h/x?sv=1\\u0026api_key=abc\\"', 'http://h/x?sv=1\\u0026api_key=(redacted)\\"'),
+        ("abfs://container@account.net/x", "abfs://container@account.net/x"),
+        ("hf://datasets/a/b@main/x.jsonl", "hf://datasets/a/b@main/x.jsonl"),
+        ("https://h/@me/x?page=2&tokenizer=gpt2&design=3", "https://h/@me/x?page=2&tokenizer=gpt2&design=3"),
+        ("write to a@b.c: if token=1", "write to a@b.c: if token=1"),
+    ],
+)
+def test_redact_takes_secrets_out_of_urls_and_leaves_the_rest(text, expected):
+    assert redact(text) == expected
+    assert redact(expected) == expected
+    assert hidden({"a": [1, {"b": text}]}) == ([] if text == expected else ["a.1.b"])
+    stream = Stream([])
+    pieces = [stream.feed(text[index : index + 1].encode()) for index in range(len(text))]
+    assert b"".join(pieces) + stream.rest() == expected.encode()
+
+
+def test_stream_gives_lines_at_once_and_words_without_end():
+    stream = Stream([])
+    assert stream.feed("ü one\ntwo".encode()) == "ü one\n".encode()
+    assert stream.feed(b"x" * 10_000) == b"two" + b"x" * 10_000
 
 
 @given(st.lists(st.sampled_from(["secret-one", "secret-one-longer", "secret", "sec", "x", "\n"])), st.data())
@@ -146,7 +178,7 @@ session = Session.create(
     manifest={"seed": 0, "command": ["train", f"key={secret}"], "diff": f"+{secret}"},
 )
 assert session.check_resume({"key": secret}) == []
-with session, Tracker(path, ["tensorboard"], project="p", name="n", config={"key": secret}) as tracker:
+with session, Tracker(path, ["tensorboard"], project="p", name="n", id="i", config={"key": secret}) as tracker:
     logging.getLogger("palestra.x").warning("the key is %s", secret)
     tracker.log({"text": secret, "loss": 1.0}, 1)
     raise RuntimeError(f"bad key {secret}")
@@ -167,3 +199,19 @@ def test_secret_that_a_session_logs_tracks_or_fails_with_is_nowhere_in_its_folde
     assert f"the key is {REDACTED}" in (folder / "log.txt").read_text()
     assert f"bad key {REDACTED}" in json.loads((folder / "status.json").read_text())["reason"]
     assert holding(tmp_path, "plain-secret-value") == []
+
+
+def test_run_whose_spec_has_a_secret_in_it_works_and_keeps_it_out_of_its_folder(scratch: Scratch):
+    spec = scratch.spec(train={"frames": 3 * 128}, sweep={"axes": {"algorithm.lr": [0.1, 0.2]}})
+    name = SHORT["env"]["id"]
+    done = scratch("train", spec, MY_TOKEN=name)
+    assert done.returncode == 0, done.stderr
+    assert holding(scratch.path / "runs", name) == []
+    refused = scratch("train", "--resume", "short", MY_TOKEN=name)
+    assert refused.returncode == 2
+    assert "is without the secrets that were in it: give the spec again" in refused.stderr
+    again = scratch("train", spec, "--resume", "short", MY_TOKEN=name)
+    assert again.returncode == 0, again.stderr
+    swept = scratch("sweep", spec, MY_TOKEN=name)
+    assert swept.returncode == 2
+    assert "env.id has a secret in it" in swept.stderr.replace("\n", " ")

@@ -53,7 +53,7 @@ def test_create_writes_spec_manifest_and_diff(tmp_path):
     session = create(tmp_path / "s")
     assert (session.path / "spec.yaml").read_text() == "kind: control\n"
     assert (session.path / "git.diff").read_text() == "+x\n"
-    assert read_json(session.path / "manifest.json") == {"seed": 3, "spec": SPEC}
+    assert read_json(session.path / "manifest.json") == {"seed": 3, "id": session.id, "spec": SPEC}
     assert Session.open(session.path).spec_data == SPEC
     assert session.seed == 3
     assert state_of(session.path) == "new"

@@ -36,6 +36,7 @@ LINEAR = {"shape": "linear", "start": 1}
         ("1 hour", 1, "hours", "1 hour"),
         ("90seconds", 90, "seconds", "90 seconds"),
         (" 2  steps ", 2, "steps", "2 steps"),
+        ("2 steps until 1e1", 2, "steps", "2 steps until 10"),
     ],
 )
 def test_cadence_text_is_parsed_and_written(text, amount, unit, written):
@@ -46,7 +47,23 @@ def test_cadence_text_is_parsed_and_written(text, amount, unit, written):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "5", "minutes", "-5 steps", "0 steps", "2.5 frames", "5 days", "5 stepss", "5 m", "inf hours", "1e999 steps"],
+    [
+        "",
+        "5",
+        "minutes",
+        "-5 steps",
+        "0 steps",
+        "2.5 frames",
+        "5 days",
+        "5 stepss",
+        "5 m",
+        "inf hours",
+        "1e999 steps",
+        "5 steps until 4",
+        "5 steps until 9.5",
+        "1 minute until 9",
+        "5 steps until",
+    ],
 )
 def test_cadence_bad_text_is_refused(text):
     with pytest.raises(ValueError, match="expected"):

@@ -70,6 +70,24 @@ def test_weights_golden() -> None:
     )
 
 
+def test_success_and_weights_of_the_reference() -> None:
+    """The numbers of Marin's curriculum: 90, 50 and 10 of 100 right; a new lesson beside an old one."""
+    assert [lesson(rates).success for rates in ([1.0], [1.0, 0.0], [1.0] * 50)] == pytest.approx(
+        [0.55, 0.495, 0.997423], abs=5e-7
+    )
+    for level, needed in ((0.9, 16), (0.95, 22)):
+        assert lesson([1.0] * (needed - 1)).success < level < lesson([1.0] * needed).success
+    made = Lessons({"easy": (), "medium": (), "hard": ()}, 0)
+    for name, right in (("easy", 9), ("medium", 5), ("hard", 1)):
+        made.lessons[name] = lesson([float(index % 10 < right) for index in range(100)])
+    assert [one.success for one in made.lessons.values()] == pytest.approx([0.84646, 0.37127, 0.05949], abs=5e-6)
+    assert list(made.weights(list(made.after)).values()) == pytest.approx([0.306812, 0.551048, 0.14214], abs=5e-7)
+    pair = Lessons({"new": (), "old": ()}, 0)
+    assert list(pair.weights(["new", "old"]).values()) == [0.5, 0.5]
+    pair.lessons["new"], pair.lessons["old"] = Lesson(success=0.5, seen=10), Lesson(success=0.5, seen=150)
+    assert list(pair.weights(["new", "old"]).values()) == pytest.approx([0.60897, 0.39103], abs=5e-6)
+
+
 def test_weights_floor_keeps_hopeless_lessons_alive() -> None:
     made = Lessons({"half": (), "zero": ()}, 0)
     made.lessons["half"], made.lessons["zero"] = Lesson(success=0.5, seen=10**6), Lesson(success=0.0, seen=10**6)

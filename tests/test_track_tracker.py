@@ -14,10 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import SHORT
 
 from palestra.errors import MissingExtra, PalestraError
+from palestra.runs.session import Session
+from palestra.spec.load import resolved
 from palestra.track import sinks
-from palestra.track.sinks import Background, JsonlSink
+from palestra.track.recorder import Recorder
+from palestra.track.sinks import Background, JsonlSink, Place
 from palestra.track.stats import Stats
 from palestra.track.tracker import Tracker
 
@@ -29,7 +33,8 @@ def session(tmp_path: Path) -> Path:
 
 
 def tracker(folder: Path, names: list[str], **more) -> Tracker:
-    return Tracker(folder, names, project="tests", name="cartpole", config={"algorithm": {"lr": 1e-3}}, **more)
+    config = {"algorithm": {"lr": 1e-3}}
+    return Tracker(folder, names, project="tests", name="cartpole", id="a1b2-0", config=config, **more)
 
 
 def rows(path: Path) -> list[dict]:
@@ -83,7 +88,7 @@ def test_jsonl_process_killed_keeps_every_logged_row(tmp_path):
     code = f"""
 from pathlib import Path
 from palestra.track.tracker import Tracker
-track = Tracker(Path({str(tmp_path)!r}), [], project="p", name="n", config={{}})
+track = Tracker(Path({str(tmp_path)!r}), [], project="p", name="n", id="i", config={{}})
 for step in range(10**9):
     track.log({{"x": step / 3}}, step)
     print(step, flush=True)
@@ -129,7 +134,7 @@ def test_tensorboard_sink_imports_neither_torch_nor_tensorflow(tmp_path):
 import sys
 from pathlib import Path
 from palestra.track.tracker import Tracker
-with Tracker(Path({str(tmp_path)!r}), ["tensorboard"], project="p", name="n", config={{}}) as track:
+with Tracker(Path({str(tmp_path)!r}), ["tensorboard"], project="p", name="n", id="i", config={{}}) as track:
     track.log({{"x": 1.0}}, 1)
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
@@ -143,7 +148,7 @@ def test_wandb_offline_run_holds_rows_and_config(tmp_path, monkeypatch):
     folder = session(tmp_path)
     with tracker(folder, ["wandb"]) as track:
         track.log({"return": 12.5}, step=1, frame=64)
-    (run,) = folder.glob("wandb/offline-run-*-20261115T033000-a1b2-0/run-*.wandb")
+    (run,) = folder.glob("wandb/offline-run-*-a1b2-0/run-*.wandb")
     data = run.read_bytes()
     assert b"return" in data
     assert b"12.5" in data
@@ -168,8 +173,9 @@ def test_trackio_rows_are_in_its_database(tmp_path):
     code = f"""
 from pathlib import Path
 from palestra.track.tracker import Tracker
+about = dict(project="tests", name="n", id="a1b2-0", config={{}})
 for append in (False, True):
-    with Tracker(Path({str(folder)!r}), ["trackio"], project="tests", name="n", config={{}}, append=append) as track:
+    with Tracker(Path({str(folder)!r}), ["trackio"], append=append, **about) as track:
         track.log({{"return": 12.5}}, step=1 + append, frame=64)
 import trackio
 (run,) = trackio.Api().runs("tests")
@@ -177,7 +183,7 @@ print(run.name)
 """
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "20261115T033000-a1b2-0"
+    assert done.stdout.splitlines()[-1] == "a1b2-0"
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
@@ -255,3 +261,39 @@ def test_background_close_drains_what_waits():
         background.write({"x": float(step)}, step)
     background.close()
     assert sink.taken == [({"x": float(step)}, step) for step in range(500)]
+
+
+class Telling(Failing):
+    """A service that notes by which id it was asked to open a run."""
+
+    opened: tuple[str, ...] = ()
+
+    def __init__(self, place: Place) -> None:
+        super().__init__("never")
+        self.place = place
+
+    def open(self) -> None:
+        Telling.opened = (*Telling.opened, self.place.id)
+
+
+def test_services_get_an_id_that_is_the_sessions_alone_and_stays_over_a_resume_and_a_move(tmp_path, monkeypatch):
+    monkeypatch.setitem(sinks.SINKS, "json", Telling)  # the name of a package that is there
+    spec = resolved(SHORT)
+    spec = spec.model_copy(update={"track": spec.track.model_copy(update={"sinks": ["json"]})})
+
+    def opened(folder: Path) -> str:
+        with Session.open(folder) as session, Recorder(session, spec, total=1, unit="frames", show=False):
+            pass
+        return Telling.opened[-1]
+
+    places = [tmp_path / root / "lr0.5-a1b2" / "sessions" / "0" for root in ("one", "two")]
+    for place in places:
+        Session.create(place, spec_yaml="", spec_data={}, manifest={"seed": 0})
+    first, second = map(opened, places)
+    assert first != second
+    assert first.startswith("lr0.5-a1b2-0-")
+    Session.open(places[0]).amend(spec_yaml="", spec_data={"x": 1}, manifest={"seed": 0})
+    (tmp_path / "one").rename(tmp_path / "three")
+    assert opened(tmp_path / "three" / "lr0.5-a1b2" / "sessions" / "0") == first
+    long = Session.create(tmp_path / ("x" * 64) / "sessions" / "123456", spec_yaml="", spec_data={}, manifest={})
+    assert len(long.id) <= 64

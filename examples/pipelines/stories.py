@@ -54,7 +54,7 @@ def made_up(out: Path, *, stories: int, seed: int = 0, again: float = 0.1) -> No
         if told and draws.random() < again:
             told.append(draws.choice(told))
         else:
-            told.append(f"CHAPTER {number}" if number % 50 == 0 else _story(draws))
+            told.append(f"CHAPTER {number}" if number % 50 == 0 else story(draws))
     _write(out / "docs" / "docs-00000.jsonl", "story", iter(told))
 
 
@@ -82,7 +82,9 @@ def _passages(text: str) -> Iterator[str]:
         yield passage
 
 
-def _story(draws: random.Random) -> str:
+def story(draws: random.Random) -> str:
+    """One story."""
+
     def filled(sentence: str) -> str:
         words: dict[str, Any] = {"who": WHO, "where": WHERE, "wanted": WANTED, "did": DID, "said": SAID}
         text = sentence.format(**{name: draws.choice(options) for name, options in words.items()})

@@ -10,6 +10,7 @@ import typer
 
 from palestra.cli.lab import Set
 from palestra.cli.lab import variables as _variables
+from palestra.errors import PalestraError
 
 if TYPE_CHECKING:
     from palestra.pipeline.graph import Graph
@@ -88,8 +89,10 @@ def run(
     finally:
         if progress.outcome is not None:
             progress.show_table(outputs)
-        report = write_report(found.name, graph, outputs, progress.states)
-        typer.echo(f"report  {_near(report)}")
+        try:
+            typer.echo(f"report  {_near(write_report(found.name, graph, outputs, progress.states))}")
+        except (OSError, PalestraError) as error:  # the page must not hide what became of the steps
+            typer.echo(f"the report could not be written: {error}", err=True)
 
 
 @app.command()
@@ -167,8 +170,8 @@ class _Progress:
         """What became of each step, where its output is, and the errors of those that failed."""
         assert self.outcome is not None
         rows = []
-        for address, state in self.outcome.states.items():
-            seconds = self.outcome.seconds.get(address)
+        for address in [one for one in self.graph.nodes if one in self.outcome.states]:
+            state, seconds = self.outcome.states[address], self.outcome.seconds.get(address)
             took = "" if seconds is None else f"{seconds:.1f} s"
             place = outputs.place(address) if state in ("done", "ran") else self.outcome.errors.get(address, "")
             rows.append((self.graph.nodes[address].step.name, WORDS.get(state, state), took, place))
@@ -195,7 +198,7 @@ def _show_pairs(values: dict[str, str]) -> None:
         print(f"  {path:<{width}}{value}")
 
 
-def _near(path: Path) -> str:
+def _near(place: str) -> str:
     """A path as seen from here, where it is below."""
     here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return str(Path(place).relative_to(here)) if Path(place).is_relative_to(here) else place

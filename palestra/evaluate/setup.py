@@ -11,6 +11,7 @@ from palestra.errors import UsageError
 from palestra.evaluate.answers import Evaluation
 from palestra.evaluate.likelihood import LikelihoodOutcome
 from palestra.evaluate.texts import TextOutcome
+from palestra.runs.redact import redacted
 from palestra.runs.store import read_json, write_json
 
 SETUP, REPORT = "setup.json", "evaluation.json"
@@ -29,8 +30,8 @@ def settled(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse to go on with another model or other questions than a session began with, which is written down then."""
     path = folder / SETUP
     if not path.exists():
-        write_json(path, now)
-    before, same = read_json(path), json.loads(json.dumps(now))
+        write_json(path, redacted(now))
+    before, same = read_json(path), redacted(json.loads(json.dumps(now)))
     for what in ("model", "tasks", "likelihood", "texts"):
         keys = {**before[what], **same[what]}
         changed = [key for key in keys if before[what].get(key) != same[what].get(key)]
@@ -39,7 +40,7 @@ def settled(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
                 f"{what}: {' and '.join(changed)} is not what {folder} was started with: the score would be of two "
                 "things. Restore the files as they were, or start a new run"
             )
-    return same
+    return json.loads(json.dumps(now))
 
 
 def write_report(
@@ -64,7 +65,7 @@ def write_report(
         "texts": {label: {**setup["texts"][label], **one.plain()} for label, one in texts.items()},
         "metrics": dict(metrics),
     }
-    write_json(folder / REPORT, report)
+    write_json(folder / REPORT, redacted(report))
 
 
 def _version() -> str | None:

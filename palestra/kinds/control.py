@@ -68,7 +68,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
 def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
     session = Session.open(folder)
-    spec = resolved(session.spec_data)
+    spec = resolved(launch.spec)
     assert isinstance(spec, ControlSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])

@@ -104,7 +104,7 @@ def load(run: Run, which: str = "best") -> Any:
 def run_session(folder: Path, launch: Launch) -> None:
     """Evaluate with the one seed whose session folder this is, from where an earlier process was stopped."""
     session = Session.open(folder)
-    spec = resolved(session.spec_data)
+    spec = resolved(launch.spec)
     assert isinstance(spec, EvaluateSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,6 +42,7 @@ from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.lm import LmSpec, WritingSpec
 from palestra.spec.load import resolved
+from palestra.spec.plain import plain
 from palestra.spec.suites import SuiteUse
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
@@ -61,7 +63,7 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     if not ranks.first:
-        return follow(session, ranks, launch)
+        return follow(session, ranks, replace(launch, spec=plain(spec)))
     launch = with_model(spec, launch)
     # A spec that cannot run ends here, before it has a folder.
     meant = starting_from(spec, launch.init)
@@ -96,7 +98,7 @@ def run_lm_session(
 ) -> None:
     """Train the one seed whose session folder this is."""
     session = Session.open(folder)
-    spec = resolved(session.spec_data)
+    spec = resolved(launch.spec)
     assert isinstance(spec, LmSpec)
     device = device_of(spec)
     ranks = Ranks.join(device)

@@ -148,7 +148,7 @@ def run_tasks(
 def run_tasks_session(folder: Path, launch: Launch, make_parts: MakeParts) -> None:
     """Train one seed of a spec that has tasks."""
     session = Session.open(folder)
-    spec = resolved(session.spec_data)
+    spec = resolved(launch.spec)
     assert isinstance(spec, PosttrainSpec | DistillSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])

@@ -41,6 +41,8 @@ class Launch:
     show: bool = True
     objects: dict[str, Any] = field(default_factory=dict)
     """What a spec file cannot hold: an environment given as a Python object."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The spec as plain data, for the sessions: the one in their folders is without secrets."""
     init: str | None = None
     """The folder of the model to start from, once it is found: all seeds start from the same."""
 
@@ -65,6 +67,7 @@ def run_sessions(
     progress line.
     """
     parallel = min(spec.max_session, max(1, (os.cpu_count() or 1) // threads))
+    launch = replace(launch, spec=plain(spec))
     trial = launch.resume or new_trial(
         launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
     )

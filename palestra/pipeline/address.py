@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from palestra.errors import UsageError
-from palestra.pipeline.step import Output, Step, children, execution_fields
+from palestra.pipeline.step import Output, Step, children, execution_fields, outputs
+from palestra.runs.redact import redacted
 
 DIGITS = 10
 """Hexadecimal digits of the hash in an address: among a thousand steps of a name two collide once in 2 million."""
@@ -39,8 +40,8 @@ def address(identified: Mapping[str, Any]) -> str:
 
 
 def lines(identified: Mapping[str, Any]) -> dict[str, str]:
-    """What an address is made of, one line a value: dotted path to what it is."""
-    return {"name": identified["name"]} | dict(_lines(identified["config"], ""))
+    """What an address is made of, one line a value: dotted path to what it is; for people, so without secrets."""
+    return {"name": identified["name"]} | dict(_lines(redacted(identified["config"]), ""))
 
 
 def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -52,6 +53,18 @@ def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _lines(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _counted(value: Any, left_out: frozenset[str], where: str) -> Iterator[tuple[str, Any]]:
+    """The parts of a value that count; what is left out cannot be what the result depends on."""
+    for key, item in children(value):
+        if key not in left_out:
+            yield key, item
+        elif found := next(outputs(item), None):
+            raise UsageError(
+                f"{where}.{key} is marked Execution, which does not count, but is the output of {found.step.name}, "
+                "which a result depends on: leave the mark out"
+            )
 
 
 def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: frozenset[str] = frozenset()) -> Any:
@@ -88,13 +101,12 @@ def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: 
                 raise UsageError(f"{where}: {bad[0]!r} cannot be a key in a step's config: use text without '$'")
             if len({str(key) for key in value}) < len(value):
                 raise UsageError(f"{where}: two keys are the same as text, such as 1 and '1': use text alone")
-            kept = {str(key): item for key, item in value.items() if key not in left_out}
-            return {key: again(item, f"{where}.{key}") for key, item in kept.items()}
+            return {key: again(item, f"{where}.{key}") for key, item in _counted(value, left_out, where)}
         case list() | tuple():
             return [again(item, f"{where}.{index}") for index, item in enumerate(value)]
         case _ if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
             inner = execution_fields(value, type(value))
-            fields = {key: again(item, f"{where}.{key}") for key, item in children(value) if key not in inner}
+            fields = {key: again(item, f"{where}.{key}") for key, item in _counted(value, inner, where)}
             return {TYPE: type(value).__qualname__} | fields
         case _ if hasattr(value, "tolist") and hasattr(value, "dtype"):  # NumPy's scalars and arrays
             return again(value.tolist(), where)

@@ -18,7 +18,7 @@ from typing import Any
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.lease import Lease, Owner
 from palestra.runs.redact import redacted
-from palestra.runs.store import LocalStore, read_json, sync_folder, write_json
+from palestra.runs.store import LocalStore, read_json, sync_folder, write_bytes, write_json
 
 STATUS = "status.json"
 LEAVE_SECONDS = 60.0
@@ -37,9 +37,14 @@ class Outputs:
         self.prefix = Path(os.path.abspath(prefix))
         self.store = LocalStore(self.prefix / ".steps")
 
+    @property
+    def where(self) -> str:
+        """The prefix, for people to read."""
+        return str(self.prefix)
+
     def place(self, address: str) -> str:
         """Where the output of a step is once it is done, for people to read."""
-        return str(self.path(address))
+        return f"{self.where}/{address}"
 
     def path(self, address: str) -> Path:
         """Where the output of a step is once it is done and fetched."""
@@ -162,6 +167,21 @@ class Outputs:
 
     def publish_log(self, address: str) -> None:
         """Bring the log to where others read it: here it is there already."""
+
+    def read_log(self, address: str) -> bytes:
+        """The log, as far as there is one."""
+        return self.log(address).read_bytes() if self.log(address).is_file() else b""
+
+    def told(self, address: str) -> Path | None:
+        """The folder in which to read what a step has to tell, done or not; None where there is nothing of it."""
+        folder = self.current(address)
+        return folder if folder.is_dir() else None
+
+    def publish(self, name: str, data: bytes) -> str:
+        """Write a file about the whole beside the outputs; where it is."""
+        self.prefix.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.prefix / name, data)
+        return str(self.prefix / name)
 
     def earlier(self, name: str) -> list[dict[str, Any]]:
         """The statuses of all steps of a name that are done, the newest first."""

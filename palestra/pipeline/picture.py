@@ -9,6 +9,8 @@ WIDTH, HEIGHT = 190.0, 50.0
 GAP, BEND, LAYER_GAP, MARGIN = 22.0, 14.0, 40.0, 12.0
 """Between boxes; the room that an edge takes where it passes a layer; between layers; around all. Pixels."""
 SWEEPS = 12
+SMALLEST = 0.55
+"""As far as a picture that is wider than the page is made smaller; beyond that it scrolls."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class _Place:
     """The middle."""
 
 
-def picture(boxes: Sequence[Box]) -> str:
-    """One `<svg>` of the boxes, inputs first, and the edges between them."""
+def picture(boxes: Sequence[Box]) -> tuple[str, float]:
+    """One `<svg>` of the boxes, inputs first, and the edges between them; and how wide it is."""
     layers, places, chains = _layers(boxes)
     _untangle(layers)
     _straighten(layers)
@@ -52,21 +54,26 @@ def picture(boxes: Sequence[Box]) -> str:
     drawn = [_box(box, places[box.key].x, tops[id(places[box.key])]) for box in boxes]
     head = (
         f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img" aria-label="the graph of steps">'
+        f'width="{width:.0f}" height="{height:.0f}" style="min-width: {SMALLEST * width:.0f}px" '
+        'role="img" aria-label="the graph of steps">'
     )
     arrow = (
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>'
     )
-    return "\n".join([head, arrow, *edges, *drawn, "</svg>"])
+    return "\n".join([head, arrow, *edges, *drawn, "</svg>"]), width
 
 
 def depths(boxes: Sequence[Box]) -> dict[str, int]:
-    """The layer of each box: one below the lowest of its inputs."""
+    """The layer of each box: one below the lowest of its inputs; without inputs, one above the first that needs it."""
     found: dict[str, int] = {}
     for box in boxes:
         found[box.key] = max((found[key] + 1 for key in box.needs if key in found), default=0)
-    return found
+    needed: dict[str, int] = {}
+    for box in boxes:
+        for key in box.needs:
+            needed[key] = min(found[box.key], needed.get(key, found[box.key]))
+    return {key: needed[key] - 1 if level == 0 and key in needed else level for key, level in found.items()}
 
 
 def _layers(boxes: Sequence[Box]) -> tuple[list[list[_Place]], dict[str, _Place], list[list[_Place]]]:
@@ -155,11 +162,13 @@ def _box(box: Box, x: float, top: float) -> str:
     inside = (
         f'<g class="box {escape(box.state)}"><title>{escape(box.key)}</title>'
         f'<rect x="{x - WIDTH / 2:.1f}" y="{top:.1f}" width="{WIDTH:g}" height="{HEIGHT:g}" rx="7"/>'
-        f'<text x="{x:.1f}" y="{top + 21:.1f}">{escape(_cut(box.title, 24))}</text>'
+        f'<text x="{x:.1f}" y="{top + 21:.1f}">{escape(_cut(box.title, 22))}</text>'
         f'<text class="note" x="{x:.1f}" y="{top + 38:.1f}">{escape(_cut(box.note, 30))}</text></g>'
     )
     return f'<a href="{escape(box.link)}">{inside}</a>' if box.link else inside
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Without its middle where it is too long: names often differ at their ends."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[: most - half - 1]}…{text[-half:]}"

@@ -8,9 +8,10 @@ address never changes what it means.
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from palestra.runs.lease import Lease, LeaseLost
 from palestra.runs.redact import redacted
 from palestra.runs.remote_store import FsspecStore
 from palestra.runs.store import read_json, write_json
+
+TELLING = re.compile(r"latest|(counts|trial|summary|manifest|status)\.json|metrics\.jsonl|.*\.png")
+"""The files of an output that say what came of a step: counts of rows, and all of a run but its checkpoints."""
 
 
 class RemoteOutputs(Outputs):
@@ -36,9 +40,10 @@ class RemoteOutputs(Outputs):
         self.steps = FsspecStore(f"{self.url}/.steps")
         _ = self.done_ones.files  # a URL that cannot be used is refused before anything else
 
-    def place(self, address: str) -> str:
-        """The URL of a step's output."""
-        return f"{self.url}/{address}"
+    @property
+    def where(self) -> str:
+        """The URL."""
+        return self.url
 
     def lease(self, address: str) -> Lease:
         """Who is at work on a step, on any machine."""
@@ -62,23 +67,10 @@ class RemoteOutputs(Outputs):
 
     def fetch(self, address: str) -> Path:
         """The output of a step that is done, downloaded the first time; whole, or an error."""
-        folder, status = self.path(address), self.done(address)
+        status = self.done(address)
         if status is None:
             raise self.missing(address)
-        if (folder / STATUS).exists():
-            if read_json(folder / STATUS) == status:
-                return folder
-            shutil.rmtree(folder)  # of a run whose output somebody has removed since
-        beside = self.prefix / ".fetching" / f"{address.replace('/', '_')}-{uuid.uuid4().hex[:8]}"
-        try:
-            beside.mkdir(parents=True)
-            for name, about in status["files"].items():
-                self._get(address, name, about, beside / name)
-            write_json(beside / STATUS, status)
-            self._keep(beside, folder)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-        return folder
+        return self._bring(status, status["files"], self.path(address))
 
     def send(self, address: str) -> dict[str, Any]:
         """Upload what a step has written, and take away what an earlier attempt had uploaded beyond it."""
@@ -114,6 +106,24 @@ class RemoteOutputs(Outputs):
         if self.log(address).exists():
             self.steps.put(f"{address}/log.txt", self.log(address).read_bytes() or b"\n")
 
+    def read_log(self, address: str) -> bytes:
+        """The log as it was uploaded; of an attempt that has not ended, what this machine has of it."""
+        return self.steps.get(f"{address}/log.txt") or super().read_log(address)
+
+    def told(self, address: str) -> Path | None:
+        """What a step has to tell: downloaded without the rest where the output itself is not here."""
+        status = self.done(address)
+        if status is None or _kept(self.path(address)) == status:
+            return super().told(address)
+        names = [name for name in status["files"] if TELLING.fullmatch(name.rpartition("/")[2])]
+        return self._bring(status, names, self.prefix / ".told" / address)
+
+    def publish(self, name: str, data: bytes) -> str:
+        """Upload a file about the whole, and keep it here too."""
+        super().publish(name, data)
+        self.done_ones.put(name, data)
+        return f"{self.url}/{name}"
+
     def earlier(self, name: str) -> list[dict[str, Any]]:
         """The statuses of all steps of a name that are done, the newest first."""
         store = self.done_ones
@@ -121,6 +131,24 @@ class RemoteOutputs(Outputs):
         found = [self.done(key.removeprefix(f"{store.path}/").removesuffix(f"/{STATUS}")) for key in keys]
         named = [status for status in found if status is not None and status["name"] == name]
         return sorted(named, key=lambda status: status["finished"], reverse=True)
+
+    def _bring(self, status: Mapping[str, Any], names: Iterable[str], folder: Path) -> Path:
+        """Download files of an output into a folder, which has all of them or is not there."""
+        if (folder / STATUS).exists():
+            if _kept(folder) == status:
+                return folder
+            shutil.rmtree(folder)  # of a run whose output somebody has removed since
+        address = status["address"]
+        beside = self.prefix / ".fetching" / f"{address.replace('/', '_')}-{uuid.uuid4().hex[:8]}"
+        try:
+            beside.mkdir(parents=True)
+            for name in names:
+                self._get(address, name, status["files"][name], beside / name)
+            write_json(beside / STATUS, status)
+            self._keep(beside, folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        return folder
 
     def _get(self, address: str, name: str, about: Mapping[str, Any], target: Path) -> None:
         if target.is_absolute() and not target.resolve().is_relative_to(self.prefix.resolve()):
@@ -145,6 +173,11 @@ class RemoteOutputs(Outputs):
         except OSError:
             if not (folder / STATUS).exists():  # another process of this machine was first, with the same bytes
                 raise
+
+
+def _kept(folder: Path) -> dict[str, Any] | None:
+    """The status of an output of which this machine has a copy."""
+    return read_json(folder / STATUS) if (folder / STATUS).exists() else None
 
 
 def _parsed(data: bytes | None, where: str) -> dict[str, Any] | None:

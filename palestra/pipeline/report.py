@@ -16,10 +16,15 @@ from palestra.pipeline.graph import Graph, Node
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.picture import Box, picture
 from palestra.pipeline.style import STYLE
+from palestra.runs.redact import redacted
 from palestra.runs.run import Run, open_run
-from palestra.runs.store import read_json, write_bytes
+from palestra.runs.store import read_json
 
 LOG_LINES, LOG_BYTES = 40, 20_000
+BESIDE = 640.0
+"""Pixels up to which the graph stands beside the steps; a wider one stands above them."""
+TIMES = ("seconds", "started", "finished", "tries")
+"""What is told of a step's status."""
 SHOWN = ("accuracy", "loss", "bits_per_byte", "return", "score", "perplexity")
 """The last part of the names of metrics that are worth a row; pass@k too."""
 Cells = Sequence[str]
@@ -36,7 +41,7 @@ class Told:
     attempt: dict[str, Any]
     """How the last attempt stands, where it is not done."""
     folder: Path | None
-    """Its output, as far as it is on this machine."""
+    """Its output, or what of it tells something."""
     log: str
     run: Run | None
 
@@ -46,13 +51,19 @@ class Told:
         return self.status.get("seconds")
 
 
-def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> Path:
-    """Write `report-NAME.html` under the prefix (of a remote one, where its outputs are kept here); where it is."""
+def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> str:
+    """Write `report-NAME.html` under the prefix, and beside it `report-NAME.json` for programs; where the page is."""
     told = [_told(node, outputs, (states or {}).get(node.address)) for node in graph.nodes.values()]
-    outputs.prefix.mkdir(parents=True, exist_ok=True)
-    path = outputs.prefix / f"report-{name}.html"
-    write_bytes(path, _page(name, str(outputs.prefix), told).encode())
-    return path
+    record = {"name": name, "prefix": outputs.where, "made": _now(), "steps": [_record(one, outputs) for one in told]}
+    outputs.publish(f"report-{name}.json", (json.dumps(redacted(record), indent=1) + "\n").encode())
+    return outputs.publish(f"report-{name}.html", _page(name, outputs.where, told).encode())
+
+
+def _record(one: Told, outputs: Outputs) -> dict[str, Any]:
+    node = one.node
+    about = {"name": node.step.name, "address": node.address, "output": outputs.place(node.address), "state": one.state}
+    about |= {"inputs": list(node.inputs), "not_awaited": list(node.unawaited), "identity": node.identity}
+    return about | {key: one.status[key] for key in TIMES if key in one.status} | {"error": one.attempt.get("error")}
 
 
 def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
@@ -63,18 +74,13 @@ def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
         state = "ran" if state == "ran" else "done"
     elif state in (None, "done", "ran"):
         state = attempt.get("state", "waiting")
-    path = outputs.path(address) if status else outputs.partial(address)
-    folder = path if path.is_dir() else None
-    return Told(node, state or "waiting", status, attempt, folder, _tail(outputs.log(address)), _run_in(folder))
+    folder = outputs.told(address)
+    return Told(node, state or "waiting", status, attempt, folder, _tail(outputs.read_log(address)), _run_in(folder))
 
 
-def _tail(path: Path) -> str:
+def _tail(log: bytes) -> str:
     """The end of a log."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+    return "\n".join(log[-LOG_BYTES:].decode(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _run_in(folder: Path | None) -> Run | None:
@@ -85,8 +91,10 @@ def _run_in(folder: Path | None) -> Run | None:
 def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
     seconds = sum(one.seconds or 0.0 for one in told)
     states = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in told).items())
+    graph, width = picture([_box(one) for one in told])
+    wide = ' class="wide"' if width > BESIDE else ""
+    failures = [_failure(one) for one in told if one.state == "failed"]
     results = [row for one in told if one.run is not None for row in _results(one.node.step.name, one.run)]
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "\n".join(
         [
             "<!doctype html>",
@@ -95,13 +103,22 @@ def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
             f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>",
             f"<header><h1>{escape(name)}</h1>",
             f"<p>{len(told)} steps: {escape(states)}. {_time(seconds)} of work in all. "
-            f"Outputs in <code>{escape(prefix)}</code>. {made}</p></header>",
-            f'<main><div class="picture">{picture([_box(one) for one in told])}</div><div class="told">',
+            f"Outputs in <code>{escape(prefix)}</code>. {_now()}</p></header>",
+            f'<main{wide}><div class="picture">{graph}</div><div class="told">',
+            _table(("step", "error"), failures, "Failures") if failures else "",
             _table(("step", "metric", "first", "last"), results, "Results") if results else "",
             _table(("step", "rows in", "rows out", "dropped"), _data_rows(told), "Data") if _data_rows(told) else "",
             *(_section(one) for one in told),
             "</div></main></body></html>\n",
         ]
+    )
+
+
+def _failure(one: Told) -> Cells:
+    error = escape(str(one.attempt.get("error", "")))
+    return (
+        f'<a href="#{escape(one.node.address)}">{escape(one.node.step.name)}</a>',
+        f'<span class="bad">{error}</span>',
     )
 
 
@@ -112,13 +129,11 @@ def _box(one: Told) -> Box:
 
 
 def _section(one: Told) -> str:
-    node = one.node
+    node, trace = one.node, one.attempt.get("traceback")
     about = [("address", f"<code>{escape(node.address)}</code>")]
     if one.seconds is not None:
         about.append(("took", _time(one.seconds)))
-    for key, label in (("started", "started"), ("finished", "finished"), ("tries", "tries")):
-        if key in one.status:
-            about.append((label, escape(str(one.status[key]))))
+    about += [(key, escape(str(one.status[key]))) for key in TIMES[1:] if key in one.status]
     if one.attempt.get("error"):
         about.append(("error", f'<span class="bad">{escape(str(one.attempt["error"]))}</span>'))
     if one.folder is not None and one.run is not None:
@@ -131,6 +146,7 @@ def _section(one: Told) -> str:
         *_plots(one.run),
         _details("what its address is made of", _pairs(lines(node.identity))),
         _details("log", f"<pre>{escape(one.log)}</pre>", opened=one.state == "failed") if one.log.strip() else "",
+        _details("traceback", f"<pre>{escape(trace)}</pre>") if trace else "",
         "</section>",
     ]
     return "\n".join(part for part in parts if part)
@@ -172,9 +188,12 @@ def _data_rows(told: Sequence[Told]) -> list[Cells]:
     for one in told:
         counts = _read_counts(one.folder)
         if "rows_in" in counts or "rows_out" in counts:
-            dropped = ", ".join(f"{key} {value:,}" for key, value in counts.get("dropped", {}).items())
+            dropped = {reason: count for reason, count in counts.get("dropped", {}).items() if count}
             numbers = [f"{counts[key]:,}" if key in counts else "" for key in ("rows_in", "rows_out")]
-            found.append((escape(one.node.step.name), *numbers, escape(dropped)))
+            if not counts.get("rows_out") and sum(dropped.values()) < counts.get("rows_in", 0):
+                numbers[1] = ""  # it makes something else of its rows: a classifier, a tokenizer
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+            found.append((escape(one.node.step.name), *numbers, escape(reasons)))
     return found
 
 
@@ -208,6 +227,10 @@ def _table(head: Cells, rows: Iterable[Cells], title: str) -> str:
 
 def _details(title: str, inside: str, *, opened: bool = False) -> str:
     return f"<details{' open' if opened else ''}><summary>{title}</summary>{inside}</details>"
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _mean(values: Sequence[float]) -> str:

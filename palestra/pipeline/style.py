@@ -14,6 +14,9 @@ h1 { margin: 0; font-size: 26px; } h2 { margin: 0 0 8px; font-size: 17px; }
 header p { margin: 4px 0 20px; color: var(--soft); overflow-wrap: anywhere; }
 main { display: flex; gap: 28px; align-items: flex-start; }
 .picture { flex: none; max-width: 45vw; max-height: calc(100vh - 24px); overflow: auto; position: sticky; top: 12px; }
+.graph { max-width: 100%; height: auto; }
+main.wide { display: block; }
+.wide .picture { max-width: 100%; max-height: none; position: static; margin-bottom: 20px; }
 .told { flex: 1; min-width: 0; display: grid; gap: 14px; }
 @media (max-width: 800px) { main { flex-direction: column; } .told { width: 100%; }
   .picture { position: static; max-width: 100%; max-height: none; } }
@@ -25,14 +28,15 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--soft); }
 th, td { padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-tr:last-child td { border-bottom: 0; }
+tr:last-child td { border-bottom: 0; } td { overflow-wrap: anywhere; }
+td:not(:first-child):not(:last-child) { white-space: nowrap; }
 .pairs { font-size: 13px; } .pairs td:first-child { white-space: nowrap; width: 1%; color: var(--soft); }
 .pairs td { overflow-wrap: anywhere; }
 code, pre { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
 pre { margin: 6px 0 0; padding: 10px; overflow-x: auto; background: var(--page); border-radius: 6px; }
 summary { cursor: pointer; color: var(--soft); margin-top: 6px; }
 img { display: block; max-width: min(100%, 640px); margin: 10px 0; border-radius: 6px; background: #ffffff; }
-.bad { color: var(--bad); }
+.bad { color: var(--bad); } td a { color: inherit; }
 .badge { font-size: 12px; font-weight: 600; padding: 2px 9px; border-radius: 10px; vertical-align: 2px;
   color: var(--wait); background: var(--wait-in); }
 .badge.done, .badge.ran { color: var(--done); background: var(--done-in); }

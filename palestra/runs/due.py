@@ -14,7 +14,10 @@ def due(cadence: Cadence | None, before: Counters, after: Counters) -> bool:
 
 
 class CheckpointsDue:
-    """Why a checkpoint is due: "temporary" by the clock (only the newest stays), "kept" by steps or frames."""
+    """Why a checkpoint is due: "temporary" by the clock (only the newest stays), "kept" by steps or frames.
+
+    A counted cadence begins where those before it in the list end: 2 steps until 10, 5 steps until 20, 10 steps.
+    """
 
     def __init__(self, cadences: Sequence[Cadence]):
         self.counted = [cadence for cadence in cadences if not cadence.is_time]
@@ -23,7 +26,11 @@ class CheckpointsDue:
 
     def reasons(self, before: Counters, after: Counters) -> set[str]:
         """The reasons for one now, empty when none is due."""
-        reasons = {"kept"} if any(due(cadence, before, after) for cadence in self.counted) else set()
+        reasons, begin = set(), dict.fromkeys(before, 0)
+        for cadence in self.counted:
+            if due(cadence, {unit: max(count, begin[unit]) for unit, count in before.items()}, after):
+                reasons.add("kept")
+            begin[cadence.unit] = max(begin[cadence.unit], int(cadence.until or 0))
         if self.timed is not None and time.monotonic() - self._since >= self.timed:
             self._since = time.monotonic()
             reasons.add("temporary")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.runs.redact import redacted
+from palestra.runs.redact import hidden, redacted
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 
 ROOT = "runs"
@@ -110,6 +110,15 @@ def new_trial(
         write_json(trial.path / "trial.json", redacted(info))
         write_bytes(trial.path.parent / "latest", f"{trial.path.name}\n".encode())
     return trial
+
+
+def refuse_secrets(spec: Mapping[str, Any], what: str) -> None:
+    """Refuse a spec that others must be able to read from a folder and that has secrets in it."""
+    if found := hidden(spec):
+        raise UsageError(
+            f"{what} keeps its spec in its folder, for all who work on it, and {' and '.join(found)} has a secret in "
+            "it: download it first, and give the path"
+        )
 
 
 def trials(root: Path | str = ROOT) -> list[Trial]:

@@ -1,14 +1,13 @@
-"""Secrets stay out of what is written: the values of environment variables whose names look secret are replaced.
+"""Secrets stay out of what is written: values of environment variables whose names look secret, and secrets in URLs.
 
-As a script it is a filter: `python redact.py LOG` appends what it reads on stdin to LOG, redacted. A worker prints
-through one, so that also what its children print, and what a killed one said last, is seen to. It runs without
-site-packages: nothing but the standard library is imported here.
+As a script it is a filter: of its stdin, what comes up to the first NUL names a log, and the rest is appended to that,
+redacted. A worker prints through one, so that also what its children print, and what a killed one said last, is seen
+to. It runs without site-packages: nothing but the standard library is imported here.
 """
 
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,14 @@ SECRET = re.compile(
 SHORTEST = 8
 """Values of fewer characters are words that texts are full of (`true`, `enabled`), not secrets that can be hidden."""
 REDACTED = "(redacted)"
+PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#@:\"'<>]*:)[^\s/?#\"'<>]+(?=@)", re.IGNORECASE | re.ASCII)
+ACCOUNT = re.compile(r"(\bhttps?://)[^\s/?#@:\"'<>]+(?=@)", re.IGNORECASE | re.ASCII)
+"""`https://TOKEN@host`; elsewhere a name alone is a place: `abfs://container@account`, `ssh://git@host`."""
+QUERY = re.compile(r"((?:[?&]|&amp;|\\u0026)([\w.%\[\]-]+)=)[^\s&#\"'<>\\]+", re.ASCII)
+SIGNATURE = re.compile(r"signature|^sig$", re.IGNORECASE)
+"""What a signed URL calls that which makes it one, besides what `SECRET` finds (`X-Amz-Credential`, `token`)."""
+LONGEST_WORD = 8192
+"""Bytes without a space up to which a log is held back, as they may be half a URL."""
 
 
 def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
@@ -37,22 +44,43 @@ def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
 
 def redact(text: str) -> str:
     """The text without secrets."""
-    for secret in secrets():
-        text = text.replace(secret, REDACTED)
-    return text
+    return _redact(text, secrets())
 
 
 def redacted(value: Any) -> Any:
     """Plain data without secrets: in texts, keys and values, at any depth."""
-    known = secrets()
-    return _redacted(value, known) if known else value
+    return _redacted(value, secrets())
+
+
+def hidden(value: Any, path: str = "") -> list[str]:
+    """Where in plain data secrets stand, as dotted paths."""
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in hidden(item, f"{path}.{key}" if path else str(key))]
+    if isinstance(value, list | tuple):
+        return [found for index, item in enumerate(value) for found in hidden(item, f"{path}.{index}")]
+    return [path] if isinstance(value, str) and redact(value) != value else []
+
+
+def _redact(text: str, known: Iterable[str]) -> str:
+    for secret in known:
+        text = text.replace(secret, REDACTED)
+    return _without_url_secrets(text)
+
+
+def _without_url_secrets(text: str) -> str:
+    if "://" in text:
+        text = ACCOUNT.sub(rf"\1{REDACTED}", PASSWORD.sub(rf"\1{REDACTED}", text))
+    return QUERY.sub(_parameter, text) if "=" in text else text
+
+
+def _parameter(found: re.Match[str]) -> str:
+    name = found[2]
+    return found[1] + REDACTED if SECRET.search(name) or SIGNATURE.search(name) else found[0]
 
 
 def _redacted(value: Any, known: list[str]) -> Any:
     if isinstance(value, str):
-        for secret in known:
-            value = value.replace(secret, REDACTED)
-        return value
+        return _redact(value, known)
     if isinstance(value, Mapping):
         return {_redacted(key, known): _redacted(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -61,7 +89,10 @@ def _redacted(value: Any, known: list[str]) -> Any:
 
 
 class Stream:
-    """Redacts bytes that come in pieces: `feed` gives what is certain, `rest` what was held back as half a secret."""
+    """Redacts bytes that come in pieces: `feed` gives what is certain, `rest` what was held back as half a secret.
+
+    Held back is the last word, which may be half a URL, and what may be the beginning of a known secret.
+    """
 
     def __init__(self, hidden: Iterable[str]):
         self.hidden = [secret.encode(errors="surrogateescape") for secret in hidden]
@@ -72,14 +103,16 @@ class Stream:
         data = self.held + data
         for secret in self.hidden:
             data = data.replace(secret, REDACTED.encode())
-        keep = max((_overlap(data, secret) for secret in self.hidden), default=0)
-        self.held = data[len(data) - keep :]
-        return data[: len(data) - keep]
+        end = len(data) - max((_overlap(data, secret) for secret in self.hidden), default=0)
+        last = 1 + max(data.rfind(space, 0, end) for space in (b" ", b"\n", b"\r", b"\t"))  # where the last word begins
+        end = last if end - last <= LONGEST_WORD else end
+        self.held = data[end:]
+        return _without_url_secrets(data[:end].decode("latin-1")).encode("latin-1")
 
     def rest(self) -> bytes:
         """What is left at the end."""
         held, self.held = self.held, b""
-        return held
+        return _without_url_secrets(held.decode("latin-1")).encode("latin-1")
 
 
 def _overlap(data: bytes, secret: bytes) -> int:
@@ -87,14 +120,21 @@ def _overlap(data: bytes, secret: bytes) -> int:
     return next((size for size in range(min(len(data), len(secret) - 1), 0, -1) if data.endswith(secret[:size])), 0)
 
 
-def main(log: str) -> None:
-    """Filter stdin into a file until all who write are gone."""
-    stream = Stream(secrets())
-    with open(log, "ab", buffering=0) as file:
+def main() -> None:
+    """Filter stdin into the file that it names first, until all who write are gone."""
+    stream, data = Stream(secrets()), b""
+    while b"\0" not in data:
+        more = os.read(0, 1 << 16)
+        if not more:  # the worker ended without another task
+            return
+        data += more
+    log, _, data = data.partition(b"\0")
+    with open(os.fsdecode(log), "ab", buffering=0) as file:
+        file.write(stream.feed(data))
         while data := os.read(0, 1 << 16):
             file.write(stream.feed(data))
         file.write(stream.rest())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

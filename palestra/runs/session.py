@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -62,7 +63,7 @@ class Session:
         with clear_write_errors(path):
             (path / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
             (path / "plots").mkdir(exist_ok=True)
-            _write_identity(path, spec_yaml, spec_data, manifest)
+            _write_identity(path, spec_yaml, spec_data, {**manifest, "id": _new_id(path)})
         return cls(path)
 
     @classmethod
@@ -76,6 +77,13 @@ class Session:
     def seed(self) -> int:
         """The seed of this session."""
         return self.manifest["seed"]
+
+    @property
+    def id(self) -> str:
+        """What tells it from every other session, also one of the same name elsewhere; a folder keeps it when moved."""
+        if "id" not in self.manifest:
+            raise UsageError(f"{self.path} was begun by an earlier version, which gave sessions no id: start a new run")
+        return self.manifest["id"]
 
     @property
     def spec_data(self) -> dict[str, Any]:
@@ -281,7 +289,7 @@ class Session:
         with clear_write_errors(self.path):
             self._lease.acquire()  # not under a process that is training in it
             try:
-                _write_identity(self.path, spec_yaml, spec_data, {**manifest, "before": self.manifest})
+                _write_identity(self.path, spec_yaml, spec_data, {**manifest, "id": self.id, "before": self.manifest})
             finally:
                 self._lease.release()
         self.manifest = read_json(self.path / "manifest.json")
@@ -295,6 +303,11 @@ def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], ma
     if diff:
         write_bytes(path / "git.diff", redact(diff).encode())
     write_json(path / "manifest.json", redacted({**content, "spec": spec_data}))
+
+
+def _new_id(path: Path) -> str:
+    """`trial-seed-random`; of at most 64 characters, which is what services take."""
+    return f"{path.absolute().parent.parent.name[:40]}-{path.name[:14]}-{uuid.uuid4().hex[:8]}"
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, kept
 from palestra.runs.stop import stop_signals
 from palestra.runs.store import LocalStore
@@ -24,6 +25,7 @@ from palestra.spec.difference import differences
 from palestra.spec.load import Source
 from palestra.spec.load import load as load_spec
 from palestra.spec.overrides import parse
+from palestra.spec.plain import plain
 from palestra.spec.search import SearchSpec
 from palestra.spec.space import given_data
 from palestra.spec.validate import SpecError
@@ -77,6 +79,7 @@ def search(
         loaded = load_spec(spec, variables=variables, overrides=given).spec
         if loaded.search is None:
             raise UsageError(f"{loaded.name} has no block 'search': say there what to vary, search.space")
+        refuse_secrets(plain(loaded), "a search")
         experiment = new_experiment(Path(root), loaded, sys.argv)
     assert loaded.search is not None
     with kept(Lease(LocalStore(experiment.path))):

@@ -51,7 +51,7 @@ class Every(Model):
     """How often things happen during a run."""
 
     checkpoint: Cadences = Field(default=[Cadence(5, "minutes")])
-    """When to save all state: by time (only the newest is kept) and by steps or frames (kept for good)."""
+    """When to save all state: by time (the newest stays), by steps or frames (all stay; `2 steps until 10` ends)."""
     eval: CountCadence | None = None
     """When to evaluate besides at the end; null evaluates only at the end."""
     log: Execution[CountCadence] = Cadence(1, "steps")

@@ -1,4 +1,4 @@
-"""How often something happens: "20 steps", "1e4 frames", "5 minutes"."""
+"""How often something happens: "20 steps", "1e4 frames", "5 minutes", "2 steps until 10"."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ Unit = Literal["steps", "frames", "tokens", "seconds", "minutes", "hours"]
 
 _SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
 _AMOUNT = r"[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
-_COUNT_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?)$"
-_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?|seconds?|minutes?|hours?)$"
+_UNTIL = rf"(?: until ({_AMOUNT}))?"
+_COUNT_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?){_UNTIL}$"
+_PATTERN = rf"^{_AMOUNT} *(?:(?:steps?|frames?|tokens?){_UNTIL}|seconds?|minutes?|hours?)$"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Cadence:
 
     amount: int | float
     unit: Unit
+    until: int | float | None = None
+    """The count up to which it occurs; null: always."""
 
     words: ClassVar[str] = "a cadence such as '20 steps', '1e4 frames' or '5 minutes'"
 
@@ -35,15 +38,20 @@ class Cadence:
             object.__setattr__(self, "amount", int(self.amount))
         elif not self.is_time:
             raise ValueError(f"expected a whole number of {self.unit}")
+        if self.until is not None:
+            if self.is_time or not float(self.until).is_integer() or self.until < self.amount:
+                raise ValueError("expected 'until' with a count that it reaches, as in '2 steps until 10'")
+            object.__setattr__(self, "until", int(self.until))
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The cadence that a text such as "5 minutes" or "1 step" means."""
-        match = re.fullmatch(rf"({_AMOUNT}) *([a-z]+)", text.strip())
+        match = re.fullmatch(rf"({_AMOUNT}) *([a-z]+){_UNTIL}", text.strip())
         if match is None:
             raise ValueError(f"expected {cls.words}")
         unit: Any = match[2] if match[2] + "s" not in get_args(Unit) else match[2] + "s"
-        return cls(float(match[1].replace("_", "")), unit)
+        until = None if match[3] is None else float(match[3].replace("_", ""))
+        return cls(float(match[1].replace("_", "")), unit, until)
 
     @property
     def is_time(self) -> bool:
@@ -58,13 +66,15 @@ class Cadence:
         return self.amount * _SECONDS[self.unit]
 
     def crossed(self, before: int, after: int) -> bool:
-        """Whether a multiple of it lies in (before, after]; only for counts."""
+        """Whether a multiple of it lies in (before, after], and not behind its end; only for counts."""
         if self.is_time:
             raise ValueError(f"'{self}' is time, it cannot be counted")
-        return after // self.amount > before // self.amount
+        last = after if self.until is None else min(after, self.until)
+        return last // self.amount > before // self.amount
 
     def __str__(self) -> str:
-        return f"{self.amount} {self.unit[:-1] if self.amount == 1 else self.unit}"
+        end = "" if self.until is None else f" until {self.until}"
+        return f"{self.amount} {self.unit[:-1] if self.amount == 1 else self.unit}{end}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:

@@ -39,7 +39,7 @@ def _fraction_or_steps(value: Any) -> float | Cadence:
     if isinstance(value, str):
         with suppress(ValueError):  # the message below says what belongs here
             value = Cadence.parse(value)
-    if isinstance(value, Cadence) and value.unit == "steps":
+    if isinstance(value, Cadence) and value.unit == "steps" and value.until is None:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)

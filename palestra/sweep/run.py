@@ -12,7 +12,7 @@ from typing import Any
 
 from palestra.errors import Interrupted, UsageError
 from palestra.kinds.trial import Launch
-from palestra.runs.folder import Trial
+from palestra.runs.folder import Trial, refuse_secrets
 from palestra.runs.redact import redacted
 from palestra.runs.stop import stop_signals
 from palestra.runs.store import clear_write_errors, write_json
@@ -77,6 +77,7 @@ def plan(
     """
     given = dict(parse(overrides)) | ({} if group is None else {"sweep.group": group})
     loaded = load_spec(spec, variables=variables, overrides=given).spec
+    refuse_secrets(plain(loaded), "a sweep")
     made = points(loaded)
     assert loaded.sweep is not None
     wanted = _chosen(only, loaded)

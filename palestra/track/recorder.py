@@ -35,6 +35,7 @@ class Recorder:
                     list(spec.track.sinks),
                     project=spec.track.project or spec.name,
                     name=f"{spec.name}-{session.seed}",
+                    id=session.id,
                     config=plain(spec),
                     stats=self.stats,
                     append=True,

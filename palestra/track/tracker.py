@@ -11,9 +11,10 @@ from palestra.track.stats import Stats
 class Tracker:
     """Logs rows of one session.
 
-    `sinks` names the sinks beside metrics.jsonl: tensorboard, wandb, swanlab, trackio. `config` is the resolved spec,
-    shown by those that show one. Rows of `stats`, if given, are exported into each row. `append` continues a resumed
-    session: the file is continued and the services' runs are taken up again.
+    `sinks` names the sinks beside metrics.jsonl: tensorboard, wandb, swanlab, trackio. `id` is the session's, by which
+    services know a run again. `config` is the resolved spec, shown by those that show one. Rows of `stats`, if given,
+    are exported into each row. `append` continues a resumed session: the file is continued and the services' runs are
+    taken up again.
     """
 
     def __init__(
@@ -23,14 +24,13 @@ class Tracker:
         *,
         project: str,
         name: str,
+        id: str,
         config: dict[str, Any],
         stats: Stats | None = None,
         append: bool = False,
     ) -> None:
         self._stats = stats
-        # runs/<name>/<trial>/sessions/<seed>: trial and seed name the session for good, wherever the folder is moved
-        identity = "-".join(session_dir.resolve().parts[-3::2])
-        place = Place(session_dir, project, name, identity, redacted(config), append)
+        place = Place(session_dir, project, name, id, redacted(config), append)
         others = [make_sink(sink, place) for sink in sinks]
         self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
         self._others = [Background(sink) for sink in others]

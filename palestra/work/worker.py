@@ -144,10 +144,8 @@ def _output_to(log: str | None) -> Iterator[None]:
         yield
         return
     kept = [os.dup(1), os.dup(2)]
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    redacting: subprocess.Popen[bytes] | None = None
-    if redact.secrets():
-        redacting, file = _redacting(log, file)
+    os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))  # an error of the task, where it cannot be
+    redacting, file = _redacting(log)
     try:
         for number in (1, 2):
             os.dup2(file, number)
@@ -158,21 +156,28 @@ def _output_to(log: str | None) -> Iterator[None]:
             stream.flush()
             os.dup2(original, number)
             os.close(original)
-        if redacting is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
-                redacting.wait(DRAIN_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
+            redacting.wait(DRAIN_SECONDS)
 
 
-def _redacting(log: str, file: int) -> tuple["subprocess.Popen[bytes]", int]:
-    """A filter that keeps secrets out of the log, and where to write to it.
+_spare: list[tuple["subprocess.Popen[bytes]", int]] = []
+"""A filter for the next task's log: to start one takes longer than many a step."""
 
-    It is a process of its own group: what a killed task said last is in the pipe, and is read to its end.
-    """
-    os.close(file)  # the log can be opened, which is all that was asked
+
+def _redacting(log: str) -> tuple["subprocess.Popen[bytes]", int]:
+    """A filter that keeps secrets out of the log, and where to write to it."""
+    process, write = _spare.pop() if _spare else _filter()
+    _spare.append(_filter())
+    os.write(write, os.fsencode(log) + b"\0")
+    return process, write
+
+
+def _filter() -> tuple["subprocess.Popen[bytes]", int]:
+    """A process of its own group: what a killed task said last is in the pipe, and is read to its end."""
     read, write = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", redact.__file__, log],
+            [sys.executable, "-I", "-S", redact.__file__],
             stdin=read,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ import os
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from palestra.data.remote import Bucket, Hub, open_filesystem
 from palestra.data.sources import NAME, URL, mirror_url
 from palestra.data.steps.shards import FILES, LEDGER, same_recipe, write_counts
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.redact import redacted
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.execution import Execution
 
@@ -54,22 +56,32 @@ def download(
         raise UsageError(f"no file of {url} matches {', '.join(files)}; there are {len(listed.files)}: {names} …")
     wanted = _with_checksums(chosen, sha256)
     resumed = sum(_fetch(out, source, listed, file, tries) for file in wanted)
-    write_json(out / "source.json", replace(listed, files=tuple(wanted)).plain())
+    write_json(out / "source.json", redacted(replace(listed, files=tuple(wanted)).plain()))
     size = sum((out / FILES / file.name).stat().st_size for file in wanted)
     more = {"url": url, "revision": listed.revision, "files": len(wanted), "bytes": size, "bytes_resumed": resumed}
     write_counts(out, "download", [{"seconds": time.perf_counter() - began}], **more)
 
 
 class Web:
-    """One file of a web server."""
+    """One file of a web server; `https://name:password@host/…` logs in."""
 
     def __init__(self, url: str):
         self.url = url
+        parts = urlsplit(url)
+        account, _, host = parts.netloc.rpartition("@")
+        self.address = parts._replace(netloc=host).geturl()
+        self.headers = {"Authorization": f"Basic {b64encode(unquote(account).encode()).decode()}"} if account else {}
+
+    def _request(self, method: str) -> urllib.request.Request:
+        request = urllib.request.Request(self.address, method=method)
+        for name, value in self.headers.items():
+            request.add_unredirected_header(name, value)
+        return request
 
     def list(self) -> Record:
         """The file, with its size where the server gives it."""
         try:
-            with _answer(urllib.request.Request(self.url, method="HEAD")) as answer:
+            with _answer(self._request("HEAD")) as answer:
                 headers = answer.headers
         except urllib.error.HTTPError as error:
             if error.code not in (403, 405, 501):  # a server that only knows GET
@@ -85,7 +97,7 @@ class Web:
     @contextmanager
     def open(self, listed: Record, file: File, start: int) -> Iterator[tuple[IO[bytes], int]]:
         """The bytes from `start` on, or from 0 where the server cannot begin in the middle; says which."""
-        request = urllib.request.Request(self.url)
+        request = self._request("GET")
         if start:
             request.add_header("Range", f"bytes={start}-")
             if file.version is not None:

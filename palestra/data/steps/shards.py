@@ -16,6 +16,7 @@ from typing import Any
 
 from palestra.data.readers import COUNTS, STEP_FOLDERS, Row, Shard, numbered_rows, shards
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.redact import redact, redacted
 from palestra.runs.store import read_json, write_json
 from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
 
@@ -103,7 +104,7 @@ def each_shard(
 def same_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
     """Refuse to go on in a folder where the same was begun with other arguments; paths of sources are no part."""
     path = out / LEDGER / "recipe.json"
-    wanted = json.loads(json.dumps(dict(recipe), default=str))
+    wanted = redacted(json.loads(json.dumps(dict(recipe), default=str)))
     if not path.exists():
         write_json(path, wanted)
         return
@@ -144,7 +145,7 @@ def write_counts(
         "seconds": round(sum(one.get("seconds", 0.0) for one in said), 3),
         **more,
     }
-    write_json(out / COUNTS, counts)
+    write_json(out / COUNTS, redacted(counts))
     return counts
 
 
@@ -153,7 +154,7 @@ def _labels(paths: Sequence[str]) -> list[str]:
     depth = 1
     while len({one[-depth:] for one in parts}) < len(parts):
         depth += 1
-    return ["/".join(one[-depth:]).lstrip("/") for one in parts]
+    return [redact("/".join(one[-depth:]).lstrip("/")) for one in parts]
 
 
 def _note(ledger: Path, number: int) -> Path:
