@@ -285,6 +285,15 @@ def test_finals_slots_are_used_again():
     assert held.finals.used < 30
 
 
+def test_state_of_hundreds_of_ends_is_taken_back_at_once():
+    """Ends come one by one while it fills, and all together from a checkpoint."""
+    held, truth, _ = filled(AutoresetMode.SAME_STEP, 2, 600, 590, 3, 3)
+    assert held.finals.used > 256
+    again = memory(1200, 2)
+    again.load_state(held.state())
+    check(every_row(again), truth.all(1))
+
+
 def test_add_observations_of_the_environment_that_change_later_stay():
     """Point 13: environments may give the same array again."""
     held = memory(10, 1)

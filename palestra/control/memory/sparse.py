@@ -18,8 +18,8 @@ class Sparse:
         again = min(len(rows), len(self.free))
         fresh = len(rows) - again
         if self.used + fresh > len(self.data):
-            more = torch.zeros_like(self.data[: max(len(self.data), fresh)])
-            self.data = torch.cat([self.data, more])
+            more = max(len(self.data), fresh)
+            self.data = torch.cat([self.data, self.data.new_zeros(more, *self.data.shape[1:])])
         slots = np.concatenate(
             [self.free[len(self.free) - again :], np.arange(self.used + 1, self.used + fresh + 1, dtype=np.int32)]
         )
