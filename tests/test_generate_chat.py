@@ -81,6 +81,7 @@ class Interrupting(io.StringIO):
 
 def test_chat_interrupted_stops_the_answer_and_not_the_program(generator: LocalGenerator) -> None:
     target = Interrupting()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts programs beside it ignores the key
     long = Sampling(max_new_tokens=150, temperature=0.0, ignore_eos=True)
     messages = chat_loop(generator, TOKENIZER, sampling=long, source=io.StringIO("Hello\nAgain\n"), target=target)
     said = [message["content"] for message in messages]
