@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_cases import SHAPE, VARIANTS, gradients, make, sequences
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -17,36 +18,9 @@ from palestra.lm.model import Transformer
 from palestra.lm.ops import RMSNorm, rotate
 from palestra.lm.ranks import Ranks
 from palestra.lm.rope import frequencies
-from palestra.spec.shape import MoESpec, RopeScaling, Shape
+from palestra.spec.shape import RopeScaling
 
-SHAPE = Shape(layers=3, width=24, heads=4, kv_heads=2, mlp=40, context=64, vocab=50)
-VARIANTS = {
-    "llama": SHAPE,
-    "qwen2": SHAPE.model_copy(update={"attention_bias": True, "tied": False, "window": 5, "window_from": 1}),
-    "qwen3": SHAPE.model_copy(update={"qk_norm": "head", "head_dim": 10}),
-    "experts": SHAPE.model_copy(
-        update={
-            "qk_norm": "full",
-            "moe": MoESpec(experts=5, active=2, mlp=16, shared=1, balance=0.1, bias_rate=0.1),
-        }
-    ),
-}
 LENGTHS = [7, 1, 12, 8, 30, 9, 2]
-
-
-def make(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A model with weights large enough for every term to matter, and not so large that they amplify rounding."""
-    model, generator = Transformer(shape, dtype), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(1 + drawn if name.endswith("norm.weight") else drawn)
-    return model
-
-
-def sequences(lengths: Sequence[int], seed: int = 0, vocab: int = 50) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
 
 
 def brute_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
@@ -68,15 +42,6 @@ def micro_batches(batch: Batch, max_tokens: int, group: int = 1) -> list[Batch]:
 
 def bounds(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def gradients(model: Transformer, batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Of the summed negative log-probabilities and entropies of several batches, one after the other."""
-    model.zero_grad()
-    for batch in batches:
-        scored = score(model, batch)
-        (scored.logprobs.sum() + 0.1 * scored.entropy.sum()).neg().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -219,9 +184,9 @@ def test_packed_sequences_equal_one_by_one_with_their_gradients(variant):
 
     found, expected = score(model, packed), [score(model, batch) for batch in alone]
     assert_same(
-        {"hidden": found.output.hidden, "logprobs": found.logprobs},
+        {"hidden": found.hidden, "logprobs": found.logprobs},
         {
-            "hidden": torch.cat([e.output.hidden for e in expected]),
+            "hidden": torch.cat([e.hidden for e in expected]),
             "logprobs": torch.cat([e.logprobs for e in expected]),
         },
         1e-6,
@@ -305,7 +270,7 @@ def test_bf16_arithmetic_keeps_master_weights_and_gradients_in_fp32(variant):
 
     found, expected = score(half, batch), score(model, batch)
 
-    assert found.output.hidden.dtype == torch.bfloat16
+    assert found.hidden.dtype == torch.bfloat16
     assert found.logprobs.dtype == torch.float32
     assert {g.dtype for g in gradients(half, [batch]).values()} == {torch.float32}
     gap = (found.logprobs - expected.logprobs).abs()

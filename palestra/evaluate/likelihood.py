@@ -278,7 +278,7 @@ def score_sequences(
     for part in micro_batches(batch.lengths, max(MICRO_TOKENS, max(batch.lengths))):
         micro = batch.select(part).to(model.embed.device)
         scored = score(model, micro, entropy=False)
-        best = _most_likely(model, scored.output.hidden, micro) if greedy else micro.loss_mask.bool()
+        best = _most_likely(model, scored.hidden, micro) if greedy else micro.loss_mask.bool()
         asked = micro.loss_mask.bool()
         bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~asked).split(micro.lengths), strict=True)
         for place, logprobs, right in bounds:
@@ -287,9 +287,9 @@ def score_sequences(
 
 
 def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
-    """(T): whether a scored token is the one that greedy decoding would draw there."""
-    asked = batch.loss_mask.nonzero()[:, 0]
+    """(T): whether a scored token is the one that greedy decoding would draw there; `hidden` is that of `Scored`."""
     found = torch.zeros(len(batch.tokens), dtype=torch.bool, device=hidden.device)
-    for some in asked.split(chunk_rows(len(model.unembed), hidden.device)):
-        found[some] = logits(hidden[some - 1], model.unembed).argmax(-1) == batch.tokens[some]
+    rows = chunk_rows(len(model.unembed), hidden.device)
+    for some, states in zip(batch.predicted.split(rows), hidden.split(rows), strict=True):
+        found[some] = logits(states, model.unembed).argmax(-1) == batch.tokens[some]
     return found

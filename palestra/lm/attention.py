@@ -3,11 +3,13 @@
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.lm.ops import wide
+from palestra.lm.prefixes import Shared, spread
 
 SHORT = 64
 """Up to so many tokens a CPU is faster with whole products than with flash attention: twice at 40, as fast at 128."""
@@ -21,63 +23,75 @@ class PackedAttention:
     On the CPU sequences of similar length are gathered into padded blocks: a `[T, T]` mask would be 80 times slower.
     """
 
-    def __init__(self, cu_seqlens: Tensor, lengths: list[int]):
-        self.cu_seqlens, self.lengths = cu_seqlens, lengths
+    def __init__(self, cu_seqlens: Tensor, lengths: list[int], shared: Shared | None = None):
+        """With `shared`, queries, keys and values are of the tokens that are computed, and so is the result."""
+        self.cu_seqlens, self.lengths, self.shared = cu_seqlens, lengths, shared
         self.longest = max(lengths)
         self.rows = len(lengths) if len(set(lengths)) == 1 else None
         """How many sequences, where all have the same length and are a rectangle."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
+        if self.rows is None and not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+            return self._blocks(q, k, v, window)
+        if self.shared is None:
+            return self._whole(q, k, v, window)
+        q, k, v = (spread(t, self.shared.place) for t in (q, k, v))
+        return self._whole(q, k, v, window).index_select(0, self.shared.first)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Of every token of the batch, without blocks."""
         if self.rows is not None:
             q, k, v = (t.unflatten(0, (self.rows, -1)).transpose(1, 2) for t in (q, k, v))
             return causal(q, k, v, window).transpose(1, 2).flatten(0, 1)
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
-        return self._blocks(q, k, v, window)
+        return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
 
     @torch.compiler.disable  # lengths differ from batch to batch: it would be compiled again for each
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         pieces = []
         for index in self._buckets:
-            block_q, block_k, block_v = (t[index].transpose(1, 2) for t in (q, k, v))  # (rows, heads, longest, dim)
-            pieces.append(causal(block_q, block_k, block_v, window).transpose(1, 2).flatten(0, 1))
-        return torch.cat(pieces)[self._back]
+            # (rows, heads, longest, dim)
+            rows = (spread(t, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
+            pieces.append(causal(*rows, window).transpose(1, 2).flatten(0, 1))
+        return torch.cat(pieces).index_select(0, self._back)
 
     @cached_property
-    def _buckets(self) -> list[Tensor]:
-        """Indices (rows, longest) of sequences whose lengths differ by less than a quarter; the end is padding.
-
-        Padding repeats the first token: causal, so no real token sees it.
-        """
-        starts = [0]
-        for length in self.lengths:
-            starts.append(starts[-1] + length)
-        order = sorted(range(len(self.lengths)), key=lambda i: self.lengths[i])
+    def _alike(self) -> list[np.ndarray]:
+        """The numbers of sequences whose lengths differ by less than a quarter."""
         groups: list[list[int]] = []
-        for i in order:
+        for i in sorted(range(len(self.lengths)), key=lambda i: self.lengths[i]):
             if not groups or self.lengths[i] * 3 > self.lengths[groups[-1][0]] * 4:
                 groups.append([])
             groups[-1].append(i)
+        return [np.array(group) for group in groups]
+
+    @cached_property
+    def _buckets(self) -> list[Tensor]:
+        """For each of these groups where its tokens lie, (rows, longest); the end is padding.
+
+        Padding repeats the first token: causal, so no real token sees it.
+        """
+        lengths = np.array(self.lengths)
+        starts, device = np.cumsum(lengths) - lengths, self.cu_seqlens.device
         buckets = []
-        for group in groups:
-            longest = self.lengths[group[-1]]
-            rows = [[starts[i] + t if t < self.lengths[i] else starts[i] for t in range(longest)] for i in group]
-            buckets.append(torch.tensor(rows, device=self.cu_seqlens.device))
-        return buckets
+        for group in self._alike:
+            columns = np.arange(lengths[group[-1]])
+            index = starts[group, None] + np.where(columns < lengths[group, None], columns, 0)
+            buckets.append(torch.from_numpy(index).to(device))
+        return buckets if self.shared is None else [self.shared.place[index] for index in buckets]
 
     @cached_property
     def _back(self) -> Tensor:
-        """Where each token of the row lies in the blocks laid end to end."""
-        total = sum(self.lengths)
-        back = torch.empty(total, dtype=torch.long)
-        offset, lengths = 0, dict(zip(self.cu_seqlens[:-1].tolist(), self.lengths, strict=True))
-        for index in self._buckets:
-            for row in index.tolist():
-                length = lengths[row[0]]
-                back[row[0] : row[0] + length] = torch.arange(offset, offset + length)
-                offset += len(row)
-        return back.to(self.cu_seqlens.device)
+        """Where each token that is asked for lies in the blocks laid end to end."""
+        lengths, begins, offset = np.array(self.lengths), np.zeros(len(self.lengths), np.int64), 0
+        for group in self._alike:
+            longest = lengths[group[-1]]
+            begins[group] = offset + longest * np.arange(len(group))
+            offset += longest * len(group)
+        starts = np.cumsum(lengths) - lengths
+        back = torch.from_numpy(np.repeat(begins - starts, lengths) + np.arange(lengths.sum()))
+        back = back.to(self.cu_seqlens.device)
+        return back if self.shared is None else back[self.shared.first]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from palestra.lm.attention import PackedAttention
 from palestra.lm.head import token_logprobs
 from palestra.lm.model import Output, Transformer
+from palestra.lm.prefixes import Shared, shared, spread
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,13 @@ class Batch:
     """Further arrays (B), such as rewards."""
     predicted: Tensor = field(init=False, repr=False, compare=False)
     """Which tokens have a loss weight; kept, because looking for them on a GPU would wait for it."""
+    shared: Shared | None = field(init=False, repr=False, compare=False)
+    """What sequences begin with alike, where that is worth sparing; kept for the same reason."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "predicted", self.loss_mask.nonzero()[:, 0])
+        on_host = self.tokens.device.type == "cpu"
+        object.__setattr__(self, "shared", shared(self.tokens.numpy(), self.lengths) if on_host else None)
 
     @classmethod
     def pack(
@@ -86,6 +91,7 @@ class Batch:
         moved = copy(self)
         for name in ("tokens", "loss_mask", "predicted"):
             object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
+        object.__setattr__(moved, "shared", None if self.shared is None else self.shared.to(device))
         for name in ("per_token", "per_sequence"):
             arrays = {key: t.to(device, non_blocking=True) for key, t in getattr(self, name).items()}
             object.__setattr__(moved, name, arrays)
@@ -130,23 +136,39 @@ class Scored:
     """(T) FP32."""
     entropy: Tensor
     """(T) FP32."""
-    output: Output
+    hidden: Tensor
+    """(N, D): the states that the N tokens of `Batch.predicted` were predicted from."""
+    router: Tensor | None
+    """Router logits (L, T, E) of a mixture of experts."""
 
 
 def forward(model: Transformer, batch: Batch) -> Output:
     """Hidden states of a packed batch."""
-    return model(batch.tokens, batch.positions, PackedAttention(batch.cu_seqlens, batch.lengths))
+    output, shared = _computed(model, batch)
+    return output if shared is None else output._replace(hidden=spread(output.hidden, shared.place))
 
 
 def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy: bool = True) -> Scored:
     """log p of every token with a loss weight, given those before it. The one place with the shift by one."""
-    output = forward(model, batch)
+    output, shared = _computed(model, batch)
     asked = batch.predicted  # never the first of a sequence, so asked - 1 is in the same sequence
-    logprobs, entropies = token_logprobs(
-        output.hidden.index_select(0, asked - 1), model.unembed, batch.tokens[asked], temperature, entropy=entropy
-    )
+    before = asked - 1 if shared is None else shared.place[asked - 1]
+    hidden = spread(output.hidden, before)
+    logprobs, entropies = token_logprobs(hidden, model.unembed, batch.tokens[asked], temperature, entropy=entropy)
     zeros = logprobs.new_zeros(len(batch.tokens))
-    return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), output)
+    return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), hidden, output.router)
+
+
+def _computed(model: Transformer, batch: Batch) -> tuple[Output, Shared | None]:
+    """The output for the tokens that are computed: each, or those of `batch.shared`.
+
+    Routers of experts count tokens, so theirs are all computed.
+    """
+    shared = batch.shared if model.shape.moe is None else None
+    attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
+    if shared is None:
+        return model(batch.tokens, batch.positions, attend), None
+    return model(batch.tokens[shared.first], batch.positions[shared.first], attend), shared
 
 
 def _row(values: Sequence[Sequence[float] | np.ndarray], lengths: list[int]) -> Tensor:

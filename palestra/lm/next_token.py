@@ -46,7 +46,7 @@ class NextToken:
         """Summed negative log-likelihood, and what routers add where there are experts."""
         scored = score(model, batch, entropy=False)
         total = -(scored.logprobs * batch.loss_mask).sum()
-        return Loss(total, {}, router_terms(model, scored.output.router, batch))
+        return Loss(total, {}, router_terms(model, scored.router, batch))
 
     @torch.no_grad()
     def evaluate(self, engine: TrainEngine) -> dict[str, float]:

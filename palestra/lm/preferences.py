@@ -95,7 +95,7 @@ def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
             loss=spec.type,
             label_smoothing=spec.label_smoothing,
         )
-        return Loss(*_summed(terms), router_terms(model, scored.output.router, batch))
+        return Loss(*_summed(terms), router_terms(model, scored.router, batch))
 
     return loss
 

@@ -191,7 +191,7 @@ def policy_loss(spec: PolicyLossSpec, temperature: float) -> LossFunction:
         scored = score(model, batch, temperature=temperature)
         found = policy_terms(scored.logprobs, batch.per_token["behaviour"], batch.per_token["teacher"], spec.limit)
         total = torch.where(batch.loss_mask > 0, found, 0.0).sum()
-        return Loss(total, {"entropy": scored.entropy.detach().sum()}, router_terms(model, scored.output.router, batch))
+        return Loss(total, {"entropy": scored.entropy.detach().sum()}, router_terms(model, scored.router, batch))
 
     return loss
 

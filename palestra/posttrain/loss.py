@@ -37,7 +37,7 @@ def policy_loss(algorithm: AlgorithmSpec, temperature: float) -> LossFunction:
         found = token_losses(algorithm, batch, scored.logprobs, scored.entropy)
         terms = {name: values.sum() for name, values in found.terms.items()}
         total = (batch.per_token["weights"] * found.losses).sum()
-        return Loss(total, terms, router_terms(model, scored.output.router, batch))
+        return Loss(total, terms, router_terms(model, scored.router, batch))
 
     return loss
 
