@@ -1,14 +1,16 @@
 """SAC, TD3 and CrossQ: the checklist's pitfalls, resume and determinism."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from actor_critic_probes import CONTINUOUS, Aim, made, rate, trained
+from envs import Identity
 from gymnasium import spaces
-from probe_envs import OneStep, learner_on
+from probe_envs import OneStep, learner_on, sync
 from torch import Tensor
 
 from palestra.control.algorithms.crossq import CrossQ
@@ -200,8 +202,8 @@ def test_unbounded_actions_are_refused():
         made("td3", Free)
 
 
-def pendulum(name: str, seed: int = 0, **given: Any) -> Any:
-    env = make_vector(EnvSpec(id="Pendulum-v1", num_envs=2), 2)
+def pendulum(name: str, seed: int = 0, env: Any = None, **given: Any) -> Any:
+    env = env or make_vector(EnvSpec(id="Pendulum-v1", num_envs=2), 2)
     fields = {"batch": 32, "start": 100, "horizon": 60, "replay_ratio": 0.5, "buffer": 300} | given
     return learner_on(env, name, seed=seed, net={"hidden": [16]}, **fields)
 
@@ -238,11 +240,15 @@ def test_same_seed_gives_the_same_run_and_another_another(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUOUS)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_compiled_updates_equal_eager_ones_and_see_the_rates_move(name: str, scaled: bool):  # checklist 66
+@pytest.mark.parametrize("env", ["plain", "scaled", "three actions"])
+def test_compiled_updates_equal_eager_ones_and_see_the_rates_move(name: str, env: str):  # checklist 66
     lr = {"shape": "linear", "start": 1e-3, "end": 0.0}
-    given: dict[str, Any] = {"given": {"normalise_obs": True}} if scaled else {}
-    eager, graph = (pendulum(name, compile=compile, lr=lr, policy_delay=2, **given) for compile in (False, True))
+    given: dict[str, Any] = {"given": {"normalise_obs": True}} if env == "scaled" else {}
+    envs = [sync(partial(Identity, "box"), 2) if env == "three actions" else None for _ in range(2)]
+    eager, graph = (
+        pendulum(name, env=one, compile=compile, lr=lr, policy_delay=2, **given)
+        for one, compile in zip(envs, (False, True), strict=True)
+    )
     for progress in (0.0, 0.3, 0.6):
         mine, theirs = eager.step(progress), graph.step(progress)
         assert mine == pytest.approx(theirs, rel=2e-3, abs=2e-3)

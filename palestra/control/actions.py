@@ -21,12 +21,18 @@ class ActionHead:
     """The policy's end of one action space. `description` is plain data, so a checkpoint can hold it."""
 
     description: dict[str, Any]
+    # Beside the description, whose arrays a compiled graph must not touch.
+    outputs: int = field(init=False, repr=False, compare=False)
+    """How many numbers the policy network puts out."""
+    continuous: bool = field(init=False, repr=False, compare=False)
+    """Whether actions are numbers within a Box."""
     _kind: str = field(init=False, repr=False, compare=False)
     _sizes: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Beside the description, whose arrays a compiled graph must not touch when it asks for the type.
         kind = "beta" if self.family == "beta" else self.description["type"]
+        object.__setattr__(self, "outputs", self._outputs())
+        object.__setattr__(self, "continuous", self.description["type"] == "box")
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_sizes", list(self.description.get("sizes", [])))
 
@@ -63,9 +69,7 @@ class ActionHead:
         """How continuous actions are drawn."""
         return self.description.get("family", "gaussian")
 
-    @property
-    def outputs(self) -> int:
-        """How many numbers the policy network puts out."""
+    def _outputs(self) -> int:
         match self.description:
             case {"type": "multi_discrete", "sizes": sizes}:
                 return sum(sizes)
@@ -74,11 +78,6 @@ class ActionHead:
             case {"n": n}:
                 return n
         raise AssertionError(self.description)
-
-    @property
-    def continuous(self) -> bool:
-        """Whether actions are numbers within a Box."""
-        return self.description["type"] == "box"
 
     @property
     def maskable(self) -> list[int] | None:
