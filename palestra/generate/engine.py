@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,7 @@ class Engine:
     def _free(self, sample: Sample) -> None:
         move, host = self._scheduler.release(sample), self._runner.host
         if move is None:
-            host.active[sample.row] = 0
+            host.stop(sample.row)
         else:
             self._runner.cache.copy(move.source, move.target, move.length)
             host.move(move.source, move.target)
@@ -392,10 +393,14 @@ def may_end(stops: Sequence[str], tokens: Sequence[int], tokenizer: Tokenizer) -
 
     A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
     """
-    if any(stop[-1] == "\ufffd" for stop in stops):
-        return True
-    last = {stop.encode()[-1] for stop in stops}
-    return any(not last.isdisjoint(tokenizer.piece(token)) for token in tokens)
+    last = _last_bytes(tuple(stops))
+    return last is None or any(not last.isdisjoint(tokenizer.piece(token)) for token in tokens)
+
+
+@lru_cache(maxsize=256)
+def _last_bytes(stops: tuple[str, ...]) -> frozenset[int] | None:
+    """The bytes that strings end with; None where any may be it."""
+    return None if any(stop[-1] == "\ufffd" for stop in stops) else frozenset(stop.encode()[-1] for stop in stops)
 
 
 class _Turns:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ class LocalGenerator:
     def __init__(self, engine: Engine, *, drive: Literal["thread", "caller"] = "thread"):
         self.engine = engine
         self._wake, self._closed = threading.Event(), False
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Deliveries] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._work, name="generate", daemon=True) if drive == "thread" else None
         if self._thread is not None:
             self._thread.start()
@@ -39,7 +41,7 @@ class LocalGenerator:
     async def generate(self, request: Request) -> Result:
         """Go on from a prompt."""
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        id = self._submit(request, _Future(future))
+        id = self._submit(request, _Future(future, self._deliveries()))
         try:
             return await future
         except asyncio.CancelledError:
@@ -49,7 +51,7 @@ class LocalGenerator:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The same, as it comes."""
         queue: asyncio.Queue[Chunk | Result | BaseException] = asyncio.Queue()
-        id = self._submit(request, _Stream(asyncio.get_running_loop(), queue))
+        id = self._submit(request, _Stream(queue, self._deliveries()))
         try:
             while not isinstance(item := await queue.get(), Result):
                 if isinstance(item, BaseException):
@@ -106,6 +108,12 @@ class LocalGenerator:
         self._wake.set()
         return id
 
+    def _deliveries(self) -> "_Deliveries":
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            self._loops[loop] = _Deliveries(loop)
+        return self._loops[loop]
+
     def _abort(self, id: str) -> None:
         self.engine.abort(id)
         self._wake.set()
@@ -122,13 +130,37 @@ class LocalGenerator:
                     self._wake.wait()
 
 
+class _Deliveries:
+    """Hands results to futures and streams in their loop: what comes while the loop is busy, in one call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._lock = loop, threading.Lock()
+        self._waiting: list[Callable[[], object]] = []
+
+    def add(self, deliver: Callable[[], object]) -> None:
+        """Call `deliver` in the loop, in the order of these calls."""
+        with self._lock:
+            self._waiting.append(deliver)
+            first = len(self._waiting) == 1
+        if first:
+            # Who asked may have gone, and the loop with it.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for deliver in waiting:
+            deliver()
+
+
 class _Future:
     """Resolves a future in its own loop."""
 
     streams = False
 
-    def __init__(self, future: asyncio.Future[Result]):
-        self.future = future
+    def __init__(self, future: asyncio.Future[Result], deliveries: _Deliveries):
+        self.future, self.deliveries = future, deliveries
 
     def chunk(self, chunk: Chunk) -> None:
         raise AssertionError("not streamed")
@@ -140,7 +172,7 @@ class _Future:
         self._call(lambda: self.future.set_exception(error))
 
     def _call(self, settle: Callable[[], None]) -> None:
-        _soon(self.future.get_loop(), lambda: None if self.future.done() else settle())
+        self.deliveries.add(lambda: None if self.future.done() else settle())
 
 
 class _Stream:
@@ -148,20 +180,14 @@ class _Stream:
 
     streams = True
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Chunk | Result | BaseException]"):
-        self.loop, self.queue = loop, queue
+    def __init__(self, queue: "asyncio.Queue[Chunk | Result | BaseException]", deliveries: _Deliveries):
+        self.queue, self.deliveries = queue, deliveries
 
     def chunk(self, chunk: Chunk) -> None:
-        _soon(self.loop, lambda: self.queue.put_nowait(chunk))
+        self.deliveries.add(lambda: self.queue.put_nowait(chunk))
 
     def finish(self, result: Result) -> None:
-        _soon(self.loop, lambda: self.queue.put_nowait(result))
+        self.deliveries.add(lambda: self.queue.put_nowait(result))
 
     def fail(self, error: BaseException) -> None:
-        _soon(self.loop, lambda: self.queue.put_nowait(error))
-
-
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    # Who asked may have gone, and the loop with it.
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
+        self.deliveries.add(lambda: self.queue.put_nowait(error))

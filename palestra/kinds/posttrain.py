@@ -201,7 +201,7 @@ def assemble(
         tasks=judges.tasks,
         workflow=make_workflow(spec.rollout.workflow),
         generator=generator,
-        judge=judges.judge,
+        judge=judges.begin,
         tokenizer=start.tokenizer,
         sampling=Sampling(temperature=spec.rollout.temperature, max_new_tokens=spec.rollout.max_new_tokens),
         samples=spec.rollout.group,

@@ -51,8 +51,10 @@ class PackedAttention:
         pieces = []
         for index in self._buckets:
             # (rows, heads, longest, dim)
-            rows = (spread(t, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
-            pieces.append(causal(*rows, window).transpose(1, 2).flatten(0, 1))
+            block_q, block_k, block_v = (
+                spread(t, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)
+            )
+            pieces.append(causal(block_q, block_k, block_v, window).transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces).index_select(0, self._back)
 
     @cached_property

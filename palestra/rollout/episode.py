@@ -1,6 +1,7 @@
 """What a workflow works with: a problem, the model that answers it and the judge of its answers."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from palestra.data.chat import encode_chat
@@ -11,8 +12,8 @@ from palestra.generate.types import Generation, Generator, Request, Sampling, St
 from palestra.rollout.types import Trajectory
 from palestra.tasks.types import Answer, Problem, Verdict
 
-Judge = Callable[[Problem, Answer], Awaitable[Verdict]]
-"""Says whether an answer to a problem is right."""
+Judge = Callable[[Problem, Answer], Verdict | Awaitable[Verdict]]
+"""Says whether an answer to a problem is right, at once or when it is awaited."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,28 @@ class Episode:
 
     async def verdict(self, generation: Generation, prompt: tuple[int, ...] | None = None) -> Verdict:
         """Of an answer that was generated."""
+        return (await self.verdicts([generation], prompt))[0]
+
+    async def verdicts(
+        self, generations: Sequence[Generation], prompt: tuple[int, ...] | None = None
+    ) -> Sequence[Verdict]:
+        """Of several answers to one prompt; those that take time are judged at the same time."""
         asked = self.prompt if prompt is None else prompt
-        answer = Answer(
-            text=generation.text or "",
-            truncated=generation.stop_reason == StopReason.LENGTH,
-            prompt_text=self.tokenizer.decode(asked, specials=True),
-            prompt_ids=asked,
-            completion_ids=generation.tokens,
-        )
-        return await self.judge(self.problem, answer)
+        text = self.tokenizer.decode(asked, specials=True)
+        begun = [self.judge(self.problem, _answer(one, text, asked)) for one in generations]
+        waiting = [one for one in begun if not isinstance(one, Verdict)]
+        ended = iter(await asyncio.gather(*waiting) if waiting else ())
+        return [one if isinstance(one, Verdict) else next(ended) for one in begun]
+
+
+def _answer(generation: Generation, prompt_text: str, prompt: tuple[int, ...]) -> Answer:
+    return Answer(
+        text=generation.text or "",
+        truncated=generation.stop_reason == StopReason.LENGTH,
+        prompt_text=prompt_text,
+        prompt_ids=prompt,
+        completion_ids=generation.tokens,
+    )
 
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -44,7 +43,8 @@ class Order:
     version: int = 0
     """Of the weights when it was admitted."""
     since: float = 0.0
-    future: "Future[list[Trajectory]] | None" = None
+    ended: "asyncio.Task[list[Trajectory]] | None" = None
+    """The workflow, once it has ended."""
 
 
 Start = Callable[[Problem, int, int], Awaitable[list[Trajectory]] | None]
@@ -120,29 +120,24 @@ class Executor:
         return taken, sorted(filtered, key=lambda group: group.number)
 
     def admit(self) -> None:
-        """Start as many prompts as the bound allows."""
-        started = False
-        while self._room() > 0:
-            order = self._again.popleft() if self._again else self._drawn()
-            coroutine = self._start(order.problem, order.number, self._attempts[order.number])
-            if coroutine is None:
-                self._count("too_long", self.version)
-                self._long += 1
-                if self._long >= LONG_IN_A_ROW:
-                    raise PalestraError(
-                        f"{self._long} prompts in a row are too long: raise rollout.max_prompt_tokens, lower "
-                        "rollout.max_new_tokens, or take a model that reads more"
-                    )
-                continue
-            self._long = 0
-            order.version, order.since = self.version, time.monotonic()
-            order.future = self._loop.start(_awaited(coroutine))
-            self._running[order.number] = order
-            order.future.add_done_callback(lambda _, order=order: self._hand_in(order))
-            started = True
-        if started:
-            # All of them ask before the first token is drawn, so that they are drawn together.
-            self._loop.settle()
+        """Start as many prompts as the bound allows; all ask before the first token is drawn, so that none waits."""
+        started: list[Order] = []
+        workflows = []
+        try:
+            while self._room() > 0:
+                order = self._again.popleft() if self._again else self._drawn()
+                workflow = self._start(order.problem, order.number, self._attempts[order.number])
+                if workflow is None:
+                    self._too_long()
+                    continue
+                self._long = 0
+                order.version, order.since = self.version, time.monotonic()
+                self._running[order.number] = order
+                started.append(order)
+                workflows.append(_awaited(workflow))
+        finally:
+            if started:
+                self._loop.start_all(workflows, lambda place, task: self._hand_in(started[place], task))
 
     def collect(self) -> None:
         """Take in what workflows have finished."""
@@ -223,11 +218,21 @@ class Executor:
         self._next += 1
         return order
 
+    def _too_long(self) -> None:
+        self._count("too_long", self.version)
+        self._long += 1
+        if self._long >= LONG_IN_A_ROW:
+            raise PalestraError(
+                f"{self._long} prompts in a row are too long: raise rollout.max_prompt_tokens, lower "
+                "rollout.max_new_tokens, or take a model that reads more"
+            )
+
     def _count(self, fate: Fate, version: int) -> None:
         self.fates[fate, version] += 1
         self.totals[fate] += 1
 
-    def _hand_in(self, order: Order) -> None:
+    def _hand_in(self, order: Order, task: asyncio.Task[list[Trajectory]]) -> None:
+        order.ended = task
         self._finished.put(order)
         self.wake()
 
@@ -235,12 +240,12 @@ class Executor:
         """Decide the fate of a finished prompt."""
         del self._running[order.number]
         self.settled += 1
-        assert order.future is not None
-        error = asyncio.CancelledError() if order.future.cancelled() else order.future.exception()
+        assert order.ended is not None
+        error = asyncio.CancelledError() if order.ended.cancelled() else order.ended.exception()
         if error is not None:
             self._fail(order, error)
             return
-        answers = [_finite(t, order.problem.id) for t in order.future.result()]
+        answers = [_finite(t, order.problem.id) for t in order.ended.result()]
         kept = tuple(t for t in answers if t.verdict.status != Status.ERROR)
         if not kept:
             why = answers[0].verdict.note if answers else "its workflow gave none"

@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Self
+
+Task = asyncio.Task[Any]
 
 
 class LoopThread:
@@ -12,12 +15,30 @@ class LoopThread:
 
     def __init__(self, name: str = "rollout"):
         self.loop = asyncio.new_event_loop()
+        self._running: set[Task] = set()
+        """The loop itself knows its tasks by weak references alone."""
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Run a coroutine there; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def start_all(self, coroutines: Sequence[Coroutine[Any, Any, Any]], ended: Callable[[int, Task], None]) -> None:
+        """Run coroutines there and wait until each has come to its first wait.
+
+        Where one ends, `ended` is called in the loop's thread with its place and what it gave.
+        """
+
+        async def begin() -> None:
+            for place, coroutine in enumerate(coroutines):
+                task = asyncio.ensure_future(coroutine)
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                task.add_done_callback(partial(ended, place))
+            await asyncio.sleep(0)  # all of them come before what is asked for now
+
+        self.start(begin()).result()
 
     def settle(self) -> None:
         """Wait until all that was started has come to its first wait."""

@@ -4,7 +4,8 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,7 +14,7 @@ from palestra.rollout.types import Group, Trajectory
 from palestra.runs.checkpoint import metas
 from palestra.runs.session import Session
 from palestra.tasks.types import Problem, Status, Verdict
-from palestra.track.sinks import JsonlSink
+from palestra.track.sinks import JsonlSink, json_line
 
 if TYPE_CHECKING:
     from palestra.lm.batch import Batch
@@ -56,22 +57,31 @@ class Recording:
 
     def write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
         """What a step trained on, in its order, after what was left out before; `batch` begins with `groups` packed."""
-        for group in filtered:
-            write(self._sink, Record(group, "filtered", step))
+        records = [Record(group, "filtered", step) for group in filtered]
         values, start, places = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
         for group in groups:
             advantages = []
             for length in (next(places) for _ in group.trajectories):
                 advantages.append(tuple(values[start : start + length]))
                 start += length
-            write(self._sink, Record(group, "trained", step, advantages=tuple(advantages)))
+            records.append(Record(group, "trained", step, advantages=tuple(advantages)))
+        write(self._sink, *records)
 
 
-def write(sink: JsonlSink, record: Record) -> None:
-    """Append a record to a file of JSON lines."""
+def write(sink: JsonlSink, *records: Record) -> None:
+    """Append records to a file of JSON lines."""
+    try:
+        sink.write(*map(_row, records))
+    except (AttributeError, TypeError, ValueError):
+        for record in records:
+            _check(record)
+        raise
+
+
+def _row(record: Record) -> dict[str, Any]:
     group = record.group
     advantages = record.advantages or (None,) * len(group.trajectories)
-    row = {
+    return {
         "number": group.number,
         "step": record.step,
         "fate": record.fate,
@@ -83,18 +93,22 @@ def write(sink: JsonlSink, record: Record) -> None:
             {
                 **vars(one),
                 "verdict": vars(one.verdict),
-                "loss_mask": [int(drawn) for drawn in one.loss_mask],
+                "loss_mask": list(map(int, one.loss_mask)),
                 "advantages": _short(one, values),
             }
             for one, values in zip(group.trajectories, advantages, strict=True)
         ],
     }
+
+
+def _check(record: Record) -> None:
+    """Name the problem whose rollouts JSON cannot hold."""
     try:
-        sink.write(row)
+        json_line(_row(record))
     except (AttributeError, TypeError, ValueError) as error:
         raise PalestraError(
-            f"the rollouts of {group.problem.id} cannot be written as JSON: {error}. Its row and the parts of its "
-            "verdicts may hold what JSON has: strings, numbers, true, false, null, lists and records"
+            f"the rollouts of {record.group.problem.id} cannot be written as JSON: {error}. Its row and the parts of "
+            "its verdicts may hold what JSON has: strings, numbers, true, false, null, lists and records"
         ) from error
 
 
@@ -139,9 +153,10 @@ def _short(one: Trajectory, advantages: Sequence[float] | None) -> float | list[
     """One number where all drawn tokens have the same: with most algorithms they do."""
     if advantages is None:
         return None
-    drawn = [value for value, used in zip(advantages, one.loss_mask, strict=True) if used]
+    drawn = list(compress(advantages, one.loss_mask))
     first = drawn[0] if drawn else 0.0
-    return first if tuple(advantages) == _spread(first, one.loss_mask) else list(advantages)
+    alike = drawn.count(first) == len(drawn) and not any(compress(advantages, map(not_, one.loss_mask)))
+    return first if alike else list(advantages)
 
 
 def _spread(value: float, loss_mask: Sequence[bool]) -> tuple[float, ...]:

@@ -109,10 +109,10 @@ class Enumerated(Sequence[Problem]):
     def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
         """The problem at an index, or those of a slice."""
         if isinstance(index, slice):
-            return self._made(np.arange(*index.indices(len(self))))
+            return self.at(np.arange(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"there are {len(self)} problems, none with index {index}")
-        return self._made(np.array([index % len(self)]))[0]
+        return self.at(np.array([index % len(self)]))[0]
 
     def __iter__(self) -> Iterator[Problem]:
         for start in range(0, len(self), AT_ONCE):
@@ -137,7 +137,8 @@ class Enumerated(Sequence[Problem]):
             return None
         return int(_moved(np.array([at]), len(self), self._order, inverse=True)[0])
 
-    def _made(self, indices: Indices) -> list[Problem]:
+    def at(self, indices: Indices) -> list[Problem]:
+        """The problems at indices; many at once take little longer than one."""
         at = _moved(indices, len(self), self._order)
         numbers = np.searchsorted(self._starts, at, side="right") - 1
         found: dict[int, Problem] = {}

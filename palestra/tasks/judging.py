@@ -72,6 +72,11 @@ class Judges:
 
         What cannot be done as the spec has it (UsageError) does raise: no answer could ever be judged.
         """
+        begun = self.begin(problem, answer)
+        return begun if isinstance(begun, Verdict) else await begun
+
+    def begin(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:
+        """The same, or what to await for it: a judge that only computes has judged when this returns."""
         judge = self._judges.get(problem.task)
         if judge is None:
             raise UsageError(
@@ -81,26 +86,35 @@ class Judges:
         started = time.perf_counter()
         try:
             if pool is not None:
-                recipe = self._recipes[problem.task]
-                task = pool.submit(_judged, recipe, problem, answer, timeout=self._timeout)
-                return await asyncio.wrap_future(task)
+                task = pool.submit(_judged, self._recipes[problem.task], problem, answer, timeout=self._timeout)
+                return self._ended(problem, asyncio.wrap_future(task), started)
             verdict = judge.judge(problem, answer)
-            if inspect.isawaitable(verdict):
-                verdict = await verdict
-            return _timed(verdict, started)
-        except UsageError:
-            raise
-        except TaskTimeout:
-            note = f"judging took longer than {self._timeout:g} s and was ended"
-            return Verdict(0.0, Status.TIMEOUT, seconds=self._timeout, note=note)
-        except TaskFailed as error:
-            if error.exit_code == UsageError.exit_code:
-                raise UsageError(error.message) from error
-            return self._failed(problem, f"{error.type_name}: {error.message}", error.traceback, started)
-        except WorkerDied as error:
-            return self._failed(problem, str(error), str(error), started)
         except Exception as error:
-            return self._failed(problem, f"{type(error).__name__}: {error}", traceback.format_exc(), started)
+            return self._excused(problem, error, started)
+        return _timed(verdict, started) if isinstance(verdict, Verdict) else self._ended(problem, verdict, started)
+
+    async def _ended(self, problem: Problem, verdict: Awaitable[Verdict], started: float) -> Verdict:
+        try:
+            return _timed(await verdict, started)
+        except Exception as error:
+            return self._excused(problem, error, started)
+
+    def _excused(self, problem: Problem, error: Exception, started: float) -> Verdict:
+        """The verdict where judging failed."""
+        match error:
+            case UsageError():
+                raise error
+            case TaskTimeout():
+                note = f"judging took longer than {self._timeout:g} s and was ended"
+                return Verdict(0.0, Status.TIMEOUT, seconds=self._timeout, note=note)
+            case TaskFailed() if error.exit_code == UsageError.exit_code:
+                raise UsageError(error.message) from error
+            case TaskFailed():
+                return self._failed(problem, f"{error.type_name}: {error.message}", error.traceback, started)
+            case WorkerDied():
+                return self._failed(problem, str(error), str(error), started)
+        trace = "".join(traceback.format_exception(error))
+        return self._failed(problem, f"{type(error).__name__}: {error}", trace, started)
 
     def close(self) -> None:
         """End the processes, whatever they are at; what waits for a verdict is cancelled."""

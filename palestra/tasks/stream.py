@@ -50,7 +50,7 @@ class Prompts:
         while (index := self._walks[label].next()) is None:
             label = self._mix.after_pass(label, left)
         self._drawn[label] += 1
-        return self._walks[label].problems[index]
+        return self._walks[label].problem(index)
 
     def observe(self, problem: Problem, scores: Sequence[float]) -> None:
         """Note the scores of a prompt's answers; in the order of the prompts' numbers, when they are trained on."""

@@ -32,6 +32,7 @@ class Walk:
         self.pool = None if pool is None else Pool(pool, self.length, use.label)
         self._pass_key, self._pool_key = stream_key(seed, "pass"), stream_key(seed, "pool")
         self._block = lru_cache(maxsize=2)(self._draw_block)
+        self._ahead: dict[int, Problem] = {}
         self.passes = self._place = 0
 
     @property
@@ -57,6 +58,16 @@ class Walk:
             self._place += len(indices)
         self.passes, self._place = self.passes + 1, 0
         return None
+
+    def problem(self, index: int) -> Problem:
+        """The problem of the index that `next` gave last."""
+        if not isinstance(self.problems, Enumerated):
+            return self.problems[index]
+        if index not in self._ahead:  # those that follow are made along with it
+            block, start = divmod(self._place - 1, BLOCK)
+            indices = self._block(self.passes, block)[0][start:]
+            self._ahead = dict(zip(indices.tolist(), self.problems.at(indices), strict=True))
+        return self._ahead[index]
 
     def locate(self, id: str) -> int | None:
         """The index of a problem by its id; None where there is none."""

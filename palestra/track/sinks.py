@@ -36,11 +36,11 @@ class JsonlSink:
             _cut_torn_line(path)
         self._file: IO[bytes] = open(path, "ab" if append else "wb")  # noqa: SIM115 (open until close)
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one row."""
-        line = json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
+    def write(self, *rows: dict[str, Any]) -> None:
+        """Append rows."""
+        text = "".join(map(json_line, rows))
         try:
-            self._file.write(redact(line).encode())
+            self._file.write(redact(text).encode())
             self._file.flush()
         except OSError as error:
             raise PalestraError(
@@ -54,6 +54,11 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
 
 
 def _cut_torn_line(path: Path) -> None:
