@@ -71,7 +71,7 @@ CASES = {
 def next_token(model: Transformer, batch: Batch) -> Loss:
     scored = score(model, batch, entropy=False)
     total = -(scored.logprobs * batch.loss_mask).sum()
-    return Loss(total, {}, router_terms(model, scored.output.router, batch))
+    return Loss(total, {}, router_terms(model, scored.router, batch))
 
 
 class Run:

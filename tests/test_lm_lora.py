@@ -156,7 +156,7 @@ def test_adapted_model_in_bf16_keeps_fp32_adapters_and_their_gradients():
     scored = score(model, BATCH)
     scored.logprobs.sum().backward()
 
-    assert scored.output.hidden.dtype == torch.bfloat16
+    assert scored.hidden.dtype == torch.bfloat16
     assert {t.grad.dtype for t in model.parameters() if t.requires_grad} == {torch.float32}
     assert (scored.logprobs - logprobs(adapted())).abs().max() < 0.1
 

@@ -247,10 +247,10 @@ def test_router_terms_of_a_model_weigh_its_losses_and_add_up_over_micro_batches(
     batch = Batch.pack([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]])
 
     found = [
-        router_terms(model, score(model, part).output.router, part) for part in (batch.select(part) for part in parts)
+        router_terms(model, score(model, part).router, part) for part in (batch.select(part) for part in parts)
     ]
 
-    router = score(model, batch).output.router
+    router = score(model, batch).router
     balance, z = balance_loss(router, batch.lengths, 2, selection_bias(model)), z_loss(router)
     torch.testing.assert_close(sum(terms.total for terms in found), 0.5 * balance + 0.25 * z)
     torch.testing.assert_close(sum(terms.terms["router/balance"] for terms in found), balance / 2)
@@ -264,7 +264,7 @@ def test_router_terms_of_a_dense_model_are_none():
     model.initialise(torch.Generator().manual_seed(0))
     batch = Batch.pack([[1, 2]])
 
-    assert router_terms(model, score(model, batch).output.router, batch) is None
+    assert router_terms(model, score(model, batch).router, batch) is None
 
 
 DEVICES = [

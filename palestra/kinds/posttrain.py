@@ -311,7 +311,7 @@ def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) ->
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
     rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
-    most = 1024 if device.type == "cuda" else 256
+    most = 1024 if device.type == "cuda" else 512
     return Engine(
         model,
         eos=frozenset(start.eos),

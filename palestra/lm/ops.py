@@ -156,8 +156,12 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` (T, heads, dim) by `cos` and `sin` (T, 1, dim), the first half of sines negative."""
     high = wide(x)
-    first, second = high.chunk(2, dim=-1)
-    return (high * cos).addcmul_(torch.cat([second, first], dim=-1), sin).to(x.dtype)
+    out = high * cos
+    for half, other, by in zip(
+        out.chunk(2, dim=-1), reversed(high.chunk(2, dim=-1)), sin.chunk(2, dim=-1), strict=True
+    ):
+        half.addcmul_(other, by)  # in place: halves laid together in other order took longer than all of this
+    return out.to(x.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
