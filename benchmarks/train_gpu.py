@@ -1,9 +1,11 @@
 """Training tokens a second on one GPU: 135M parameters (SmolLM2's shape), context 1,024, bf16 over FP32 weights, AdamW.
 
-    python benchmarks/train_gpu.py [--batch 64] [--steps 20] [--peer]
+    python benchmarks/train_gpu.py [--batch 64] [--steps 20] [--peer] [--prompt 512]
 
 The engine's own step: micro-batches, fused head, clipping, optimizer. `--peer` also times transformers with
-torch.compile in the same run, at a batch of 16, which is what its logits leave room for.
+torch.compile in the same run, at a batch of 16, which is what its logits leave room for. With `--prompt` each eight
+sequences begin with so many tokens alike, as the answers of a group do: computed once, and eight times. Tokens of the
+batch are counted either way.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from palestra.spec.shape import Shape
 
 SHAPE = Shape(layers=30, width=576, heads=9, kv_heads=3, mlp=1536, context=2048, vocab=49152, rope_theta=1e5)
 CONTEXT = 1024
+GROUP = 8
 
 
 def loss(model: Transformer, batch: Batch) -> Loss:
@@ -33,11 +36,11 @@ def loss(model: Transformer, batch: Batch) -> Loss:
     return Loss(-(scored.logprobs * batch.loss_mask).sum(), {})
 
 
-def ours(batch: int, compiled: bool) -> Callable[[], None]:
+def ours(batch: int, *, prompt: int = 0, share: bool = True) -> Callable[[], None]:
     model = Transformer(SHAPE, torch.bfloat16)
     model.initialise(torch.Generator().manual_seed(0))
     model.cuda()
-    spec = LmTrainSpec(steps=1000, batch=batch, compile="on" if compiled else "off")
+    spec = LmTrainSpec(steps=1000, batch=batch, compile="on")
     compile_for_training(model, spec, torch.device("cuda"))
     optimiser = Optimiser(model, AdamWSpec(name="adamw"), 1000)
     engine = TrainEngine(
@@ -45,7 +48,11 @@ def ours(batch: int, compiled: bool) -> Callable[[], None]:
     )
     draws = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, SHAPE.vocab or 0, (batch, CONTEXT), generator=draws)
-    examples = Batch.pack(list(tokens.numpy()))
+    groups = tokens.unflatten(0, (-1, min(batch, GROUP)))
+    groups[:, 1:, :prompt] = groups[:, :1, :prompt]
+    examples = Batch.pack(list(tokens.numpy()), [[0.0] * prompt + [1.0] * (CONTEXT - prompt)] * batch)
+    if not share:
+        object.__setattr__(examples, "shared", None)
 
     def step() -> None:
         engine.forward_backward(examples, loss, float(examples.loss_mask.sum()))
@@ -112,8 +119,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--peer", action="store_true", help="also time transformers with torch.compile")
+    parser.add_argument("--prompt", type=int, help="time groups of eight with so long a prompt instead")
     given = parser.parse_args()
-    measure("palestra", ours(given.batch, compiled=True), given.batch, given.steps)
+    if given.prompt is not None:
+        for share in (True, False):
+            name = f"prompts of {given.prompt} " + ("computed once" if share else "computed eight times")
+            measure(name, ours(given.batch, prompt=given.prompt, share=share), given.batch, given.steps)
+            torch.cuda.empty_cache()
+        return
+    measure("palestra", ours(given.batch), given.batch, given.steps)
     if given.peer:
         torch.cuda.empty_cache()
         measure("transformers, compiled", theirs(16), 16, given.steps)

@@ -1,5 +1,6 @@
 """What only a GPU can show: kernels against float64, graphs, trainer and generator against each other."""
 
+import copy
 import math
 
 import pytest
@@ -184,3 +185,32 @@ def test_engine_stops_filters_and_publishes_inside_its_graphs():
     assert {len(g.tokens) for g in changed.generations} == {20}
     assert all(set(g.versions) == {5} for g in changed.generations)
     assert engine.captures <= captures + 2
+
+
+@pytest.mark.parametrize("lengths", [[30] * 8, [5, 30, 17, 1, 30, 8, 22, 9]])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_prompts_computed_once_give_the_gradients_of_whole_sequences(lengths, compiled):
+    draws, texts = torch.Generator().manual_seed(0), []
+    for first in (0, 4):
+        prompt = torch.randint(0, 1000, (40,), generator=draws).tolist()
+        for n in lengths[first : first + 4]:
+            texts.append([*prompt, *torch.randint(0, 1000, (n,), generator=draws).tolist()])
+    known = Batch.pack(texts, [[0] * 40 + [1] * n for n in lengths])
+    batch = known.to("cuda")
+    whole = copy.copy(batch)
+    object.__setattr__(whole, "shared", None)
+    exact, model = make(torch.float32).double(), make(torch.bfloat16).cuda()
+    exact.dtype = torch.float64
+    if compiled:
+        for block in model.layers:
+            block.compile()
+
+    def gradient(model: Transformer, batch: Batch) -> torch.Tensor:
+        model.zero_grad()
+        score(model, batch).logprobs.sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    assert batch.shared is not None
+    expected, found = gradient(exact, known), gradient(model, batch)
+    assert torch.equal(found, gradient(model, batch))  # sums in order: the same bits again
+    assert relative(found, expected) < 1.2 * relative(gradient(model, whole), expected)

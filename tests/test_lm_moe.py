@@ -246,9 +246,7 @@ def test_router_terms_of_a_model_weigh_its_losses_and_add_up_over_micro_batches(
     model = model_of(spec)
     batch = Batch.pack([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]])
 
-    found = [
-        router_terms(model, score(model, part).router, part) for part in (batch.select(part) for part in parts)
-    ]
+    found = [router_terms(model, score(model, part).router, part) for part in (batch.select(part) for part in parts)]
 
     router = score(model, batch).router
     balance, z = balance_loss(router, batch.lengths, 2, selection_bias(model)), z_loss(router)

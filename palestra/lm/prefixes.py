@@ -34,6 +34,8 @@ def shared(tokens: np.ndarray, lengths: Sequence[int]) -> Shared | None:
         return None
     sizes = np.asarray(lengths)
     starts = np.cumsum(sizes) - sizes
+    if _at_most(tokens, sizes, starts) < WORTH * len(tokens):
+        return None
     offset = np.arange(len(tokens)) - np.repeat(starts, sizes)
     # The token at the same place of the sequence before, where that is as long; of the first sequence none is.
     before = np.repeat(np.concatenate([[0], starts[:-1]]), sizes) + offset
@@ -47,6 +49,13 @@ def shared(tokens: np.ndarray, lengths: Sequence[int]) -> Shared | None:
         source = source[source]
     place = (np.cumsum(own) - 1)[source]
     return Shared(torch.from_numpy(np.flatnonzero(own)), torch.from_numpy(place))
+
+
+def _at_most(tokens: np.ndarray, sizes: np.ndarray, starts: np.ndarray) -> int:
+    """No more tokens than this are shared, by a look at the first two of each sequence: texts share one at most."""
+    second = np.minimum(starts + 1, len(tokens) - 1)
+    alike = (tokens[starts[1:]] == tokens[starts[:-1]]) & (tokens[second[1:]] == tokens[second[:-1]])
+    return int(np.where(alike, np.minimum(sizes[1:], sizes[:-1]), 1).sum())
 
 
 def spread(x: Tensor, index: Tensor) -> Tensor:
