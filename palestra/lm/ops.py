@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.lm import native
+
 
 class Linear(nn.Module):
     """A matrix kept in its own precision and applied in the input's: master weights in FP32, arithmetic in bf16.
@@ -76,6 +78,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return _kernels().swiglu(gate_up)
     if torch.is_grad_enabled() and not gate_up.is_cuda:
         return _SwiGLU.apply(gate_up)
+    if native.available(gate_up):
+        return native.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -124,6 +128,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
+        if native.available(x):
+            to_x, to_weight = native.norm_backward(grads[0], x, weight, scale)
+            return to_x, to_weight.to(weight.dtype), None
         grad, hat = wide(grads[0]), wide(x) * scale
         product = grad * hat
         to_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
@@ -135,6 +142,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and what each row of `x` was multiplied by."""
+    if native.available(x):
+        return native.norm(x, weight, eps)
     high = wide(x)
     norm = torch.linalg.vector_norm(high, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -150,34 +159,41 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, sin, -1.0), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` (T, heads, dim) by `cos` and `sin` (T, 1, dim), the first half of sines negative."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
+    """`x` (T, heads, dim) by `cos` and `sin` (T, 1, dim), the first half of sines negative; with sign −1 back again."""
+    if native.available(x):
+        return native.turn(x, cos, sin, sign)
     high = wide(x)
     out = high * cos
     for half, other, by in zip(
         out.chunk(2, dim=-1), reversed(high.chunk(2, dim=-1)), sin.chunk(2, dim=-1), strict=True
     ):
-        half.addcmul_(other, by)  # in place: halves laid together in other order took longer than all of this
+        half.addcmul_(
+            other, by, value=sign
+        )  # in place: halves laid together in other order took longer than all of this
     return out.to(x.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        if native.available(gate_up):
+            return native.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        opened = F.silu(gate)
-        ctx.save_for_backward(gate_up, opened)
-        return opened * up
+        return F.silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        gate_up, opened = ctx.saved_tensors
+        (gate_up,) = ctx.saved_tensors
+        if native.available(gate_up):
+            return native.gate_backward(grads[0], gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         to_both = torch.empty_like(gate_up)
         to_gate, to_up = to_both.chunk(2, dim=-1)
-        torch.mul(grads[0], opened, out=to_up)
+        torch.mul(grads[0], F.silu(gate), out=to_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=to_gate)
         return to_both
