@@ -108,7 +108,7 @@ def test_dummy_steps_after_a_rollout_without_any_are_masked():
     assert not learners[0].collector.valid.all()
 
 
-@pytest.mark.parametrize("inputs, outputs", [(3, 20), (20, 1), (THIN, 20), (20, THIN), (THIN + 1, 20), (1, 1)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 20), (20, 1), (THIN, 20), (20, THIN), (THIN + 1, 20), (1, 1)])
 def test_thin_products_compiled_equal_plain_ones_and_their_gradients_too(inputs, outputs):
     drawn = torch.Generator().manual_seed(0)
     x, stacked, weight, bias = (

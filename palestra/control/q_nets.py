@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead
