@@ -40,7 +40,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     to call than to work out (docs/log.md).
     """
     inputs, outputs = weight.shape[-2:]
-    if not torch.compiler.is_compiling() or not x.is_cpu or min(inputs, outputs) > THIN:
+    if not _thin(x, weight):
         return x @ weight
     # Stacked, which copies: numbers that lie next to each other in the long side are read many at a time.
     if inputs <= THIN:
@@ -52,6 +52,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`F.linear` with `product` where that is thin: weights are (outputs, inputs)."""
-    if torch.compiler.is_compiling() and x.is_cpu and min(weight.shape) <= THIN:
-        return product(x, weight.mT) + bias
-    return F.linear(x, weight, bias)
+    return product(x, weight.mT) + bias if _thin(x, weight) else F.linear(x, weight, bias)
+
+
+def _thin(x: Tensor, weight: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.is_cpu and min(weight.shape[-2:]) <= THIN
