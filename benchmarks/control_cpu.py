@@ -30,6 +30,8 @@ FAST = EXAMPLES / "ppo_cartpole_fast.yaml"
 WINDOW = 100
 TICK = 256  # frames between two log points of Stable-Baselines3, at least
 
+NET = {"hidden": [256, 256], "activation": "relu", "orthogonal": False}  # Stable-Baselines3's, off-policy
+
 ticks: list[tuple[float, float, int, float]] = []  # (seconds, CPU seconds, frame, mean return of the last 100 episodes)
 
 
@@ -123,7 +125,7 @@ def dqn_spec(**changed: Any) -> dict[str, Any]:
         "name": "dqn_bench",
         "env": {"id": "CartPole-v1", "num_envs": 1},
         "algorithm": algorithm | changed,
-        "net": {"hidden": [256, 256], "activation": "relu"},
+        "net": NET,
         "train": {"frames": 50_000},
     }
 
@@ -161,7 +163,7 @@ def pendulum_spec(name: str, **algorithm: Any) -> dict[str, Any]:
         "name": f"{name}_bench",
         "env": {"id": "Pendulum-v1", "num_envs": 1},
         "algorithm": {"name": name} | shared | algorithm,
-        "net": {"hidden": [256, 256], "activation": "relu"},
+        "net": NET,
         "train": {"frames": 30_000},
     }
 

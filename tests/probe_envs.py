@@ -144,7 +144,7 @@ def learner_on(
             "env": {"id": "probe", "num_envs": env.num_envs, **(given or {})},
             "algorithm": {"name": name, **algorithm},
             "net": net or {},
-            "train": {"frames": frames},
+            "train": {"frames": frames, "compile": "on" if compile else "off"},
         }
     )
     made = ALGORITHMS[name](Parts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))

@@ -315,7 +315,7 @@ def test_obs_scale_ratio_of_the_first_minibatch_is_exactly_one():
     ppo.step(0.0)
     batch = ppo.prepare(ppo.collect())
     rates = Rates(torch.tensor(1e-3), torch.tensor(0.2), torch.tensor(0.0))
-    _, _, metrics = ppo.update(ppo.adam, ppo._minibatch(batch, 0), rates)
+    _, _, metrics = ppo.update(ppo.adam, ppo._minibatches(batch)[0], rates)
     assert dict(zip(METRICS, metrics.tolist(), strict=True))["approx_kl"] == 0.0
 
 

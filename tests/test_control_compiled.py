@@ -11,6 +11,7 @@ from probe_envs import Walk, ppo_on, sync
 from torch._dynamo.utils import counters
 
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
+from palestra.control.layers import THIN, affine, product
 
 torch.set_num_threads(1)
 
@@ -105,3 +106,19 @@ def test_dummy_steps_after_a_rollout_without_any_are_masked():
         eager, compiled = (ppo.step(0.0) for ppo in learners)
         assert compiled == pytest.approx(eager, rel=1e-4, abs=1e-5)
     assert not learners[0].collector.valid.all()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, 20), (20, 1), (THIN, 20), (20, THIN), (THIN + 1, 20), (1, 1)])
+def test_thin_products_compiled_equal_plain_ones_and_their_gradients_too(inputs, outputs):
+    drawn = torch.Generator().manual_seed(0)
+    x, stacked, weight, bias = (
+        torch.randn(*shape, generator=drawn)
+        for shape in ((2, 6, inputs), (2, inputs, outputs), (outputs, inputs), (outputs,))
+    )
+
+    def total(x, stacked, weight, bias):
+        return product(x, stacked).sin().sum() + affine(x[0], weight, bias).cos().sum()
+
+    slopes = torch.func.grad_and_value(total, argnums=(0, 1, 2, 3))
+    graph = torch.compile(lambda *given: slopes(*given), fullgraph=True, dynamic=False)
+    torch.testing.assert_close(graph(x, stacked, weight, bias), slopes(x, stacked, weight, bias), rtol=1e-5, atol=1e-5)

@@ -90,7 +90,7 @@ def test_targets_nothing_flows_into_the_target_network():
     assert not algorithm.targets(batch).requires_grad
     assert not any(p.requires_grad for p in algorithm.target.net.parameters())
     before = algorithm.target.vector.clone()
-    algorithm.update(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4))
+    algorithm.update_once(batch, torch.tensor([1e-2, 1e-8]), torch.zeros(4))
     assert torch.equal(algorithm.target.vector, before)
 
 
@@ -439,12 +439,13 @@ def test_load_state_environments_that_begin_anew_cut_transitions_and_returns(nam
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="compiling needs a C++ compiler")
 @pytest.mark.parametrize("variant", ["copied", "everything"])
 def test_compiled_updates_equal_eager_ones_and_see_the_rate_move(variant: str):
-    given = VARIANTS[variant] | {"lr": {"shape": "linear", "start": 5e-3, "end": 0.0}}
+    given = VARIANTS[variant] | {"lr": {"shape": "linear", "start": 5e-3, "end": 0.0}, "update_every": 8}
     env = partial(sync, lambda: OneStep(lambda shown, action: shown * (2 * action - 1)), 2)
     eager, graph = (dqn(env(), compile=compile, **given) for compile in (False, True))
     for progress in (0.0, 0.3, 0.6):
         assert eager.step(progress) == pytest.approx(graph.step(progress), rel=2e-3, abs=2e-3)
     assert graph.updates > 10
+    assert graph.together == 4  # updates in one graph
     before = graph.flat.vector.clone()
-    graph.learn(1, 1.0)
+    graph.learn(4, 1.0)
     assert torch.equal(before, graph.flat.vector)  # a learning rate of 0

@@ -131,7 +131,7 @@ def test_first_minibatch_of_sequences_has_ratio_exactly_one(cell, shared, miniba
     for _ in range(2):  # the second rollout begins in the middle of episodes
         batch = ppo.prepare(ppo.collect())
         for i in range(64 // minibatch):
-            _, _, metrics = ppo.update(ppo.adam, ppo._minibatch(batch, i), RATES)
+            _, _, metrics = ppo.update(ppo.adam, ppo._minibatches(batch)[i], RATES)
             named = dict(zip(METRICS, metrics.tolist(), strict=True))
             assert named["approx_kl"] == 0.0
             assert named["clip_fraction"] == 0.0

@@ -77,7 +77,7 @@ def test_sample_frequencies_are_the_priorities_to_the_power_of_alpha():
     chances /= chances.sum()
     generator = torch.Generator().manual_seed(1)
     rows = memory.sample_many(20_000, 1, generator, 0.4).rows  # batches of one are independent
-    counts = np.bincount(rows.flatten().numpy(), minlength=64)
+    counts = np.bincount(rows.numpy(), minlength=64)
     expected = chances * 20_000
     seen = expected > 5
     assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 64 + 5 * 128**0.5
@@ -92,11 +92,11 @@ def test_sample_many_by_priority_is_one_draw_a_part_of_the_sum_in_every_batch():
     memory.sample(8, torch.Generator().manual_seed(0), 0.4)
     memory.update_priorities(torch.arange(64), torch.linspace(0.5, 5, 64))
     many = memory.sample_many(5, 16, torch.Generator().manual_seed(3), 0.7)
-    assert many.obs.shape == (5, 16, 1)
-    assert many.weights.max(dim=1).values.tolist() == [1.0] * 5
+    assert many.obs.shape == (5 * 16, 1)
+    assert many.weights.view(5, 16).max(dim=1).values.tolist() == [1.0] * 5
     priorities = memory.tree.weights(np.arange(64))
     above = priorities.cumsum() / priorities.sum() * 16  # item i lies from above[i - 1] to above[i] in units of parts
-    for rows, weights in zip(many.rows.numpy(), many.weights.numpy(), strict=True):
+    for rows, weights in zip(many.rows.numpy().reshape(5, 16), many.weights.numpy().reshape(5, 16), strict=True):
         below = np.where(rows == 0, 0.0, above[rows - 1])
         assert (below <= np.arange(16) + 1).all()
         assert (above[rows] >= np.arange(16)).all()

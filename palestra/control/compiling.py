@@ -12,6 +12,8 @@ from palestra.spec.kinds.control import ControlSpec
 
 # Compiling takes about 20 s on two cores and saves about 1 ms an update of a small network (docs/log.md).
 WORTH_UPDATES = 25_000
+# Four updates of DQN in one graph take 13 s more to compile and save 80 µs each (docs/log.md).
+WORTH_TOGETHER = 160_000
 
 
 def should_compile(spec: ControlSpec) -> bool:
@@ -23,6 +25,11 @@ def should_compile(spec: ControlSpec) -> bool:
             "train.compile: on needs a C++ compiler (g++ or clang++), found none: install one or set it to off"
         )
     return wanted == "on" or (wanted == "auto" and compiler is not None and spec.updates >= WORTH_UPDATES)
+
+
+def together(spec: ControlSpec) -> int:
+    """How many updates one graph is worth to hold: several in long runs, or where compiling is asked for."""
+    return 4 if spec.train.compile == "on" or spec.updates >= WORTH_TOGETHER else 1
 
 
 def compiled(method: MethodType) -> Callable:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead
+from palestra.control.layers import product
 from palestra.control.renorm import Running, normalised, renormalised
 from palestra.control.trunks import ACTIVATIONS, make_trunk
 from palestra.spec.control.net import NetSpec
@@ -46,14 +47,14 @@ class TwinLayers(nn.Module):
     def hidden(self, x: Tensor, layer: int) -> Tensor:
         """One hidden layer of those that `x` is for."""
         n = len(x)
-        x = torch.bmm(x, self.weights[layer][:n]) + self.biases[layer][:n]  # not baddbmm: that copies the biases first
+        x = product(x, self.weights[layer][:n]) + self.biases[layer][:n]  # not baddbmm: that copies the biases first
         if self.layer_norm:
             x = F.layer_norm(x, x.shape[-1:]) * self.norm_weights[layer][:n] + self.norm_biases[layer][:n]
         return self.activation(x)
 
     def outputs(self, x: Tensor) -> Tensor:
         """From the last hidden layer to values."""
-        q = torch.bmm(x, self.weights[-1][: len(x)]) + self.biases[-1][: len(x)]
+        q = product(x, self.weights[-1][: len(x)]) + self.biases[-1][: len(x)]
         return q.squeeze(-1) if self.continuous else q
 
 

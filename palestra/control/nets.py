@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead, Distribution
 from palestra.control.actors import Actor
-from palestra.control.layers import linear
+from palestra.control.layers import affine, linear
 from palestra.control.trunks import make_trunk
 from palestra.spec.control.net import NetSpec
 
@@ -33,7 +32,7 @@ class PolicyNet(Actor):
     def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
         """The distribution over actions in `obs`, (B, ...)."""
         hidden = self.trunk.forward(obs)
-        outputs = F.linear(hidden, self.policy_head.weight, self.policy_head.bias)
+        outputs = affine(hidden, self.policy_head.weight, self.policy_head.bias)
         return self.head.distribution(outputs, self.log_std, mask)
 
     forward = policy
@@ -79,11 +78,11 @@ class ActorCritic(Actor):
         return obs if self.obs_scale is None else self.obs_scale.forward(obs)
 
     def _distribution(self, hidden: Tensor, mask: Tensor | None) -> Distribution:
-        outputs = F.linear(hidden, self.policy_head.weight, self.policy_head.bias)
+        outputs = affine(hidden, self.policy_head.weight, self.policy_head.bias)
         return self.head.distribution(outputs, self.log_std, mask)
 
     def _values(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
+        return affine(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
 
 
 def _policy_end(inputs: int, head: ActionHead, spec: NetSpec) -> tuple[nn.Linear, nn.Parameter | None]:

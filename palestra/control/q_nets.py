@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead
 from palestra.control.actors import Actor
-from palestra.control.layers import linear
+from palestra.control.layers import affine, linear
 from palestra.control.trunks import Mlp, make_trunk
 from palestra.spec.control.net import NetSpec
 
@@ -40,7 +39,7 @@ class QNet(Actor):
         """The quantiles of the return of every action, (B, A, quantiles); one quantile is the mean."""
         hidden = self.trunk.forward(obs)
         own = hidden if self.advantage_stream is None else self.advantage_stream.forward(hidden)
-        values = F.linear(own, self.advantage_head.weight, self.advantage_head.bias).unflatten(1, self.shape)
+        values = affine(own, self.advantage_head.weight, self.advantage_head.bias).unflatten(1, self.shape)
         if self.value_head is None:
             return values
         own = hidden if self.value_stream is None else self.value_stream.forward(hidden)

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.actions import ActionHead
 from palestra.control.actors import Actor
-from palestra.control.layers import linear
+from palestra.control.layers import affine, linear
 from palestra.control.trunks import make_trunk
 from palestra.errors import UsageError
 from palestra.rl.distributions import Categorical, SquashedGaussian
@@ -45,7 +44,7 @@ class SoftActor(Actor):
 
     def forward(self, obs: Tensor, mask: Tensor | None = None) -> SquashedGaussian | Categorical:
         """The distribution over actions in `obs`, (B, ...); `mask`, (B, A), is True for Discrete ones allowed."""
-        outputs = F.linear(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
+        outputs = affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
         if not self.head.continuous:
             return Categorical(outputs, mask)
         mean, log_std = outputs.chunk(2, dim=-1)
@@ -70,7 +69,7 @@ class DeterministicActor(Actor):
 
     def forward(self, obs: Tensor) -> Tensor:
         """Actions within −1..1, (B, D)."""
-        return torch.tanh(F.linear(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
+        return torch.tanh(affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
 
     def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same: it draws nothing, and a Box has no mask."""

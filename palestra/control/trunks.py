@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.control.graphs import Graph
-from palestra.control.layers import conv, linear
+from palestra.control.layers import affine, conv, linear
 from palestra.errors import UsageError
 from palestra.spec.control.net import NetSpec
 
@@ -86,7 +86,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, first size) to (B, last size)."""
         for i, layer in enumerate(self._linears):
-            x = F.linear(x, layer.weight, layer.bias)
+            x = affine(x, layer.weight, layer.bias)
             if self._norms:
                 x = self._norms[i].forward(x)
             x = self.activation(x)

@@ -6,6 +6,7 @@ How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the bes
 of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from palestra.control.actions import ActionHead
 from palestra.control.adam import clip_norm
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.compiling import compiled
+from palestra.control.compiling import compiled, together
 from palestra.control.exploring import Draws, draws, explored
 from palestra.control.memory.replay import Batch
 from palestra.control.nets import Flat
@@ -51,6 +52,9 @@ class DQN(OffPolicy):
         self.target = Flat(twin)
         self.trained = Trained.of(self.flat.vector)
         self.nets, self.target_nets = Shaped(self.net), Shaped(twin)
+        # As many updates in one graph as go into those made at once, and into those between two copies of the network.
+        most, made = together(parts.spec), self.spec.updates_at_once(self.episodes.num_envs)
+        self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compile else 1
         self._update = compiled(self.update) if parts.compile else self.update
 
     @classmethod
@@ -76,27 +80,34 @@ class DQN(OffPolicy):
         spec = self.spec
         lr = value(progress=progress, **spec.lr.arguments())
         paces = [pace(lr, spec.adam_eps, n) for n in range(self.updates + 1, self.updates + updates + 1)]
-        rates = iter(torch.tensor(paces).to(self.device))
+        rates = iter(torch.tensor(paces).to(self.device).split(self.together))
         beta = None if self.beta is None else value(progress=progress, **self.beta.arguments())
         totals = torch.zeros(len(self.metrics), device=self.device)
         if self.scale is not None:  # its statistics are buffers: the target network's follow
             for buffer, now in zip(self.target.net.buffers(), self.net.buffers(), strict=True):
                 buffer.copy_(now)
         for batches in self.drawn(updates, beta):
-            errors = []
-            for batch in batches:
-                errors.append(self._update(batch._replace(rows=batch.rows[:0]), next(rates), totals))
-                self.updates += 1
-                if spec.target_every is None:
-                    self.target.vector.lerp_(self.flat.vector, spec.tau)
-                elif self.updates % spec.target_every == 0:
+            errors, some = [], self.together
+            for at in range(0, len(batches), some):
+                errors.append(self._update(batches[at : at + some], next(rates), totals))
+                self.updates += some
+                if spec.target_every is not None and self.updates % spec.target_every == 0:
                     self.target.vector.copy_(self.flat.vector)
             if beta is not None:
                 self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
-    def update(self, batch: Batch, rate: Tensor, totals: Tensor) -> Tensor:
-        """One gradient step, eager or one graph; how far each value was off, (B,), which is its priority."""
+    def update(self, batches: list[Batch], rates: Tensor, totals: Tensor) -> Tensor:
+        """A gradient step on each, eager or all one graph; how far each value was off, which is its priority."""
+        errors = []
+        for batch, rate in zip(batches, rates.unbind(0), strict=True):
+            errors.append(self.update_once(batch, rate, totals))
+            if self.spec.target_every is None:
+                self.target.vector.lerp_(self.flat.vector, self.spec.tau)
+        return torch.cat(errors)
+
+    def update_once(self, batch: Batch, rate: Tensor, totals: Tensor) -> Tensor:
+        """One gradient step; how far each value was off, (B,)."""
         targets = self.targets(batch)
         gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)

@@ -16,12 +16,12 @@ from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
 from palestra.control.memory.replay import Batch, Replay
 from palestra.control.policy import Policy
-from palestra.control.precision import no_denormals
+from palestra.control.precision import no_denormals, products
 from palestra.control.scaling import ObsScale, Rewards
 from palestra.errors import UsageError
 from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
 
-GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, at most
+GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, more or less
 DRAWN_AT_ONCE = 16  # batches drawn by the same priorities: one by one, drawing them costs much of an update
 
 
@@ -91,7 +91,8 @@ class OffPolicy(Algorithm):
             if episodes.frame < spec.start:
                 actions = random[t]
             else:
-                with torch.no_grad():
+                # One row a time: rounding its factors would cost more than the products.
+                with torch.no_grad(), products("fp32"):
                     actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
             moved = episodes.step(self.head.to_env(actions))
             self._check(moved)
@@ -115,13 +116,14 @@ class OffPolicy(Algorithm):
     def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[Batch]]:
         """The same in groups that are gathered together; who draws by priority sets the new ones after each group."""
         size = self.common.batch
-        most = max(1, GATHERED_BYTES // (2 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize))
+        most = max(1, GATHERED_BYTES // (8 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize)) * 4
         if beta is not None:
             most = min(most, DRAWN_AT_ONCE)
         for done in range(0, updates, most):
-            many = self.memory.sample_many(min(most, updates - done), size, self.generator, beta)
+            count = min(most, updates - done)
+            many = self.memory.sample_many(count, size, self.generator, beta)
             many = many._replace(rewards=self.rewards.scaled(many.rewards))
-            parts = [(None,) * len(many.obs) if part is None else part.unbind(0) for part in many]
+            parts = [(None,) * count if part is None else part.split(size) for part in many]
             yield [Batch._make(each) for each in zip(*parts, strict=True)]
 
     def _check(self, moved: Transition) -> None:

@@ -6,6 +6,7 @@ How it learns: GAE, then some epochs of minibatches on the clipped surrogate, th
 A recurrent policy learns from minibatches of whole environments, unrolled from what it remembered before the rollout.
 """
 
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,7 @@ class PPO(OnPolicy):
         # The weights have not changed since acting, so the log-probabilities that the actions were sampled with can be
         # computed now. A matrix product rounds differently with the number of rows, so it is done for the very
         # minibatches of the first epoch: the first ratio is exactly 1.
-        minibatches = (self._minibatch(batch, i) for i in range(self._rows(batch) // self.minibatch))
-        logprobs = [minibatch.logprobs_by(self.net) for minibatch in minibatches]
+        logprobs = [minibatch.logprobs_by(self.net) for minibatch in self._minibatches(batch)]
         return batch._replace(logprobs=torch.cat(logprobs, dim=1 if self.recurrent else 0))
 
     def order(self, rows: int) -> Tensor:
@@ -89,8 +89,10 @@ class PPO(OnPolicy):
     def _rows(self, batch: Batch) -> int:
         return batch.advantages.shape[1 if self.recurrent else 0]
 
-    def _minibatch(self, batch: Batch, i: int) -> Batch:
-        return batch.rows(slice(i * self.minibatch, (i + 1) * self.minibatch))
+    def _minibatches(self, batch: Batch) -> list[Batch]:
+        whole, dim = self._rows(batch) // self.minibatch, 1 if self.recurrent else 0
+        columns = [(None,) * whole if column is None else column.split(self.minibatch, dim) for column in batch]
+        return [Batch(*each) for each in islice(zip(*columns, strict=False), whole)]  # pyrefly: ignore
 
     def learn(self, batch: Batch, progress: float) -> dict[str, float]:
         """Epochs of minibatches; the means of the losses and diagnostics over all updates."""
@@ -102,8 +104,8 @@ class PPO(OnPolicy):
             if number > 0:  # `prepare` shuffled for the first
                 batch = batch.rows(self.order(rows))
             epoch = torch.zeros_like(totals)
-            for i in range(rows // self.minibatch):
-                vector, self.adam, metrics = self._update(self.adam, self._minibatch(batch, i), rates)
+            for minibatch in self._minibatches(batch):
+                vector, self.adam, metrics = self._update(self.adam, minibatch, rates)
                 self.flat.vector.copy_(vector)
                 epoch += metrics
                 self.updates += 1

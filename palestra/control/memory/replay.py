@@ -192,17 +192,13 @@ class Replay:
 
     def sample(self, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
         """Draw `size` transitions, uniformly, or by priority with importance weights of exponent `beta`."""
-        if self.tree is None:
-            return self._batch(self._uniform(size, generator), None)
-        return self._batch(*self._by_priority(1, size, generator, beta))
+        return self.sample_many(1, size, generator, beta)
 
     def sample_many(self, count: int, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
-        """Draw `count` batches in one gather: (count, size, ...); by priority, all by the priorities of now."""
+        """Draw `count` batches in one gather, (count · size, ...); by priority, all by the priorities of now."""
         if self.tree is None:
-            batch = self._batch(self._uniform(count * size, generator), None)
-        else:
-            batch = self._batch(*self._by_priority(count, size, generator, beta))
-        return Batch(*(None if part is None else part.unflatten(0, (count, size)) for part in batch))  # pyrefly: ignore
+            return self._batch(self._uniform(count * size, generator), None)
+        return self._batch(*self._by_priority(count, size, generator, beta))
 
     def newest(self, steps: int) -> tuple[Tensor, Tensor]:
         """The observations of the last vector steps, (steps · N, ...), and which of them are not of dummy steps."""
