@@ -259,7 +259,8 @@ def test_package_map_in_readme_names_every_folder_and_file() -> None:
         name = line.split()[0]
         above = [*above[:depth], name.rstrip("/")]
         shown.add(Path(*above))
-    files = [path for path in (ROOT / "palestra").rglob("*.py") if path.name != "__init__.py"]
+    files = [path for kind in ("*.py", "*.cpp") for path in (ROOT / "palestra").rglob(kind)]
+    files = [path for path in files if path.name != "__init__.py"]
     folders = [path.parent for path in (ROOT / "palestra").rglob("__init__.py")]
     assert shown == {path.relative_to(ROOT) for path in (*files, *folders)}
 

@@ -28,16 +28,6 @@ log = logging.getLogger("palestra.lm")
 SOURCE = Path(__file__).with_name("rows.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17"]
 FLAGS += ["-shared", "-fPIC", "-pthread"]
-    "-O3",
-    "-march=native",
-    "-fopenmp-simd",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-pthread",
-    "-std=c++17",
-]
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 KERNELS = {
     "norm": "p iii p f p p ii",

@@ -1,0 +1,181 @@
+"""The compiled kernels of the CPU against float64, and against torch's operations, which stand in for them."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from palestra.lm import native
+from palestra.lm.ops import RMSNorm, doubled, rotate, swiglu
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def compare(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@needs_compiler
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.sampled_from([2, 6, 16, 100, 256, 258, 600]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([1, 3]),
+)
+def test_results_and_gradients_equal_those_in_float64(rows, width, dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, weight = drawn(rows, width, dtype=dtype), drawn(width, dtype=dtype, seed=1)
+        grad, angles = drawn(rows, width, dtype=dtype, seed=2), torch.randn(rows, width // 2)
+        exact = x.double().requires_grad_(), weight.double().requires_grad_()
+
+        out, scale = native.norm(x, weight, 1e-5)
+        to_x, to_weight = native.norm_backward(grad, x, weight, scale)
+        expected = rms(*exact)
+        gradients = torch.autograd.grad(expected, exact, grad.double())
+        compare(out, expected.detach(), dtype)
+        compare(to_x, gradients[0], dtype)
+        torch.testing.assert_close(to_weight.double(), gradients[1], rtol=1e-4, atol=1e-4)
+
+        cos, sin = angles.cos(), angles.sin()
+        found = native.turn(x[:, None], *doubled(cos, sin))[:, 0]
+        compare(found, turned(x.double(), cos.double(), sin.double()), dtype)
+        compare(native.turn(found[:, None], *doubled(cos, sin), -1.0)[:, 0], x.double(), dtype)
+
+        both = drawn(rows, 2 * width, dtype=dtype, seed=3)
+        leaf = both.double().requires_grad_()
+        compare(native.gate(both), gated(leaf).detach(), dtype)
+        compare(native.gate_backward(grad, both), torch.autograd.grad(gated(leaf), leaf, grad.double())[0], dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_depends_on_nothing_but_itself(dtype):
+    x, weight = drawn(300, 96, dtype=dtype), drawn(96, dtype=dtype, seed=1)
+    cos, sin = doubled(torch.randn(300, 48), torch.randn(300, 48))
+    for kernel in (
+        lambda part: native.norm(x[part], weight, 1e-5)[0],
+        lambda part: native.turn(x[part, None], cos[part], sin[part]),
+        lambda part: native.gate(x[part]),
+    ):
+        whole = kernel(slice(None))
+        for part in (slice(0, 1), slice(7, 19), slice(299, 300)):
+            assert torch.equal(kernel(part), whole[part])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_lie_apart_are_read_where_they_are(dtype):
+    wide = drawn(20, 9, 16, dtype=dtype)
+    part, weight = wide[:, 2:7], drawn(16, dtype=dtype, seed=1)
+    cos, sin = doubled(torch.randn(20, 8), torch.randn(20, 8))
+
+    assert torch.equal(native.norm(part, weight, 1e-5)[0], native.norm(part.contiguous(), weight, 1e-5)[0])
+    assert torch.equal(native.turn(part, cos, sin), native.turn(part.contiguous(), cos, sin))
+    assert torch.equal(native.gate(wide[:, 0, :8]), native.gate(wide[:, 0, :8].contiguous()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_none_and_very_large_ones_come_out_as_such(dtype):
+    both = torch.tensor([[float("nan"), float("inf"), -200.0, 200.0, 1.0, 1.0, 2.0, 2.0]], dtype=dtype)
+
+    out = native.gate(both)[0]
+
+    assert out[0].isnan()
+    assert out[1] == float("inf")
+    assert abs(float(out[2])) < 1e-30
+    assert out[3] == 400.0
+    assert native.norm(both, torch.ones(8), 1e-5)[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_compiler_torch_computes_the_same(dtype, monkeypatch, caplog):
+    angles, grad = torch.randn(7, 8), drawn(7, 3, 16, dtype=dtype, seed=2)
+
+    def results() -> list[Tensor]:
+        x, both = drawn(7, 3, 16, dtype=dtype).requires_grad_(), drawn(7, 64, dtype=dtype, seed=1).requires_grad_()
+        norm = RMSNorm(16, 1e-5)
+        out = rotate(norm(x), angles.cos(), angles.sin())
+        gate = swiglu(both)
+        out.backward(grad)
+        gate.backward(drawn(7, 32, dtype=dtype, seed=3))
+        assert x.grad is not None
+        assert both.grad is not None
+        assert norm.weight.grad is not None
+        with torch.no_grad():
+            again = [rotate(norm(x), angles.cos(), angles.sin()), swiglu(both)]
+        assert all(torch.equal(one, other) for one, other in zip(again, (out, gate), strict=True))
+        return [out.detach(), gate.detach(), x.grad, both.grad, norm.weight.grad]
+
+    with_kernels = results()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    native.library.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            without = results()
+    finally:
+        native.library.cache_clear()
+
+    assert "no C++ compiler" in caplog.text
+    for mine, theirs in zip(with_kernels, without, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2 * TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_a_failure_is_told_and_survived(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    first = native._built(compiler)
+    written = first.stat().st_mtime_ns
+
+    assert native._built(compiler) == first
+    assert first.stat().st_mtime_ns == written
+    assert list(first.parent.iterdir()) == [first]
+
+    monkeypatch.setattr(native, "FLAGS", ["--no-such-flag"])
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+        assert not native.available(torch.ones(2, 2))
+    finally:
+        native.library.cache_clear()
+    assert "--no-such-flag" in caplog.text
+
+
+@needs_compiler
+def test_what_it_cannot_compute_is_left_to_torch():
+    assert native.available(torch.ones(2, 2))
+    assert not native.available(torch.ones(2, 2, dtype=torch.float64))
+    assert not native.available(torch.ones(2, 2).t()[:1, :])
+    assert not native.available(torch.ones(2, 2, device="meta"))
