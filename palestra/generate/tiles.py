@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from palestra.lm.head import logits
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
-from palestra.lm.ops import MLP, Linear, swiglu
+from palestra.lm.ops import MLP, Linear
 
 PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
@@ -19,7 +19,7 @@ same number always gives the same bits. bf16 needs 64 to reach the matrix units,
 ROWS = 16
 """Everything but products works on a multiple of so many rows: cut into a thread's shares between rows, so that no
 row has elements at the end of a share, where one by one they round otherwise than in vectors."""
-WORTH_PACKING = 2**17
+WORTH_PACKING = {torch.float32: 2**17, torch.bfloat16: 2**12}
 """Elements from which a matrix gains by lying in the library's own order."""
 
 
@@ -105,17 +105,13 @@ class TiledLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Tiles):
         super().__init__()
         self.weight, self.bias, self.tiles = weight, bias, tiles
-        self._packed: list[Tensor] | None = None
+        self._packed: Tensor | None = None
 
     def pack(self) -> None:
         """Lay the weights out for the library, which would otherwise do it in every product."""
-        if torch.backends.mkldnn.is_available() and self.weight.numel() >= WORTH_PACKING:
-            parts = self._parts(self.weight.detach())
-            self._packed = [torch.ops.mkldnn._reorder_linear_weight(part) for part in parts]
-
-    def _parts(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """What products are of, each laid out for itself."""
-        return (weight,)
+        worth = WORTH_PACKING.get(self.weight.dtype)
+        if worth is not None and torch.backends.mkldnn.is_available() and self.weight.numel() >= worth:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs) → (T, outputs)."""
@@ -125,27 +121,19 @@ class TiledLinear(nn.Module):
         """The same for one tile."""
         if self._packed is None:
             return F.linear(tile, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(tile, *self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(tile, self._packed, self.bias, "none", [], "")
 
 
 class TiledGate(TiledLinear):
-    """Gate and up projections with what joins them. The library applies it to results before it writes them."""
+    """Gate and up projections with what joins them."""
 
     def __init__(self, gate_up: Tensor, gate: Callable[[Tensor], Tensor], tiles: Tiles):
         super().__init__(gate_up, None, tiles)
         self.gate = gate
 
-    def _parts(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return weight.chunk(2)
-
     def product(self, tile: Tensor) -> Tensor:
         """(rows, D) → (rows, F)."""
-        if self._packed is None:
-            return self.gate(super().product(tile))
-        first, second = self._packed
-        activation = "swish" if self.gate is swiglu else "none"
-        gate = torch.ops.mkldnn._linear_pointwise(tile, first, None, activation, [], "")
-        return torch.ops.mkldnn._linear_pointwise(tile, gate, second, None, "mul")
+        return self.gate(super().product(tile))
 
 
 class TiledMLP(nn.Module):
