@@ -51,16 +51,38 @@ class Batch:
     ) -> "Batch":
         """Lay sequences end to end; without masks every token has weight 1."""
         lengths = [len(s) for s in sequences]
-        if min(lengths, default=0) < 1:
-            raise ValueError("a batch needs sequences of at least one token")
-        tokens = torch.from_numpy(np.concatenate([np.asarray(s, np.int64) for s in sequences]))
-        mask = torch.ones(len(tokens)) if loss_masks is None else _row(loss_masks, lengths)
-        mask[_starts(lengths)] = 0.0
-        return cls(
-            tokens,
+        mask = np.ones(sum(lengths), np.float32) if loss_masks is None else _row(loss_masks, lengths)
+        return cls.flat(
+            np.concatenate([np.asarray(s, np.int64) for s in sequences] or [np.zeros(0, np.int64)]),
             lengths,
             mask,
             {name: _row(values, lengths) for name, values in (per_token or {}).items()},
+            per_sequence,
+        )
+
+    @classmethod
+    def flat(
+        cls,
+        tokens: np.ndarray,
+        lengths: list[int],
+        loss_mask: np.ndarray,
+        per_token: Mapping[str, np.ndarray] | None = None,
+        per_sequence: Mapping[str, Sequence[float] | np.ndarray] | None = None,
+    ) -> "Batch":
+        """The same of arrays in which sequences lie end to end already."""
+        if min(lengths, default=0) < 1:
+            raise ValueError("a batch needs sequences of at least one token")
+        given = {"loss_mask": loss_mask, **(per_token or {})}
+        for name, values in given.items():
+            if len(values) != len(tokens):
+                raise ValueError(f"expected one value of {name} for each of {len(tokens)} tokens, got {len(values)}")
+        mask, *others = (torch.from_numpy(np.asarray(values, np.float32)) for values in given.values())
+        mask[_starts(lengths)] = 0.0
+        return cls(
+            torch.from_numpy(tokens),
+            lengths,
+            mask,
+            dict(zip(per_token or {}, others, strict=True)),
             {name: _column(values, len(lengths)) for name, values in (per_sequence or {}).items()},
         )
 
@@ -171,16 +193,16 @@ def _computed(model: Transformer, batch: Batch) -> tuple[Output, Shared | None]:
     return model(batch.tokens[shared.first], batch.positions[shared.first], attend), shared
 
 
-def _row(values: Sequence[Sequence[float] | np.ndarray], lengths: list[int]) -> Tensor:
+def _row(values: Sequence[Sequence[float] | np.ndarray], lengths: list[int]) -> np.ndarray:
     if [len(v) for v in values] != lengths:
         raise ValueError(f"expected one value a token: lengths {lengths}, got {[len(v) for v in values]}")
-    return torch.from_numpy(np.concatenate([np.asarray(v, np.float32) for v in values]))
+    return np.concatenate([np.asarray(v, np.float32) for v in values])
 
 
-def _column(values: Sequence[float], sequences: int) -> Tensor:
+def _column(values: Sequence[float] | np.ndarray, sequences: int) -> Tensor:
     if len(values) != sequences:
         raise ValueError(f"expected one value a sequence: {sequences}, got {len(values)}")
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.from_numpy(np.asarray(values, np.float32))
 
 
 def _starts(lengths: list[int]) -> list[int]:

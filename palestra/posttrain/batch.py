@@ -1,7 +1,8 @@
 """Groups of trajectories as one packed batch, and all that an algorithm makes of it before the first gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,25 +32,32 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
     every = [(number, one) for number, group in enumerate(groups) for one in group.trajectories]
     if not every:
         raise ValueError("a batch needs at least one trajectory")
-    logprobs = [np.asarray(one.logprobs, np.float32) for _, one in every]
-    drawn = [np.asarray(one.loss_mask, bool) for _, one in every]
-    truncated = [one.stop_reason in CUT_OFF for _, one in every]
-    left_out = [algorithm.truncated.type == "mask" and cut for cut in truncated]
-    return Batch.pack(
-        [one.tokens for _, one in every],
-        [d & np.isfinite(x) & (not out) for d, x, out in zip(drawn, logprobs, left_out, strict=True)],
+    lengths, truncated = [len(one.tokens) for _, one in every], [one.stop_reason in CUT_OFF for _, one in every]
+    logprobs = _flat((one.logprobs for _, one in every), np.float32)
+    drawn, scored = _flat((one.loss_mask for _, one in every), bool), np.isfinite(logprobs)
+    left_out = np.repeat([algorithm.truncated.type == "mask" and cut for cut in truncated], lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    return Batch.flat(
+        _flat((one.tokens for _, one in every), np.int64),
+        lengths,
+        drawn & scored & ~left_out,
         per_token={
-            "behaviour": [np.where(np.isfinite(x), x, 0.0) for x in logprobs],
-            "versions": [one.versions for _, one in every],
+            "behaviour": np.where(scored, logprobs, 0.0),
+            "versions": _flat((one.versions for _, one in every), np.float32),
         },
         per_sequence={
             "reward": [one.reward for _, one in every],
             "group": [number for number, _ in every],
             "truncated": truncated,
             "turn_tokens": [_last_turn(one) for _, one in every],
-            "unscored": [int((d & ~np.isfinite(x)).sum()) for d, x in zip(drawn, logprobs, strict=True)],
+            "unscored": np.add.reduceat(drawn & ~scored, starts, dtype=np.int64),
         },
     )
+
+
+def _flat(values: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
+    """Those of all trajectories end to end: one array for each would take longer than to train on short ones."""
+    return np.fromiter(chain.from_iterable(values), dtype)
 
 
 def with_advantages(
