@@ -106,6 +106,19 @@ def test_rows_that_lie_apart_are_read_where_they_are(dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_tokens_go_behind_what_is_in_the_cache(dtype):
+    cache, fresh = torch.zeros(5, 3, 7, 4, dtype=dtype), drawn(4, 8, 4, dtype=dtype)[:, 2:5]
+    lengths, expected = torch.tensor([0, 6, 3, 2]), cache.clone()
+    for row, length in enumerate(lengths.tolist()):
+        expected[row, :, length] = fresh[row]
+
+    native.keep(fresh, cache, lengths)
+
+    assert torch.equal(cache, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_none_and_very_large_ones_come_out_as_such(dtype):
     both = torch.tensor([[float("nan"), float("inf"), -200.0, 200.0, 1.0, 1.0, 2.0, 2.0]], dtype=dtype)
 

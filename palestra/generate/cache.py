@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import psutil
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.errors import UsageError
+from palestra.lm import native
 from palestra.spec.shape import Shape
 
 COLUMNS = 64
@@ -88,24 +90,30 @@ class DecodeAttention:
         """`lengths` (B): tokens cached before; `longest`: at least all of them and 1 more."""
         self.cache, self.lengths = cache, lengths
         self.columns = min(columns_for(longest, cache.keys.dtype), cache.keys.shape[3])
-        heads, context = cache.keys.shape[2:4]
-        starts = context * torch.arange(heads * len(lengths), device=lengths.device)
-        self.places = starts + lengths.repeat_interleave(heads)
-        """Where the new tokens go: of all positions of all heads of all rows, (B · K)."""
         self._masks: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T ≥ B → (T, H, dim), zeros beyond B."""
         batch, (padded, heads, dim) = len(self.lengths), q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        for cached, new in ((keys, k), (values, v)):
-            cached.view(-1, dim).index_copy_(0, self.places, new[:batch].reshape(-1, dim))
+        for cached, new in ((keys, k[:batch]), (values, v[:batch])):
+            if native.available(new):
+                native.keep(new, cached, self.lengths)
+            else:
+                cached.view(-1, dim).index_copy_(0, self.places, new.reshape(-1, dim))
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
         keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         out = out.reshape(batch, heads, dim)
         return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where the new tokens go: of all positions of all heads of all rows, (B · K)."""
+        heads, context = self.cache.keys.shape[2:4]
+        starts = context * torch.arange(heads * len(self.lengths), device=self.lengths.device)
+        return starts + self.lengths.repeat_interleave(heads)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, 1, columns): 0 where a row looks, −inf elsewhere."""

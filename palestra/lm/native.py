@@ -33,6 +33,7 @@ KERNELS = {
     "norm": "p iii p f p p ii",
     "norm_backward": "p p iii p p p p ii",
     "turn": "p iii p p f p ii",
+    "keep": "p iii p p iiii",
     "gate": "p p ii",
     "gate_backward": "p p p ii",
 }
@@ -65,6 +66,12 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     out = _like(x)
     _call("turn", x, *_view(x), cos.contiguous(), sin.contiguous(), sign, out, *_size(x))
     return out
+
+
+def keep(fresh: Tensor, cache: Tensor, lengths: Tensor) -> None:
+    """Put rows (B, K, dim) into a cache (rows, K, context, dim), behind the `lengths` (B) positions that are there."""
+    _, heads, context, dim = cache.shape
+    _call("keep", fresh, *_view(fresh), cache, lengths, len(fresh), heads, context, dim)
 
 
 def gate(both: Tensor) -> Tensor:

@@ -181,6 +181,14 @@ template <class T> static void gate_backward(const T* grads, const T* both, T* t
     });
 }
 
+// Puts the key or value of each row's new token behind those that its heads have in a cache (rows, heads, context, dim).
+template <class T> static void keep(Rows<T> fresh, T* cache, const int64_t* lengths, int64_t rows, int64_t heads,
+                                    int64_t context, int64_t dim) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++)
+            std::copy_n(fresh[row * heads + head], dim, cache + ((row * heads + head) * context + lengths[row]) * dim);
+}
+
 #define KERNELS(T, NAME)                                                                                              \
     extern "C" void norm_##NAME(T* x, int64_t inner, int64_t by_outer, int64_t by_inner, float* weight, float eps,    \
                                 T* out, float* scales, int64_t rows, int64_t width, int threads) {                    \
@@ -195,6 +203,10 @@ template <class T> static void gate_backward(const T* grads, const T* both, T* t
     extern "C" void turn_##NAME(T* x, int64_t inner, int64_t by_outer, int64_t by_inner, float* cos, float* sin,      \
                                 float sign, T* out, int64_t rows, int64_t width, int threads) {                       \
         turn<T>({x, inner, by_outer, by_inner}, cos, sin, sign, out, rows, width, threads);                           \
+    }                                                                                                                 \
+    extern "C" void keep_##NAME(T* fresh, int64_t inner, int64_t by_outer, int64_t by_inner, T* cache,                \
+                                int64_t* lengths, int64_t rows, int64_t heads, int64_t context, int64_t dim, int) {   \
+        keep<T>({fresh, inner, by_outer, by_inner}, cache, lengths, rows, heads, context, dim);                       \
     }                                                                                                                 \
     extern "C" void gate_##NAME(T* both, T* out, int64_t rows, int64_t width, int threads) {                          \
         gate<T>(both, out, rows, width, threads);                                                                     \
