@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from palestra.generate.sampler import Needs, Settings, sample
 from palestra.lm import native
 from palestra.lm.ops import RMSNorm, doubled, rotate, swiglu
 
@@ -192,3 +193,49 @@ def test_what_it_cannot_compute_is_left_to_torch():
     assert not native.available(torch.ones(2, 2, dtype=torch.float64))
     assert not native.available(torch.ones(2, 2).t()[:1, :])
     assert not native.available(torch.ones(2, 2, device="meta"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocab", [1, 5, 97, 256, 1000, 49152])
+def test_tokens_and_log_probabilities_are_those_of_the_sampler(vocab, monkeypatch):
+    rows = 200 if vocab < 2000 else 8
+    heats = torch.rand(rows, generator=torch.Generator().manual_seed(1)) + 0.3
+    heats[::5] = 0.0
+    seeds, draws = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 1000, (rows,))
+    scores = drawn(rows, vocab, dtype=torch.float32)
+    scores[:, : vocab // 3] = float("-inf")
+
+    tokens, logprobs = native.draw(scores, heats, seeds, draws)
+
+    nothing, whole = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 2**62)
+    settings = Settings(heats, whole, torch.ones(rows), torch.zeros(rows), seeds, draws, nothing, nothing[:, None] - 1)
+    monkeypatch.setattr(native, "available", lambda x: False)
+    expected = sample(scores, settings, Needs(filtered=False, min_tokens=False))
+    assert torch.equal(tokens, expected.tokens)
+    torch.testing.assert_close(logprobs, expected.logprobs, rtol=1e-6, atol=1e-5)
+    assert scores.gather(1, tokens[:, None]).isfinite().all()
+
+
+@needs_compiler
+def test_scores_that_are_no_numbers_give_log_probabilities_that_are_none():
+    scores = torch.zeros(1, 300)
+    scores[0, 200] = float("nan")
+    one = torch.ones(1, dtype=torch.int64)
+
+    assert native.draw(scores, torch.ones(1), one, one)[1].isnan().all()
+
+
+@needs_compiler
+def test_a_row_that_asks_for_nothing_else_has_the_same_bits_beside_those_that_do():
+    scores, draws = drawn(4, 50, dtype=torch.float32), torch.arange(4)
+    whole, none = torch.full((4,), 2**62), torch.zeros(4, dtype=torch.int64)
+    plain = Settings(torch.ones(4), whole, torch.ones(4), torch.zeros(4), draws + 7, draws, none, none[:, None] - 1)
+    some = plain._replace(top_k=torch.tensor([2**62, 3, 2**62, 2**62]), top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]))
+
+    alone = sample(scores, plain, Needs(greedy=False, tempered=False, filtered=False, min_tokens=False))
+    beside = sample(scores, some, Needs(greedy=False, tempered=False, min_tokens=False, top=2))
+
+    for row in (0, 3):
+        assert alone.tokens[row] == beside.tokens[row]
+        assert torch.equal(alone.logprobs[row], beside.logprobs[row])
+    assert not torch.equal(alone.logprobs[1:3], beside.logprobs[1:3])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.generate.types import Sampling
+from palestra.lm import native
 
 NEGATIVE = float("-inf")
 BLOCK = 64
@@ -66,6 +67,11 @@ class Settings:
     ends: Tensor
     """(B, E) int64: end tokens, the first one repeated to the width; −1 throughout where there are none."""
 
+    def plain(self, vocab: int) -> Tensor:
+        """(B): which rows are drawn from all of the distribution."""
+        whole = (self.top_k >= vocab) & (self.top_p >= 1) & (self.min_p <= 0)
+        return whole & (self.draws >= self.minimum)
+
 
 class Choice(NamedTuple):
     """One token a row."""
@@ -85,12 +91,31 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
 
     The order of transformers' processors. Each row is a function of its own scores and settings alone.
     """
-    heat = settings.temperature
-    if scores.is_cuda and not (needs.min_tokens or needs.filtered or needs.top):
+    plain = not (needs.min_tokens or needs.filtered or needs.top)
+    if scores.is_cuda and plain:
         from palestra.generate.decode_kernel import draw  # Triton comes with torch for GPUs alone
 
-        tokens, logprobs = draw(scores, heat, uniform(settings.seed, settings.draws).float())
-        return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
+        found = draw(scores, settings.temperature, uniform(settings.seed, settings.draws).float())
+        return _without_others(*found)
+    if scores.dtype != torch.float32 or not native.available(scores):
+        return _sampled(scores, settings, needs)
+    tokens, logprobs = native.draw(scores, settings.temperature, settings.seed, settings.draws)
+    if plain:
+        return _without_others(tokens, logprobs)
+    # A row that asks for nothing else has the same bits whatever others ask for.
+    found, alone = _sampled(scores, settings, needs), settings.plain(scores.shape[1])
+    return found._replace(
+        tokens=torch.where(alone, tokens, found.tokens), logprobs=torch.where(alone, logprobs, found.logprobs)
+    )
+
+
+def _without_others(tokens: Tensor, logprobs: Tensor) -> Choice:
+    return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
+
+
+def _sampled(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
+    """The same by torch's operations."""
+    heat = settings.temperature
     if needs.min_tokens:
         scores = _without_ends(scores, settings)
     if needs.tempered:
@@ -108,7 +133,7 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
         tokens = likeliest if tokens is None else torch.where(heat > 0, tokens, likeliest)
     logprobs = scores.gather(1, tokens[:, None])[:, 0] - normaliser
     if not needs.top:
-        return Choice(tokens, logprobs, tokens[:, None][:, :0], logprobs[:, None][:, :0])
+        return _without_others(tokens, logprobs)
     top = probabilities.topk(min(needs.top, probabilities.shape[1]), dim=-1)
     values = scores.gather(1, top.indices) - normaliser[:, None]
     return Choice(tokens, logprobs, top.indices, values.masked_fill(top.values == 0, NEGATIVE))

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ KERNELS = {
     "gate_backward": "p p p ii",
 }
 """What each takes: pointers, integers, floats; and at last how many threads may help."""
+SINGLE = {"draw": "p i p p p p p ii"}
+"""Those of FP32 alone."""
 
 
 def available(x: Tensor) -> bool:
@@ -74,6 +76,16 @@ def keep(fresh: Tensor, cache: Tensor, lengths: Tensor) -> None:
     _call("keep", fresh, *_view(fresh), cache, lengths, len(fresh), heads, context, dim)
 
 
+def draw(scores: Tensor, heats: Tensor, seeds: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row of scores (B, V, FP32) and its log-probability, as `palestra.generate.sampler` has them.
+
+    `heats` (B, FP32) are temperatures; `seeds` and `draws` (B, int64) make each row's random number.
+    """
+    tokens, logprobs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
+    _call("draw", scores, scores.stride(0), heats, seeds, draws, tokens, logprobs, *scores.shape)
+    return tokens, logprobs
+
+
 def gate(both: Tensor) -> Tensor:
     """SiLU(gate) · up of the halves of rows."""
     both = both.contiguous()
@@ -108,7 +120,8 @@ def library() -> Kernels | None:
 def _loaded(path: Path) -> Kernels:
     opened, types = ctypes.CDLL(str(path)), {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
     found: Kernels = {}
-    for (name, takes), (dtype, suffix) in product(KERNELS.items(), NAMES.items()):
+    both, single = product(KERNELS.items(), NAMES.items()), product(SINGLE.items(), [(torch.float32, "fp32")])
+    for (name, takes), (dtype, suffix) in chain(both, single):
         kernel = found[name, dtype] = getattr(opened, f"{name}_{suffix}")
         kernel.argtypes, kernel.restype = [*(types[one] for one in takes.replace(" ", "")), ctypes.c_int], None
     return found

@@ -189,6 +189,62 @@ template <class T> static void keep(Rows<T> fresh, T* cache, const int64_t* leng
             std::copy_n(fresh[row * heads + head], dim, cache + ((row * heads + head) * context + lengths[row]) * dim);
 }
 
+static inline uint64_t mixed(uint64_t x) {  // SplitMix64
+    x += 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return x ^ (x >> 31);
+}
+
+// One token of each row of scores, from softmax(scores / heat) by the row's own random number, or the likeliest where
+// the heat is 0; and its log-probability, at a heat of 1 there.
+extern "C" void draw_fp32(const float* scores, int64_t apart, const float* heats, const int64_t* seeds,
+                          const int64_t* draws, int64_t* tokens, float* logprobs, int64_t rows, int64_t vocab,
+                          int threads) {
+    shared_out(rows, vocab, threads, [=](int64_t begin, int64_t end, int) {
+        std::vector<float> weights(vocab);
+        std::vector<double> sums((vocab + BLOCK - 1) / BLOCK);
+        for (int64_t row = begin; row < end; row++) {
+            const float* from = scores + row * apart;
+            float heat = heats[row] > 0 ? heats[row] : 1.0f, most = from[0] / heat, *w = weights.data();
+            int64_t best = 0;
+            double total = 0;
+            for (int64_t i = 0; i < vocab; i++) {
+                w[i] = from[i] / heat;
+                best = w[i] > most ? i : best;
+                most = w[i] > most ? w[i] : most;
+            }
+            for (int64_t b = 0; b * BLOCK < vocab; b++) {
+                int n = int(std::min(BLOCK, vocab - b * BLOCK));
+                float sum = 0, *part = w + b * BLOCK;
+                #pragma omp simd
+                for (int i = 0; i < n; i++) {
+                    float below = part[i] - most;
+                    part[i] = below < -87.0f ? 0.0f : exponential(below);
+                }
+                #pragma omp simd reduction(+ : sum)
+                for (int i = 0; i < n; i++) sum += part[i];
+                sums[b] = sum;
+                total += sum;
+            }
+            int64_t chosen = best;
+            if (heats[row] > 0) {
+                double left = double(mixed(mixed(uint64_t(seeds[row])) ^ uint64_t(draws[row])) >> 11) * 0x1p-53 * total;
+                int64_t b = 0, blocks = int64_t(sums.size());
+                for (; b + 1 < blocks && sums[b] <= left; b++) left -= sums[b];
+                // Where rounding leaves nothing beyond the goal it is the last one that can be drawn.
+                for (int64_t i = b * BLOCK; i < vocab; i++) {
+                    if (w[i] > 0) chosen = i;
+                    left -= w[i];
+                    if (w[i] > 0 && left < 0) break;
+                }
+            }
+            tokens[row] = chosen;
+            logprobs[row] = from[chosen] / heat - (most + float(std::log(total)));
+        }
+    });
+}
+
 #define KERNELS(T, NAME)                                                                                              \
     extern "C" void norm_##NAME(T* x, int64_t inner, int64_t by_outer, int64_t by_inner, float* weight, float eps,    \
                                 T* out, float* scales, int64_t rows, int64_t width, int threads) {                    \
