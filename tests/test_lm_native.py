@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_a_row_that_asks_for_nothing_else_has_the_same_bits_beside_those_that_do
     scores, draws = drawn(4, 50, dtype=torch.float32), torch.arange(4)
     whole, none = torch.full((4,), 2**62), torch.zeros(4, dtype=torch.int64)
     plain = Settings(torch.ones(4), whole, torch.ones(4), torch.zeros(4), draws + 7, draws, none, none[:, None] - 1)
-    some = plain._replace(top_k=torch.tensor([2**62, 3, 2**62, 2**62]), top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]))
+    some = replace(plain, top_k=torch.tensor([2**62, 3, 2**62, 2**62]), top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]))
 
     alone = sample(scores, plain, Needs(greedy=False, tempered=False, filtered=False, min_tokens=False))
     beside = sample(scores, some, Needs(greedy=False, tempered=False, min_tokens=False, top=2))
