@@ -2,7 +2,7 @@
 
     python examples/quickstart/run.py [--seed 0] [--control]
 
-It takes two to three minutes on two cores and needs no network. `--control` deals the rewards out at random: whatever
+It takes about a minute on two cores and needs no network. `--control` deals the rewards out at random: whatever
 is gained without it is gained from the rewards. The run folder gets a result.json.
 """
 
