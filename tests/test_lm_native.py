@@ -189,6 +189,20 @@ def test_it_is_compiled_once_and_a_failure_is_told_and_survived(tmp_path, monkey
 
 
 @needs_compiler
+@pytest.mark.parametrize("trouble", ["no room", "hangs"])
+def test_a_cache_that_cannot_be_written_and_a_compiler_that_hangs_are_survived(trouble, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / ("file/below" if trouble == "no room" else "cache")))
+    monkeypatch.setattr(native, "COMPILE_SECONDS", 1e-3)
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+    assert "could not be built" in caplog.text
+
+
+@needs_compiler
 def test_what_it_cannot_compute_is_left_to_torch():
     assert native.available(torch.ones(2, 2))
     assert not native.available(torch.ones(2, 2, dtype=torch.float64))

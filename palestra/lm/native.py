@@ -28,6 +28,8 @@ log = logging.getLogger("palestra.lm")
 SOURCE = Path(__file__).with_name("rows.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17"]
 FLAGS += ["-shared", "-fPIC", "-pthread"]
+COMPILE_SECONDS = 300.0
+"""Where it takes longer, something hangs."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 KERNELS = {
     "norm": "p iii p f p p ii",
@@ -111,7 +113,7 @@ def library() -> Kernels | None:
         return None
     try:
         return _loaded(_built(compiler))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         log.warning("the kernels for this processor could not be built, slower ones stand in for them: %s", said)
         return None
@@ -136,7 +138,8 @@ def _built(compiler: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            subprocess.run([compiler, *FLAGS, "-o", made, SOURCE], check=True, capture_output=True, text=True)
+            command = [compiler, *FLAGS, "-o", made, SOURCE]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             os.replace(made, path)
     return path
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <cmath>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -63,8 +64,14 @@ template <class Work> static void shared_out(int64_t rows, int64_t width, int th
     int64_t worth = rows * width >> 16;
     int shares = int(worth < threads ? (worth < 1 ? 1 : worth) : threads);
     std::vector<std::thread> others;
-    for (int share = 1; share < shares; share++)
-        others.emplace_back([=] { work(rows * share / shares, rows * (share + 1) / shares, share); });
+    for (int share = 1; share < shares; share++) {
+        auto mine = [=] { work(rows * share / shares, rows * (share + 1) / shares, share); };
+        try {
+            others.emplace_back(mine);
+        } catch (const std::system_error&) {  // the machine gives no more threads
+            mine();
+        }
+    }
     work(0, rows / shares, 0);
     for (auto& other : others) other.join();
 }

@@ -40,10 +40,6 @@ class LoopThread:
 
         self.start(begin()).result()
 
-    def settle(self) -> None:
-        """Wait until all that was started has come to its first wait."""
-        self.start(asyncio.sleep(0)).result()
-
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
         if self.loop.is_closed():
