@@ -329,6 +329,30 @@ def test_stop_in_the_middle_of_an_evaluation_saves_and_resumes_with_it(tmp_path)
     assert numbers(again.sessions[0].path) == numbers(whole.sessions[0].path)
 
 
+def frames_evaluated(rows: list[dict]) -> float:
+    return sum(row["eval/length"] * 10 for row in rows if "eval/length" in row)
+
+
+def test_default_evaluation_takes_at_most_a_tenth_of_the_frames_and_a_resume_repeats_it(tmp_path):
+    spec = {**TINY, "eval": {"num_envs": 10}, "every": {}, "train": {"frames": 8192}}
+    whole = run({**spec, "env": Identity}, root=tmp_path / "whole")
+    rows = whole.metrics()
+    evaluated = [row["frame"] for row in rows if "eval/return" in row]
+    assert len(evaluated) > 2
+    assert evaluated[-1] == rows[-1]["frame"]
+    assert 0 < frames_evaluated(rows) <= 8192 / 10
+    dense = run({**spec, "env": Identity, "every": {"eval": "1 steps"}}, root=tmp_path / "dense").metrics()
+    assert frames_evaluated(dense) > 8192 / 10
+    told = (whole.sessions[0].path / "log.txt").read_text()
+    assert told.count("evaluation of 10 episodes took") == len(evaluated)
+    AsksToStop.asked = False
+    with pytest.raises(Interrupted):
+        run({**spec, "env": AsksToStop}, root=tmp_path / "cut")
+    (cut,) = palestra.list_runs(tmp_path / "cut")
+    again = run(resume=cut, env=AsksToStop, root=tmp_path / "cut")
+    assert numbers(again.sessions[0].path) == numbers(whole.sessions[0].path)
+
+
 class Endless(Identity):
     """Never ends an episode."""
 

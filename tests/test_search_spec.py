@@ -121,8 +121,9 @@ def test_bad_search_is_refused_with_what_to_do(more, path, told):
     assert told in problems(searched({"algorithm.lr": {"uniform": [0, 1]}}, **more))[path]
 
 
-def test_asha_without_evaluations_on_the_way_is_refused():
-    base = {**SHORT, "every": {"eval": None}}
+@pytest.mark.parametrize("when", [None, "auto"])
+def test_asha_without_evaluations_at_known_frames_is_refused(when):
+    base = {**SHORT, "every": {"eval": when}}
     assert "every.eval" in problems(searched({"algorithm.lr": {"uniform": [0, 1]}}, base, pruner=ASHA)).popitem()[1]
 
 

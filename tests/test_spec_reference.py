@@ -111,7 +111,7 @@ def test_schema_refuses_a_whole_spec_without_a_required_key(key):
 def test_schema_defaults_are_written_as_in_a_spec():
     schema = json_schema()
     every = schema["$defs"]["ControlEvery"]["properties"]
-    assert every["eval"]["default"] == "25 steps"
+    assert every["log"]["default"] == "1 step"
     assert every["checkpoint"]["default"] == ["5 minutes"]
     assert schema["$defs"]["PPOSpec"]["properties"]["lr"]["default"] == 3e-4
 

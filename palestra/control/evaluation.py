@@ -29,6 +29,11 @@ class Evaluation:
             "eval/length": float(self.lengths.mean()),
         }
 
+    @property
+    def frames(self) -> int:
+        """Environment transitions of its episodes."""
+        return int(self.lengths.sum())
+
 
 def evaluate(
     policy: Policy, stepper: Stepper, episodes: int, seed: int, stop: Callable[[], bool] = lambda: False

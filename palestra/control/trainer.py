@@ -34,6 +34,7 @@ class Learner:
     def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, *, compile: bool):
         seed_everything(seed)
         self.seed, self.steps, self.name, self.compiled = seed, 0, spec.algorithm.name, compile
+        self.evaluated, self.last_evaluated = 0, 0  # frames of all evaluations, and of the last one
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
         parts = Parts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
@@ -64,22 +65,43 @@ class Learner:
         self.episodes.reset(stream(self.seed, "env"))
         if saved is None:
             return
-        self.steps = saved["steps"]
+        self.steps, self.evaluated, self.last_evaluated = saved["steps"], saved["evaluated"], saved["last_evaluated"]
         self.algorithm.load_state(saved["algorithm"])
         self.generator.set_state(saved["generator"])
         load_random_state(saved["random"])
+
+    def evaluation_due(self, spec: ControlSpec, before: dict[str, int]) -> bool:
+        """Whether one is due after the step that began at `before`; auto also asks what it would cost in frames."""
+        if not due(spec.evaluations, before, self.counters):
+            return False
+        if spec.every.eval != "auto":
+            return True
+        lengths = [length for _, length in self.episodes.recent]
+        one = max(self.last_evaluated, spec.eval.episodes * sum(lengths) / max(1, len(lengths)))
+        return bool(lengths) and spec.affords(self.evaluated, one, self.episodes.frame)
 
     def evaluate(
         self, spec: ControlSpec, evaluator: Stepper, row: dict[str, float], session: Session, record: Recorder
     ) -> bool:
         """Add an evaluation to the row; False if the session was asked to stop in the middle of it."""
         # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
-        seed = stream(self.seed, "eval", self.steps)
+        seed, began = stream(self.seed, "eval", self.steps), time.perf_counter()
         with record.span("eval"):
             done = evaluate(self.policy, evaluator, spec.eval.episodes, seed, stop=lambda: session.stop_requested)
-        if done is not None:
-            row |= done.metrics()
-        return done is not None
+        if done is None:
+            return False
+        row |= done.metrics()
+        self.evaluated, self.last_evaluated = self.evaluated + done.frames, done.frames
+        log.info(
+            "step %d: evaluation of %d episodes took %.1f s (%d frames; %d so far, %.1f %% of those of training)",
+            self.steps,
+            len(done.returns),
+            time.perf_counter() - began,
+            done.frames,
+            self.evaluated,
+            100 * self.evaluated / self.episodes.frame,
+        )
+        return True
 
     def state(self, unevaluated: list[Any] | None = None) -> dict[str, Any]:
         """Everything that the rest of the run depends on. Taking it changes nothing.
@@ -89,6 +111,8 @@ class Learner:
         return {
             "unevaluated": unevaluated,
             "steps": self.steps,
+            "evaluated": self.evaluated,
+            "last_evaluated": self.last_evaluated,
             "compiled": self.compiled,
             "algorithm": self.algorithm.state(),
             "generator": self.generator.get_state(),
@@ -130,7 +154,7 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
             counters = learner.counters
             last = counters["frames"] >= spec.train.frames
             reasons = checkpoints.reasons(before, counters)
-            evaluated = last or due(spec.every.eval, before, counters)
+            evaluated = last or learner.evaluation_due(spec, before)
             if evaluated and not learner.evaluate(spec, evaluator, row, session, record):
                 # Asked to stop in the middle of it: the resumed run begins with this evaluation.
                 session.checkpoint(

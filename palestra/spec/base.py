@@ -147,7 +147,7 @@ def _uncounted(every: Every, counts: tuple[str, ...]) -> list[Conflict]:
     for name in type(every).model_fields:
         value = getattr(every, name)
         for cadence in value if isinstance(value, list) else [value]:
-            if cadence is not None and not cadence.is_time and cadence.unit not in counts:
+            if isinstance(cadence, Cadence) and not cadence.is_time and cadence.unit not in counts:
                 known = " or ".join(counts)
                 found.append(Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'"))
     return found

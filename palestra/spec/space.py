@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from palestra.errors import UsageError
 from palestra.spec import overrides
 from palestra.spec.base import Conflict, ExperimentSpec
+from palestra.spec.cadence import Cadence
 from palestra.spec.kinds import spec_type
 from palestra.spec.search import METRICS, Axis, SearchSpec
 from palestra.spec.source import Origin, Tree
@@ -56,8 +57,8 @@ def _goal_conflicts(spec: ExperimentSpec, search: SearchSpec) -> Iterator[tuple[
     if isinstance(whole, int) and asha.grace >= whole:
         yield (*at, "grace"), f"expected fewer than the {whole} {asha.by} of the whole run, got {asha.grace}"
     metric = search.metric or own or ""
-    if metric.startswith("eval/") and spec.every.eval is None:
-        yield at, f"nothing says when {metric} is measured before the end: set every.eval"
+    if metric.startswith("eval/") and not isinstance(spec.every.eval, Cadence):
+        yield at, f"nothing says exactly when {metric} is measured before the end: set every.eval"
 
 
 def _space_conflicts(spec: ExperimentSpec, space: Mapping[str, Axis]) -> Iterator[tuple[str, str]]:

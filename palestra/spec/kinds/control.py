@@ -3,7 +3,7 @@
 from math import isqrt
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec
 from palestra.spec.cadence import Cadence, CountCadence
@@ -33,20 +33,31 @@ class TrainSpec(Model):
     """Of the factors of matrix products; bf16 is several times as fast for wide networks on a CPU with AMX."""
 
 
+AUTO_EVALUATIONS = 20  # at most, in a run whose `every.eval` is auto
+EVALUATED_SHARE = 10  # one frame of evaluation for that many of training, where `every.eval` is auto
+
+
 class EvalSpec(Model):
     """Evaluation with the most likely actions, in environments of its own."""
 
-    episodes: int = Field(default=100, ge=1)
+    episodes: int = Field(default=10, ge=1)
     """Episodes in one evaluation."""
     num_envs: int = Field(default=20, ge=1)
     """How many of them run side by side at most."""
 
 
+# Told apart before either is validated, so that a bad cadence is refused with the words of cadences.
+AutoCadence = Annotated[
+    Annotated[CountCadence, Tag("cadence")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "cadence"),
+]
+
+
 class ControlEvery(Every):
     """How often things happen; a step is one policy improvement (collect, then learn), a frame one transition."""
 
-    eval: CountCadence | None = Cadence(25, "steps")
-    """When to evaluate besides at the end; null evaluates only at the end."""
+    eval: AutoCadence | None = "auto"  # pyrefly: ignore[bad-override]
+    """When to evaluate besides at the end: auto up to 20 times, within a tenth of the frames; null only at the end."""
 
 
 class ControlSpec(ExperimentSpec):
@@ -76,6 +87,21 @@ class ControlSpec(ExperimentSpec):
     def steps(self) -> int:
         """Policy improvements in the whole run: enough for all of `train.frames`."""
         return -(-self.train.frames // self.frames_per_step)
+
+    def affords(self, spent: int, one: float, seen: int) -> bool:
+        """Whether auto allows an evaluation of `one` frames after `seen` of training, `spent` on earlier ones.
+
+        The one at the end has its part of the whole budget; nothing here depends on the clock, so a resume repeats it.
+        """
+        now, whole = seen / EVALUATED_SHARE, self.train.frames / EVALUATED_SHARE
+        return spent + one <= now and spent + 2 * one <= whole
+
+    @property
+    def evaluations(self) -> Cadence | None:
+        """When an evaluation may be due: `every.eval`, in twentieths of the run where it is auto."""
+        if self.every.eval != "auto":
+            return self.every.eval
+        return Cadence(max(1, self.train.frames // AUTO_EVALUATIONS), "frames")
 
     @property
     def updates(self) -> int:
@@ -156,13 +182,16 @@ class ControlSpec(ExperimentSpec):
         return found
 
     def derived(self) -> dict[str, int | float | str]:
-        """Frames a step, steps and gradient steps, a step and in all."""
+        """Frames a step, steps and gradient steps, a step and in all; what evaluation comes to."""
+        budget, when = self.train.frames // EVALUATED_SHARE, self.evaluations
+        within = f" at most, within {budget:,} frames" if self.every.eval == "auto" else ""
         return {
             "frames per step": self.frames_per_step,
             "steps": self.steps,
             "frames in all": self.steps * self.frames_per_step,
             "gradient steps per step": self.algorithm.updates_per_step(self.env.num_envs),
             "gradient steps in all": self.updates,
+            "evaluation": f"{self.eval.episodes} episodes {f'every {when}' if when else 'at the end'}{within}",
         }
 
 
