@@ -7,6 +7,7 @@ class Model(BaseModel):
     """A mapping in a spec. The docstring under each field is its documentation."""
 
     model_config = ConfigDict(
+        defer_build=True,  # most kinds are not used by most processes
         extra="forbid",
         strict=True,
         frozen=True,
