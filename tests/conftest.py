@@ -16,9 +16,12 @@ import yaml
 from hypothesis import settings
 
 COMMAND = str(Path(sys.executable).with_name("palestra"))
-# A shared machine may be slow at any moment: examples have no deadline.
-settings.register_profile("palestra", deadline=None)
-settings.load_profile("palestra")
+# A shared machine may be slow at any moment: examples have no deadline. `make test` takes few of them, `make test-all`
+# as many as each test asks for (--hypothesis-profile full).
+QUICK = 15
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=QUICK)
+settings.load_profile("quick")
 
 # Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
@@ -37,6 +40,14 @@ SHORT: dict[str, Any] = {
     "eval": {"episodes": 4, "num_envs": 4},
     "every": {"checkpoint": ["3 steps", "0.3 seconds"], "eval": "7 steps"},
 }
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Hold examples that a test asks for itself to the quick profile too."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and settings.default.max_examples == QUICK < own.max_examples:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=QUICK)
 
 
 class Scratch:

@@ -153,7 +153,7 @@ def test_model_that_is_damaged_is_refused_with_what_is_missing(lab, tmp_path):
 def test_command_says_what_is_wrong_in_one_paragraph_with_exit_code_2(scratch, tmp_path):
     lab = Lab(tmp_path)
     spec = scratch.spec("wrong", lab.spec("pretrain", model__shape={**SHAPE, "vocab": 8}))
-    result = scratch("train", spec, PALESTRA_CACHE=str(tmp_path / "cache"))
+    result = scratch("train", spec, "--quiet", PALESTRA_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 2
     assert result.stderr.startswith("palestra: model.shape.vocab: 8 tokens, fewer than the")
     assert len(result.stderr.strip().splitlines()) == 1

@@ -242,10 +242,11 @@ def test_every_model_walk_reaches_the_leaves():
 def test_every_field_has_a_one_line_docstring_and_every_model_is_strict(model):
     assert issubclass(model, Model)
     assert model.__doc__
-    for name, field in model.model_fields.items():
-        assert field.description, f"{model.__name__}.{name} has no docstring"
-        assert "\n" not in field.description
-        assert field.description.endswith("."), f"{model.__name__}.{name}"
+    descriptions = model.descriptions()
+    for name in model.model_fields:
+        assert descriptions.get(name), f"{model.__name__}.{name} has no docstring"
+        assert "\n" not in descriptions[name]
+        assert descriptions[name].endswith("."), f"{model.__name__}.{name}"
     assert model.model_config["extra"] == "forbid"
     assert model.model_config["strict"] is True
     assert model.model_config["frozen"] is True

@@ -25,6 +25,7 @@ def dev(
     ] = False,
 ) -> None:
     """Try a control spec out in seconds: a tiny run whose gradients, updates and losses are checked part by part."""
+    announce(spec)
     from palestra.api import check
     from palestra.errors import MissingExtra
 
@@ -135,6 +136,12 @@ def pull(
     from palestra.runs.share import place, pull_run
 
     typer.echo(pull_run(name, *open_filesystem(place(from_)[0]), root=runs))
+
+
+def announce(what: str) -> None:
+    """Say what is loaded before anything heavy is: importing torch alone takes seconds."""
+    if os.environ.get("RANK", "0") == "0":  # one of the processes that `torchrun` started speaks for all
+        typer.echo(f"loading torch and {what} …", err=True)
 
 
 def variables(given: list[str] | None) -> dict[str, str]:

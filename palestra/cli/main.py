@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from palestra import __version__
+from palestra.cli.lab import announce
 from palestra.cli.lab import app as lab
 from palestra.cli.lab import variables as _variables
 from palestra.cli.pipelines import app as pipelines
@@ -77,6 +78,8 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run a spec: train every seed, summarise, plot."""
+    if not quiet:
+        announce(resume or spec or "the spec")
     from palestra.api import run
     from palestra.cli.show import show_result
 
@@ -205,6 +208,7 @@ def chat(
     runs: Root = RUNS,
 ) -> None:
     """Talk with a model in the terminal."""
+    announce(model)
     from palestra.api import chat as talk
 
     talk(
@@ -235,6 +239,7 @@ def serve(
     runs: Root = RUNS,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API (/v1/chat/completions, /v1/completions) and tokens (/generate)."""
+    announce(model)
     from palestra.api import serve as start
 
     start(
@@ -281,6 +286,8 @@ def evaluate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Evaluate a model on tasks: greedy accuracy and pass@k, with everything that the numbers depend on."""
+    if not quiet:
+        announce(model)
     from palestra.api import evaluate as start
     from palestra.cli.evaluation import numbers, pairs, show_evaluation
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-
-from palestra.data.chat_template import GENERATION_MARKS, compile_template
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 
@@ -233,6 +230,10 @@ def _rendered(
     variables: Mapping[str, Any],
     marks: tuple[str, str] = ("", ""),
 ) -> str:
+    import jinja2  # here, with what compiles templates: most processes render none
+
+    from palestra.data.chat_template import GENERATION_MARKS, compile_template
+
     template = _template_of(tokenizer)
     given = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
     try:

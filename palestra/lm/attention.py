@@ -46,7 +46,6 @@ class PackedAttention:
             return causal(q, k, v, window).transpose(1, 2).flatten(0, 1)
         return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
 
-    @torch.compiler.disable  # lengths differ from batch to batch: it would be compiled again for each
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         pieces = []
         for index in self._buckets:

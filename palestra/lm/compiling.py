@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from palestra.lm.attention import PackedAttention
 from palestra.lm.model import Transformer
 from palestra.spec.lm import ComputeSpec
 
@@ -21,6 +22,9 @@ def compile_for_training(model: Transformer, spec: ComputeSpec, device: torch.de
         return
     # A block's number is no reason to compile it again.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # Lengths differ from batch to batch: it would be compiled again for each. As a decorator it would import
+    # torch._dynamo, 6 s on a slow core, in every process that only reads a model.
+    PackedAttention._blocks = torch.compiler.disable(PackedAttention._blocks)
     for block in model.layers:
         block.compile()
 

@@ -153,7 +153,8 @@ def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, devi
     model = _skeleton(shape, dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(param_dtype)
-    return model.to_empty(device=device)
+    # `to_empty` as it is, but for `empty_like`, which imports sympy when it is given a tensor without memory.
+    return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 def slots(shape: Shape, family: Family | None) -> list[Slot]:

@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from palestra.spec.base import NamedSpec
 from palestra.spec.kinds import kinds, spec_type
+from palestra.spec.model import Model
 from palestra.spec.place import models
 from palestra.spec.plain import plain
 from palestra.spec.schedule import Schedule
@@ -75,6 +76,8 @@ def _summary(model: type[BaseModel]) -> str:
 
 def _table(model: type[BaseModel]) -> str:
     rows = ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
+    assert issubclass(model, Model)
+    meanings = model.descriptions()
     for name, field in model.model_fields.items():
         inner = next(models(field.annotation), None)
         nested = inner is not None and inner is not Schedule
@@ -82,7 +85,7 @@ def _table(model: type[BaseModel]) -> str:
         default = "" if nested and not field.is_required() else _default(field)
         if name == "name" and issubclass(model, NamedSpec):
             default = "the key or the file's stem"
-        cells = [f"`{name}`", takes, default, field.description or ""]
+        cells = [f"`{name}`", takes, default, meanings.get(name, "")]
         rows.append("| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json_schema
 
 from palestra.spec.kinds import kinds, spec_type
+from palestra.spec.model import Model
 from palestra.spec.place import models
 from palestra.spec.plain import plain
 
@@ -35,7 +36,11 @@ def json_schema() -> dict[str, Any]:
     types = {kind: spec_type(kind) for kind in sorted(kinds())}
     pairs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in types.values()]
     definitions = models_json_schema(pairs, schema_generator=_Generator)[1]["$defs"]
-    definitions = {name: _with_variables(_without_required(schema)) for name, schema in definitions.items()}
+    described = _descriptions(Model)
+    definitions = {
+        name: _with_variables(_without_required(_described(schema, described.get(name, {}))))
+        for name, schema in definitions.items()
+    }
     for kind, model in types.items():
         properties = definitions[model.__name__]["properties"]
         properties["extends"] = _EXTENDS
@@ -89,6 +94,23 @@ def _required_inside(field: FieldInfo) -> dict[str, Any] | None:
         return None  # lists hold whole items
     schema = _required(members[0])
     return schema if schema["required"] or schema["properties"] else None
+
+
+def _descriptions(base: type[Model]) -> dict[str, dict[str, str]]:
+    """Of every field of every model that derives from it."""
+    found = {base.__name__: base.descriptions()}
+    for model in base.__subclasses__():
+        found |= _descriptions(model)
+    return found
+
+
+def _described(schema: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    properties = schema.get("properties", {}).items()
+    with_texts = {
+        key: dict(sorted({**value, "description": texts[key]}.items())) if key in texts else value
+        for key, value in properties
+    }
+    return schema | {"properties": with_texts} if with_texts else schema
 
 
 def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
