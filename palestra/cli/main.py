@@ -16,6 +16,7 @@ from palestra.cli.lab import variables as _variables
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
 from palestra.errors import PalestraError
+from palestra.runs.redact import Terminal
 
 app = typer.Typer(
     name="palestra",
