@@ -1,6 +1,7 @@
 """The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from palestra.spec.kinds import loader, runner
 from palestra.spec.load import Loaded, Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.overrides import parse
+from palestra.spec.validate import SpecError
+
+log = logging.getLogger("palestra")
 
 
 def run(
@@ -54,11 +58,25 @@ def run(
             data = resolved(existing.spec)
     if data is None:
         raise UsageError("give a spec to run, or a run to resume")
-    loaded = load_spec(data, variables=variables, overrides=given)
+    loaded = _load_to_run(data, variables, given)
     launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
     with _missing_extra():
         runs = runner(loaded.spec.kind)
     return runs(loaded.spec, launch)
+
+
+def _load_to_run(data: Source, variables: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Loaded:
+    """The spec of one run; blocks that describe many runs are not used, so nothing that is wrong with them matters."""
+    try:
+        return load_spec(data, variables=variables, overrides=given)
+    except SpecError as error:
+        wrong = {problem.path.partition(".")[0] for problem in error.problems}
+        if not wrong <= {"search", "sweep"}:
+            raise
+        problems = "; ".join(map(str, error.problems))
+        log.warning("%s: not used by a single run, and ignored because it is not valid: %s", ", ".join(wrong), problems)
+    kept = {path: value for path, value in given.items() if path.partition(".")[0] not in wrong}
+    return load_spec(data, variables=variables, overrides=kept | dict.fromkeys(wrong))
 
 
 def _require_whole(run: Run) -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 from palestra.pipeline import Execution, Step, step
@@ -59,12 +60,22 @@ def value(outputs: object, target: Step) -> int:
 
 
 @step
+def copied(out: Path, *, source: list[str | Path], version: str = "1.0", journal: Execution[str] = "") -> None:
+    """Copy files, and those of folders."""
+    note(journal, "copied")
+    for name in source:
+        found = sorted(Path().glob(str(name))) if "*" in str(name) else [Path(name)]
+        for path in [inner for one in found for inner in (one.rglob("*.txt") if one.is_dir() else [one])]:
+            (out / path.name).write_bytes(path.read_bytes())
+
+
+@step
 def noop(out: Path, *, index: int) -> None:
     """Nothing."""
 
 
 @step
-def faulty(out: Path, *, until: Path, journal: Execution[str] = "") -> None:
+def faulty(out: Path, *, until: Execution[Path], journal: Execution[str] = "") -> None:
     """Fail as long as a file is not there."""
     if journal:
         note(journal, "faulty")
@@ -140,6 +151,22 @@ def slow(out: Path, *, started: Execution[str], seconds: float = 60.0) -> None:
 
 
 @step
+def lingering(out: Path, *, folder: Execution[str]) -> None:
+    """Write a file, wait for leave to end, write more; attempts are numbered as they begin."""
+    journal = Path(folder) / "begun.txt"
+    turn = len(noted(journal))
+    (out / f"early-{turn}.txt").write_text("early")
+    note(journal, turn)
+    while not (Path(folder) / f"go-{turn}").exists():
+        time.sleep(0.02)
+    try:
+        (out / f"late-{turn}.txt").write_text("late")
+        (out / "value.txt").write_text(str(turn))
+    finally:
+        note(Path(folder) / "ended.txt", turn)
+
+
+@step
 def telling(out: Path, *, variable: str, fails: bool = False) -> None:
     """Print the value of a variable in every way; `fails`: raise with it."""
     secret = os.environ[variable]
@@ -171,5 +198,7 @@ def main(prefix: str, what: str, argument: str) -> None:
         "slow": lambda: [slow(started=argument), number(value=1)],
         "counting": lambda: [counting(upto=60, journal=argument)],
         "number": lambda: [number(value=7, journal=argument, seconds=0.5)],
+        "lingering": lambda: [lingering(folder=argument)],
+        "resuming": lambda: [replace(lingering(folder=argument), resumes=True)],
     }[what]()
     run(targets, open_outputs(prefix), max_parallel=2)

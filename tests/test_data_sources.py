@@ -526,6 +526,11 @@ def test_push_marker_comes_first_unfinished_and_last_complete(cache: Path, s3: S
     assert read(resolve("s3://bucket/model", kind="model")) == MODEL
 
 
+def test_push_of_a_single_file_is_a_folder_of_one(cache: Path, s3: S3Server) -> None:
+    push(write(Path("data"), {"rows.jsonl": b"{}", "other.jsonl": b""}) / "rows.jsonl", "s3://bucket/rows")
+    assert read(resolve("s3://bucket/rows", kind="dataset")) == {"rows.jsonl": b"{}"}
+
+
 def test_push_killed_in_the_middle_counts_as_absent(
     hub: HubServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,7 +566,7 @@ def test_push_again_leaves_files_of_the_earlier_push_out(cache: Path) -> None:
 def test_push_to_no_bucket_or_from_no_folder_is_said(cache: Path, s3: S3Server) -> None:
     with pytest.raises(PalestraError, match=r"upload of model to s3://absent/x broke off.*does not exist"):
         push(write(Path("model"), MODEL), "s3://absent/x")
-    with pytest.raises(UsageError, match="no folder nothing"):
+    with pytest.raises(UsageError, match="no file or folder nothing"):
         push(Path("nothing"), "s3://bucket/x")
     with pytest.raises(UsageError, match="a URL is needed"):
         push(Path("model"), "elsewhere")

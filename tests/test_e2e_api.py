@@ -52,6 +52,19 @@ def cartpole(tmp_path_factory) -> palestra.Run:
 # ---- specs and results
 
 
+def test_run_of_a_spec_whose_search_does_not_fit_ignores_it_and_says_so(tmp_path, caplog):
+    search = {"space": {"algorithm.lr": {"choice": [1e-3, 1e-2]}}, "pruner": {"asha": {"grace": 500, "by": "frames"}}}
+    spec = {**TINY, "env": "CartPole-v1", "search": search}
+    done = run(spec, root=tmp_path, search__trials=3)
+    assert done.state == "done"
+    assert "search: not used by a single run, and ignored because it is not valid:" in caplog.text
+    assert "fewer than the 256 frames" in caplog.text
+    with pytest.raises(UsageError, match="fewer than the 256 frames"):
+        palestra.check(spec)
+    with pytest.raises(UsageError, match=r"train\.frames"):  # what it does use is still refused
+        run({**spec, "train": {"frames": -1}}, root=tmp_path)
+
+
 def test_run_of_a_file_with_fields_overrides_and_variables_uses_them(tmp_path):
     path = tmp_path / "two.yaml"
     path.write_text(

@@ -17,6 +17,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.lm.datasets import (
     bytes_of_tokens,
     chat_data,
+    held_out,
     kept_tokenizer,
     made_tokenizer,
     mixture_of,
@@ -104,7 +105,7 @@ def test_data_that_end_before_the_steps_are_refused_with_the_steps_there_are(tmp
 
 @settings(max_examples=20, deadline=None)
 @given(held=st.integers(1, 19))
-def test_what_is_held_out_is_the_end_of_each_source_and_never_trained_on(tmp_path_factory, characters, held):
+def test_what_is_held_out_is_a_random_part_of_each_source_and_never_trained_on(tmp_path_factory, characters, held):
     folder = tmp_path_factory.getbasetemp() / "held"
     folder.mkdir(exist_ok=True)
     path = folder / "rows.jsonl"
@@ -117,8 +118,29 @@ def test_what_is_held_out_is_the_end_of_each_source_and_never_trained_on(tmp_pat
     )
     assert (len(trained), len(evaluated)) == (20 - held, held)
     assert len({*trained, *evaluated}) == 20
+    other = text_data(pretrain({"rows": {"path": str(path)}}, holdout=held / 20), characters).evals["rows"]
+    assert [tuple(other[i].tokens) for i in range(held)] == evaluated
     drawn = mixture_of(found, data, **steps(4), seed=held).examples(np.arange(64))
     assert {tuple(example.tokens) for example in drawn} <= set(trained)
+
+
+def test_holdout_of_a_sorted_source_has_its_share_of_every_part_of_it(tmp_path, characters):
+    write_rows(tmp_path / "sorted.jsonl", ({"text": LETTERS[i // 200] * 7} for i in range(1000)))
+    found = text_data(pretrain({"sorted": {"path": str(tmp_path / "sorted.jsonl")}}, holdout=0.2), characters)
+    held = [int(found.evals["sorted"][i].tokens[0]) for i in range(len(found.evals["sorted"]))]
+    assert len(held) == 200
+    assert all(20 <= held.count(letter) <= 60 for letter in set(held))
+    assert len(set(held)) == 5
+
+
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=30), share=st.floats(0, 0.99), seed=st.integers(0, 10))
+def test_held_out_takes_whole_documents_but_for_one(lengths, share, seed):
+    documents = np.repeat(np.arange(len(lengths)) * 3 + seed, lengths)  # numbers of documents may have gaps
+    held = held_out(documents, share)
+    assert len(held) == int(len(documents) * share)
+    assert list(held) == sorted(set(held))
+    divided = set(documents[held]) & set(np.delete(documents, held))
+    assert len(divided) <= 1
 
 
 def test_holdout_of_nothing_and_sources_without_examples_are_refused_by_name(tmp_path, characters):

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from example_specs import ROOT
@@ -17,13 +18,14 @@ from palestra.generate.language_model import LanguageModel
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch, forward
+from palestra.lm.datasets import held_out as held_out_rows
 from palestra.lm.moe import expert_load, selection_bias
 from palestra.runs.run import Run
 
 pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "examples" / "lm"
 SEEDS = (0, 1)
-HELD = 200  # rows at the end of each dataset: `holdout: 0.05` of 4,000
+HOLDOUT = 0.05  # of the 4,000 rows of each dataset, in all examples
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def train(name: str, seed: int, **fields: Any) -> Run:
 
 
 def held_out(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in Path(f"data/{name}.jsonl").read_text().splitlines()][-HELD:]
+    rows = [json.loads(line) for line in Path(f"data/{name}.jsonl").read_text().splitlines()]
+    return [rows[index] for index in held_out_rows(np.arange(len(rows)), HOLDOUT)]
 
 
 def exact_match(model: LanguageModel, rows: list[dict[str, str]]) -> float:

@@ -122,13 +122,13 @@ def test_training_step_that_is_killed_goes_on_to_the_same_numbers(scratch):
     running = scratch.start("pipeline", "run", "kill.yaml")
 
     def trained() -> list[Path]:
-        sessions = list((scratch.path / "out").glob("train-*.partial/train/*/sessions/0"))
+        sessions = list((scratch.path / "out").glob("train-*.partial-*/train/*/sessions/0"))
         return [one for one in sessions if last_step(one) >= 10]
 
     wait_until(trained, running)
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
-    assert not [path for path in (scratch.path / "out").glob("train-*") if path.suffix != ".partial"]
+    assert not [path for path in (scratch.path / "out").glob("train-*") if ".partial" not in path.name]
     finished = scratch("pipeline", "run", "kill.yaml")
     assert finished.returncode == 0, finished.stderr
     (session,) = (scratch.path / "out").glob("train-*/train/*/sessions/0")  # one run, in the folder's last name

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT
-from pipeline_runs import address, files, start
-from pipeline_steps import filling, noted, number, twenty, value
+from pipeline_runs import address, end_well, files, lines_in, start, take_over
+from pipeline_steps import filling, lingering, noted, number, twenty, value
 
 from palestra.pipeline.graph import Graph
 from palestra.pipeline.outputs import Outputs
@@ -82,7 +82,7 @@ def check_exactly_once(prefix: Path, journal: Path) -> None:
         assert ended[first["token"]] == node.step.config["index"]
         assert first["read"] == {needed: committed[needed] for needed in node.inputs}
     assert len(set(committed.values())) == 20
-    assert not [path for path in prefix.iterdir() if path.name.endswith(".partial")]
+    assert not [path for path in prefix.iterdir() if ".partial" in path.name]
     _check_one_at_a_time(lines)
     # Whoever began after a step was committed would have been one too many: the committed attempt is the last.
     last = {line[1]: line[2] for line in lines if line[0] == "begin"}
@@ -112,13 +112,38 @@ def test_commit_by_one_who_has_lost_the_lease_is_refused_and_leaves_nothing(tmp_
     outputs, name = Outputs(tmp_path), address(number(value=1))
     lease = outputs.lease(name)
     lease.acquire()
-    outputs.begin(name, resumes=False)
+    outputs.begin(name, lease.token, resumes=False)
     found = json.loads(outputs.store.get(f"{name}/lease.json"))
     outputs.store.put(f"{name}/lease.json", json.dumps(found | {"token": "another"}).encode())
     with pytest.raises(LeaseLost), lease.fenced():
-        outputs.commit(name, {"address": name})
+        outputs.commit(name, lease.token, {"address": name})
     assert outputs.done(name) is None
     assert not outputs.half_done(name)
+
+
+@pytest.mark.parametrize(
+    ("what", "ends"),
+    [("lingering", "before the other"), ("lingering", "after the other"), ("resuming", "before the other")],
+)
+def test_zombie_worker_of_a_stopped_runner_changes_nothing_of_a_later_attempt(tmp_path, what, ends):
+    outputs, name = Outputs(tmp_path / "prefix"), address(lingering(folder=""))
+    stopped = start(outputs.prefix, what, tmp_path)
+    lines_in(tmp_path / "begun.txt", 1)
+    take_over(stopped, outputs, name)
+    (outputs.prefix / ".steps" / name / ".body.lock").unlink()  # that of another machine is another lock
+    other = start(outputs.prefix, what, tmp_path)
+    lines_in(tmp_path / "begun.txt", 2)
+    for ended, turn in enumerate((0, 1) if ends == "before the other" else (1, 0)):
+        (tmp_path / f"go-{turn}").touch()
+        lines_in(tmp_path / "ended.txt", ended + 1)
+        if turn == 1:
+            end_well(other)
+    end_well(stopped)
+    left = {"early-0.txt"} if what == "resuming" else set()
+    assert set(files(outputs.path(name))) == {"early-1.txt", "late-1.txt", "value.txt", "status.json"} | left
+    assert (outputs.path(name) / "value.txt").read_text() == "1"
+    assert [path.name for path in outputs.prefix.iterdir() if path.name.startswith("lingering")] == [name]
+    assert outputs.attempt(name)["state"] == "running"  # the other's note, not one of a failure
 
 
 # ---- a full disk
@@ -145,7 +170,7 @@ def test_full_disk_fails_the_step_with_a_clear_error_and_nothing_half_written(sm
     assert not list(small_disk.rglob(".*.tmp"))
     for status in small_disk.rglob("status.json"):
         assert read_json(status)["address"] == status.parent.name
-    (outputs.partial(address(large)) / "large.bin").unlink()
+    (outputs.partials(address(large))[0] / "large.bin").unlink()
     fitting = filling(megabytes=1)
     run([fitting], outputs)
     assert (outputs.path(address(fitting)) / "large.bin").stat().st_size == 1 << 20

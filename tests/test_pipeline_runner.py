@@ -1,10 +1,11 @@
 import json
+import os
 import shutil
 import time
 
 import pytest
 from pipeline_runs import address, files, start
-from pipeline_steps import faulty, noop, noted, number, total, value
+from pipeline_steps import copied, faulty, noop, noted, number, total, value
 
 from palestra.errors import UsageError
 from palestra.pipeline import Step
@@ -71,9 +72,60 @@ def test_run_of_a_graph_fills_inputs_anywhere_and_the_second_run_does_nothing(ou
     assert status["name"] == "total"
     assert status["inputs"] == [address(number(value=index)) for index in (1, 2, 3, 4)]
     assert status["identity"]["config"]["parts"]["a"] == [{"$step": address(number(value=1)), "path": ""}]
-    assert sorted(path.name for path in outputs.prefix.iterdir() if path.suffix == ".partial") == []
+    assert not any(".partial" in path.name for path in outputs.prefix.iterdir())
     assert run([target], outputs).ran == []
     assert noted(journal) == [["total"]]
+
+
+@pytest.mark.parametrize("given", ["file", "folder", "pattern", "a bare name"])
+def test_step_that_reads_a_file_runs_again_when_its_content_changes_alone(
+    outputs, journal, tmp_path, monkeypatch, given
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "books" / "one.txt"
+    file.parent.mkdir()
+    source = {"file": file, "folder": "books/", "pattern": "books/*.txt", "a bare name": "books"}[given]
+
+    def copy() -> str:
+        target = copied(source=[source], journal=str(journal))
+        run([target], outputs)
+        return (outputs.path(address(target)) / "one.txt").read_text()
+
+    for text in ("old", "new"):  # of one length
+        file.write_text(text)
+        old = file.stat().st_mtime_ns - 10_000_000_000
+        os.utime(file, ns=(old, old))
+        assert copy() == text
+        os.utime(file)  # the same bytes, another time
+        assert copy() == text
+    assert len(noted(journal)) == 2
+    (tmp_path / "books" / "two.txt").write_text("more")
+    copy()
+    assert len(noted(journal)) == (2 if given == "file" else 3)
+
+
+def test_hash_of_a_file_that_did_not_change_is_kept_and_of_one_that_did_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("palestra.pipeline.files.RECENT_NS", 0)
+    read = []
+    monkeypatch.setattr("palestra.pipeline.files.file_sha256", lambda path: read.append(path.name) or path.read_text())
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text(name)
+    first = address(copied(source=[tmp_path / "data"]))
+    assert address(copied(source=[tmp_path / "data"])) == first
+    assert read == ["a.txt", "b.txt"]
+    (tmp_path / "data" / "a.txt").write_text("other than before")
+    assert address(copied(source=[tmp_path / "data"])) != first
+    assert read == ["a.txt", "b.txt", "a.txt"]
+
+
+def test_text_that_is_no_path_counts_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").mkdir()
+    for text in ("/", "..", "1.0", "no/such.txt", "https://host/x", "words", "a\0/b", "*/", "[x/"):
+        assert Graph([copied(source=[], version=text)]).nodes.popitem()[1].identity["config"]["version"] == text
 
 
 def test_run_steps_in_parallel_up_to_the_limit(outputs, journal):

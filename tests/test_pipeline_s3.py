@@ -4,8 +4,8 @@ import time
 
 import pytest
 from conftest import SHORT
-from pipeline_runs import address, start
-from pipeline_steps import counting, faulty, noted, number, telling, total, value
+from pipeline_runs import address, end_well, files, lines_in, start, take_over
+from pipeline_steps import counting, faulty, lingering, noted, number, telling, total, value
 from s3_server import s3_server
 
 from palestra.errors import PalestraError, UsageError
@@ -50,15 +50,13 @@ def store_of(s3) -> FsspecStore:
 # ---- the store
 
 
-def test_store_get_put_list_swap_as_the_local_one(s3):
+def test_store_get_put_swap_as_the_local_one(s3):
     store = store_of(s3)
     assert store.get("a/b.json") is None
-    assert store.list() == []
     store.put("a/b.json", b"1")
     store.put("a/c.json", b"2")
     store.put("d", b"3")
     assert store.get("a/b.json") == b"1"
-    assert store.list("a/") == ["a/b.json", "a/c.json"]
     assert not store.swap("k", b"x", b"y")
     assert store.swap("k", None, b"1")
     assert not store.swap("k", None, b"2")
@@ -70,7 +68,6 @@ def test_store_get_put_list_swap_as_the_local_one(s3):
     assert store.swap("k", None, b"3")
     assert store.get("k") == b"3"
     assert store.swap("never", None, None)
-    assert store.list() == ["a/b.json", "a/c.json", "d", "k"]
     with pytest.raises(ValueError, match="not a store key"):
         store.put("../x", b"")
 
@@ -127,10 +124,11 @@ def test_run_on_a_bucket_uploads_fetches_once_and_skips(s3, tmp_path, monkeypatc
     assert s3.files.find(s3.bucket) == []
     assert len(run([target], outputs).ran) == 3
     keys = {key.removeprefix(f"{s3.bucket}/prefix/") for key in s3.files.find(f"{s3.bucket}/prefix")}
-    assert {f"{address(target)}/status.json", f"{address(target)}/value.txt"} <= keys
+    output = f"{address(target)}/{outputs.done(address(target))['upload']}"
+    assert {f"{address(target)}/status.json", f"{output}/value.txt"} <= keys
     assert f".steps/{address(target)}/log.txt" in keys
     assert not any(".partial" in key for key in keys)
-    assert s3.files.cat_file(f"{s3.bucket}/prefix/{address(target)}/value.txt") == b"3"
+    assert s3.files.cat_file(f"{s3.bucket}/prefix/{output}/value.txt") == b"3"
     assert run([target], outputs).ran == []
     assert [each["name"] for each in outputs.earlier("total")] == ["total"]
     # another machine: what it needs it downloads, once
@@ -147,7 +145,8 @@ def test_output_in_a_bucket_without_status_or_with_other_bytes_is_refused(s3, tm
     outputs = open_outputs(f"s3://{s3.bucket}/prefix")
     source = number(value=1)
     run([source], outputs)
-    s3.files.pipe_file(f"{s3.bucket}/prefix/{address(source)}/value.txt", b"9")
+    upload = outputs.done(address(source))["upload"]
+    s3.files.pipe_file(f"{s3.bucket}/prefix/{address(source)}/{upload}/value.txt", b"9")
     s3.files.pipe_file(f"{s3.bucket}/prefix/{address(number(value=2))}/value.txt", b"2")  # half an upload
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "other"))
     elsewhere = open_outputs(f"s3://{s3.bucket}/prefix")
@@ -230,6 +229,29 @@ def test_two_processes_on_a_bucket_run_a_step_once(s3, tmp_path):
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said
     assert noted(journal) == [["number", "7"]]
+
+
+def test_zombie_worker_that_uploads_after_another_has_committed_changes_nothing(s3, tmp_path):
+    prefix, name = f"s3://{s3.bucket}/prefix", address(lingering(folder=""))
+    outputs = open_outputs(prefix)
+    stopped = start(prefix, "lingering", tmp_path, **s3.environment, PALESTRA_CACHE=str(tmp_path / "stopped"))
+    lines_in(tmp_path / "begun.txt", 1)
+    take_over(stopped, outputs, name)
+    other = start(prefix, "lingering", tmp_path, **s3.environment, PALESTRA_CACHE=str(tmp_path / "other"))
+    lines_in(tmp_path / "begun.txt", 2)
+    (tmp_path / "go-1").touch()
+    end_well(other)
+    committed = outputs.done(name)
+    s3.uploads.clear()
+    (tmp_path / "go-0").touch()
+    until = time.monotonic() + 60
+    while "value.txt" not in s3.uploads:  # the last of the three, by a worker whose runner is stopped
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    end_well(stopped)
+    assert outputs.done(name) == committed
+    assert (outputs.fetch(name) / "value.txt").read_text() == "1"
+    assert set(files(outputs.path(name))) == {"early-1.txt", "late-1.txt", "value.txt", "status.json"}
 
 
 def test_killed_step_of_a_bucket_goes_on_where_it_was(s3, tmp_path):

@@ -93,6 +93,86 @@ def test_redact_takes_secrets_out_of_urls_and_leaves_the_rest(text, expected):
     assert b"".join(pieces) + stream.rest() == expected.encode()
 
 
+MIXED = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5hJ7"
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"hf_{MIXED[:34]}", REDACTED),
+        (f"use sk-{MIXED[:32]}{MIXED[:16]}, please", f"use {REDACTED}, please"),
+        (f"sk-proj-{MIXED}_{MIXED}-x", REDACTED),
+        (f"sk-ant-api03-{MIXED}-AA", REDACTED),
+        (f"(ghp_{MIXED[:36]})", f"({REDACTED})"),
+        (f"github_pat_{MIXED[:22]}_{MIXED}{MIXED[:20]}", REDACTED),
+        ("key=AKIAIOSFODNN7EXAMPLE", f"key={REDACTED}"),
+        (f"AIza{MIXED[:35]}", REDACTED),
+        (f"glpat-{MIXED[:20]}", REDACTED),
+        (f"xoxb-1234567890-{MIXED[:24]}", REDACTED),
+        (f"Bearer {JWT}", f"Bearer {REDACTED}"),
+        (f"https://hooks.slack.com/services/T0/B0/{MIXED[:24]}", f"https://hooks.slack.com/{REDACTED}"),
+        (f"https://discord.com/api/webhooks/12/{MIXED}", f"https://discord.com/api/webhooks/{REDACTED}"),
+        (f"AccountName=me;AccountKey={MIXED}==;Suffix=x", f"AccountName=me;AccountKey={REDACTED};Suffix=x"),
+        (f"+AWS_SECRET_ACCESS_KEY={MIXED}", f"+AWS_SECRET_ACCESS_KEY={REDACTED}"),
+        (f'"WANDB_API_KEY":"{MIXED}"', f'"WANDB_API_KEY":"{REDACTED}"'),
+        ("task-sk-ppo-cartpole-20261115T040803-54d8", "task-sk-ppo-cartpole-20261115T040803-54d8"),
+        ("MAX_TOKENS=max_new_tokens_of_2_turns", "MAX_TOKENS=max_new_tokens_of_2_turns"),
+        ("PAD_TOKEN=<|endoftext|>", "PAD_TOKEN=<|endoftext|>"),
+        ("hf_internal_testing_tiny_random_gpt2_model", "hf_internal_testing_tiny_random_gpt2_model"),
+        ("https://hooks.slack.com/docs", "https://hooks.slack.com/docs"),
+    ],
+)
+def test_redact_knows_what_keys_look_like_wherever_they_stand(text, expected):
+    test_redact_takes_secrets_out_of_urls_and_leaves_the_rest(text, expected)
+
+
+@given(
+    st.text("0123456789abcdef", min_size=7, max_size=64),
+    st.datetimes(),
+    st.uuids(),
+    st.floats(allow_nan=False),
+    st.lists(
+        st.sampled_from(
+            ["runs", "ppo", "sk", "hf", "task", "model", "lr", "key", "token", "qwen2.5", "0.6b", "adamw", "a8b14e6e"]
+        ),
+        min_size=1,
+    ),
+)
+def test_redact_leaves_hashes_ids_names_and_numbers(digest, moment, name, number, words):
+    for text in (
+        digest,
+        digest.upper(),
+        f"sha256:{digest}",
+        f"{'-'.join(words)}-{digest[:10]}/{moment:%Y%m%dT%H%M%S}-{digest[:4]}",
+        f"{'_'.join(words)}: {number!r}",
+        f"https://host/{'/'.join(words)}?page={digest}",
+        str(name),
+        json.dumps({"_".join(words): digest, "loss": number}),
+    ):
+        assert redact(text) == text
+
+
+def test_diff_of_a_checkout_and_the_terminal_hide_what_looks_like_a_key(scratch: Scratch):
+    subprocess.run(["git", "init", "-q"], cwd=scratch.path, check=True)
+    settings = scratch.path / "settings.env"
+    settings.write_text("nothing\n")
+    subprocess.run(["git", "add", "."], cwd=scratch.path, check=True)
+    who = ["-c", "user.name=x", "-c", "user.email=x@y"]
+    subprocess.run(["git", *who, "commit", "-qm", "x"], cwd=scratch.path, check=True)
+    settings.write_text(f"SERVICE_KEY = {MIXED}\nplain hf_{MIXED[:34]}\n")
+    spec = scratch.spec(train={"frames": 3 * 128}, env={"id": "CartPole-v1", "num_envs": 4})
+    done = scratch("train", spec)
+    assert done.returncode == 0, done.stderr
+    (diff,) = scratch.path.glob("runs/*/*/sessions/0/git.diff")
+    assert f"+SERVICE_KEY = {REDACTED}\n+plain {REDACTED}\n" in diff.read_text()
+    said = scratch("check", spec, f"env.id=hf_{MIXED[:34]}")
+    refused = scratch("train", f"hf_{MIXED[:34]}.yaml")
+    for text in (said.stdout + said.stderr, refused.stderr):
+        assert REDACTED in text
+        assert MIXED[:30] not in text
+
+
 def test_stream_gives_lines_at_once_and_words_without_end():
     stream = Stream([])
     assert stream.feed("ü one\ntwo".encode()) == "ü one\n".encode()

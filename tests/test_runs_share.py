@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_file_damaged_at_the_place_is_not_pulled(run, tmp_path):
     victim.write_bytes(good)
     folder = pull_run(run.name, *at(tmp_path / "shared"), root=tmp_path / "other")
     assert content(folder) == content(run.path)
+
+
+@pytest.mark.parametrize("place_of", ["a folder", "s3"])
+@pytest.mark.parametrize("damage", ["a byte", "shorter", "deleted"])
+def test_push_after_damage_sends_that_file_again_and_no_other(run, tmp_path, monkeypatch, place_of, damage):
+    with s3_server() if place_of == "s3" else nullcontext() as s3:
+        url = str(tmp_path / "shared")
+        if s3 is not None:
+            for name, value in s3.environment.items():
+                monkeypatch.setenv(name, value)
+            open_filesystem("s3://lab/dev")[0].mkdir("lab")
+            url = "s3://lab/dev"
+        files, path = open_filesystem(place(url)[0])
+        count, _ = push_run(run, files, path, published=False)
+        victim = f"{path}/{run.name}/{run.id}/summary.json"
+        good = files.cat_file(victim)
+        if damage == "deleted":
+            files.rm_file(victim)
+        else:
+            files.pipe_file(victim, good[:-1] if damage == "shorter" else bytes([good[0] ^ 1]) + good[1:])
+        assert push_run(run, files, path, published=False) == (1, count - 1)
+        assert content(pull_run(run.name, files, path, root=tmp_path / "other")) == content(run.path)
+        assert push_run(run, files, path, published=False) == (0, count)
 
 
 def test_pull_over_a_run_that_differs_is_refused_and_over_the_same_changes_nothing(run, tmp_path):

@@ -123,6 +123,18 @@ def test_spec_without_a_sweep_is_refused(tmp_path):
         plan(Lab(tmp_path).spec("pretrain"))
 
 
+def test_sweep_that_is_stopped_advises_the_command_that_resumes_it(scratch: Scratch):
+    spec = scratch.spec(sweep={"axes": {"seed": [0, 1]}, "group": "g"})
+    running = scratch.start("sweep", spec, "--quiet")
+    session = wait_until(lambda: next(scratch.path.glob("runs/g/seed0-*/sessions/0"), None), running)
+    wait_until(lambda: last_step(session) > 2, running)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "the same command resumes it" in said
+    assert "palestra train" not in said
+
+
 @pytest.mark.slow
 def test_sweep_command_shared_by_two_processes_of_which_one_is_killed_runs_each_once(
     scratch: Scratch, finished: Scratch

@@ -17,6 +17,7 @@ from palestra.cli.lab import variables as _variables
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
 from palestra.errors import PalestraError
+from palestra.runs.redact import Terminal
 
 app = typer.Typer(
     name="palestra",
@@ -361,20 +362,21 @@ def inspect_(
 
 @data.command(name="push")
 def push(
-    source: Annotated[str, typer.Argument(help="A folder, or a dataset on the Hub.", metavar="SRC")],
-    url: Annotated[str, typer.Argument(help="Where to, such as s3://bucket/folder.")],
+    source: Annotated[str, typer.Argument(help="A file, a folder, or a dataset on the Hub.", metavar="SRC")],
+    url: Annotated[str, typer.Argument(help="The folder to put it into, such as s3://bucket/folder.")],
 ) -> None:
     """Copy a dataset to a URL, from where tasks and specs can read it."""
     from palestra.data.sources import push as upload
     from palestra.data.sources import resolve
 
     record = upload(resolve(source, kind="dataset"), url)
-    typer.echo(f"{len(record.files)} files are at {url}")
+    typer.echo(f"{len(record.files)} file{'' if len(record.files) == 1 else 's'} at {url}")
 
 
 def main() -> None:
     """Run the command line; every error ends in one paragraph and its exit code."""
     debug = "--debug" in sys.argv
+    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)  # pyrefly: ignore[bad-assignment]
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger().handlers[0].setLevel(logging.WARNING)  # log.txt has the rest
     logging.captureWarnings(True)

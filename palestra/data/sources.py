@@ -91,18 +91,19 @@ def resolve(
     raise _not_found(ref, kind, root, said)
 
 
-def push(folder: Path, url: str) -> Record:
-    """Upload a folder to a URL, without its hidden files; the file that marks it complete comes last."""
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder} to push")
+def push(source: Path, url: str) -> Record:
+    """Upload a folder, without its hidden files, or a file into the folder `url`; what marks it complete comes last."""
+    if not source.exists():
+        raise UsageError(f"there is no file or folder {source} to push")
     if not URL.fullmatch(url):
         raise UsageError(f"cannot push to {url!r}: a URL is needed, such as s3://bucket/folder")
-    names = sorted(_visible_files(folder))
+    folder = source if source.is_dir() else source.parent
+    names = sorted(_visible_files(folder)) if source.is_dir() else [source.name]
     if not names:
         raise UsageError(f"there are no files in {folder} to push")
-    known = read_json(folder / MARKER) if (folder / MARKER).is_file() else {}
+    known = read_json(source / MARKER) if (source / MARKER).is_file() else {}
     record = Record(
-        where=known.get("where", folder.name),
+        where=known.get("where", source.name),
         revision=known.get("revision"),
         files=tuple(describe_file(folder / name, name) for name in names),
     )
@@ -115,7 +116,7 @@ def push(folder: Path, url: str) -> Record:
         _put_marker(files, path, record)
     except Exception as error:  # each backend has errors of its own
         raise PalestraError(
-            f"the upload of {folder} to {url} broke off: {type(error).__name__}: {error}. Push it again; "
+            f"the upload of {source} to {url} broke off: {type(error).__name__}: {error}. Push it again; "
             "until then it does not count as complete there."
         ) from error
     return record

@@ -20,6 +20,7 @@ from palestra.data.encoders import Encoder, TextEncoder, cached_tokenizer
 from palestra.data.example import Documents, Example, Windows
 from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages
 from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
+from palestra.data.shuffle import permute, stream_key
 from palestra.data.sources import resolve
 from palestra.data.store import LEDGER, Ledger, TokenStore
 from palestra.data.tokenise import build_store
@@ -30,7 +31,10 @@ from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import BpeSpec, LmData, Source, TextSource
 
 Item = TypeVar("Item")
-Made = tuple[Dataset[Item], list[TokenStore]]  # examples, and the stores they are read from
+Made = tuple[Dataset[Item], list[TokenStore], np.ndarray]
+"""Examples, the stores they are read from, and the number of the document in which each example begins, ascending."""
+HOLDOUT = "documents by hash"
+"""How a part is held out; another rule needs another name, which refuses to resume a run that has the old part."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,19 @@ class Data(Generic[Item]):
 
 @dataclass(frozen=True)
 class Part(Generic[Item]):
-    """The examples from `start` to before `stop` of a dataset."""
+    """Some examples of a dataset."""
 
     whole: Dataset[Item]
-    start: int
-    stop: int
+    examples: np.ndarray
+    """Their numbers in it."""
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> Item:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        return self.whole[self.start + index]
+        return self.whole[int(self.examples[index])]
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def text_data(data: PretrainData, tokenizer: Path) -> Data[Example]:
         assert isinstance(source, TextSource)
         store = _stored(source, TextEncoder.load(tokenizer, text_key=source.key))
         windows = Windows(store, data.context)
-        return windows if data.documents else Joined(windows), [store]
+        documents = np.searchsorted(store.ends, np.arange(len(windows)) * data.context, side="right")
+        return windows if data.documents else Joined(windows), [store], documents
 
     return _split(data, examples)
 
@@ -149,7 +154,8 @@ def chat_data(data: ChatData, tokenizer: Path) -> Data[Example]:
 
     def examples(source: Source) -> Made[Example]:
         store = _stored(source, ChatEncoder.load(tokenizer, format=data.format))
-        return Conversations(store, data), [store]
+        found = Conversations(store, data)
+        return found, [store], np.arange(len(found))
 
     return _split(data, examples)
 
@@ -161,7 +167,8 @@ def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
     def examples(source: Source) -> Made[tuple[Example, Example]]:
         chosen = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="chosen"))
         rejected = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="rejected"))
-        return Pairs(chosen, rejected, data), [chosen, rejected]
+        found = Pairs(chosen, rejected, data)
+        return found, [chosen, rejected], np.arange(len(found))
 
     return _split(data, examples)
 
@@ -226,6 +233,16 @@ def bytes_of_tokens(tokenizer: Tokenizer, vocab: int) -> np.ndarray:
     return np.pad(np.array(sizes, np.int64), (0, vocab - tokenizer.vocab_size))
 
 
+def held_out(documents: np.ndarray, share: float) -> np.ndarray:
+    """The examples to hold out, ascending: those of whole documents in a random order, the same for every run.
+
+    By documents, so that little of a text is on both sides; the last one is divided, so that the share is exact.
+    """
+    names, numbers = np.unique(documents, return_inverse=True)
+    order = permute(numbers, len(names), np.array(stream_key(0, "holdout"), np.uint64))
+    return np.sort(np.argsort(order, kind="stable")[: int(len(documents) * share)])
+
+
 def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]:
     """The training sources without what is held out of them, and all that is evaluated on."""
     trained: dict[str, Dataset[Item]] = {}
@@ -233,21 +250,24 @@ def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]
     contents: dict[str, str] = {}
     for part, name, source in data.sources:
         place = f"data.{part}.{name}"
-        whole, stores = examples(source)
+        whole, stores, documents = examples(source)
         contents[place] = _digest([_content(store) for store in stores])
         if len(whole) == 0:
             raise UsageError(f"{place}: {source.path} has no example for data.context = {data.context} tokens")
         if part == "eval" or name not in data.trained:
             evaluated[name] = whole
             continue
-        held = int(len(whole) * data.holdout)
-        if data.holdout and not held:
+        if not data.holdout:
+            trained[name] = whole
+            continue
+        held = held_out(documents, data.holdout)
+        if not len(held):
             raise UsageError(
                 f"data.holdout: {data.holdout:g} of the {len(whole)} examples of {name!r} is none; hold out more"
             )
-        trained[name] = Part(whole, 0, len(whole) - held)
-        if held:
-            evaluated[name] = Part(whole, len(whole) - held, len(whole))
+        trained[name] = Part(whole, np.setdiff1d(np.arange(len(whole)), held, assume_unique=True))
+        evaluated[name] = Part(whole, held)
+        contents[place] = _digest([contents[place], HOLDOUT])
     return Data(trained, evaluated, {name: data.weights[name] for name in trained}, contents)
 
 

@@ -1,4 +1,4 @@
-"""The address of a step: its name and a hash over all literals of its config and the addresses of its inputs."""
+"""The address of a step: its name and a hash over its config, the files that it reads, and its inputs' addresses."""
 
 import dataclasses
 import datetime
@@ -15,12 +15,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from palestra.errors import UsageError
+from palestra.pipeline.files import content_hash
 from palestra.pipeline.step import Output, Step, children, execution_fields, outputs
 from palestra.runs.redact import redacted
 
 DIGITS = 10
 """Hexadecimal digits of the hash in an address: among a thousand steps of a name two collide once in 2 million."""
 INPUT = "$step"
+FILE = "$file"
+"""A path and what is there: the same file with other content is another input."""
 TYPE = "$type"
 """The class of a config inside a config: `Adam(lr=1)` is not `Sgd(lr=1)`."""
 
@@ -48,6 +51,8 @@ def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and INPUT in value:
         waits = "" if value.get("awaited", True) else " (not waited for)"
         yield path, f"{value[INPUT]}{'/' if value['path'] else ''}{value['path']}{waits}"
+    elif isinstance(value, dict) and FILE in value:
+        yield path, f"{json.dumps(value[FILE], ensure_ascii=False)} (content {value['sha256'][:10]})"
     elif isinstance(value, dict | list) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _lines(item, f"{path}.{key}" if path else str(key))
@@ -67,6 +72,11 @@ def _counted(value: Any, left_out: frozenset[str], where: str) -> Iterator[tuple
             )
 
 
+def _key(where: str) -> str:
+    """The key that a value stands under, or the list that it stands in."""
+    return next((part for part in reversed(where.split(".")) if not part.isdigit()), "")
+
+
 def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: frozenset[str] = frozenset()) -> Any:
     again = functools.partial(_plain, address_of=address_of)
     match value:
@@ -74,15 +84,19 @@ def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: 
             output = value if isinstance(value, Output) else Output(value)
             about = {INPUT: address_of(output.step), "path": output.path}
             return about if output.awaited else about | {"awaited": False}
-        case None | bool() | int() | str():
+        case None | bool() | int():
             return value.value if isinstance(value, enum.Enum) else value
+        case str() | PurePath():
+            text = str(value.value if isinstance(value, enum.Enum) else value)
+            content = content_hash(value, _key(where))
+            return text if content is None else {FILE: text, "sha256": content}
         case float():
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         case bytes():
             return {"$bytes": hashlib.sha256(value).hexdigest()}
         case enum.Enum():
             return again(value.value, where)
-        case PurePath() | datetime.date() | datetime.time() | datetime.timedelta():
+        case datetime.date() | datetime.time() | datetime.timedelta():
             return str(value)
         case set() | frozenset():
             list(children(value))  # refuses outputs in a set

@@ -10,6 +10,7 @@ from palestra.pipeline.step import call
 def carry_out(
     outputs: Outputs,
     address: str,
+    attempt: str,
     function: Callable[..., Any] | str,
     config: Any,
     *,
@@ -20,5 +21,5 @@ def carry_out(
     with outputs.alone(address):
         for needed in inputs:
             outputs.fetch(needed)
-        call(function, config, outputs.begin(address, resumes=resumes))
-        return outputs.send(address)
+        call(function, config, outputs.begin(address, attempt, resumes=resumes))
+        return outputs.send(address, attempt)

@@ -1,8 +1,9 @@
 """Where the outputs of steps lie, which of them are done, and who is at work on which.
 
-Under the prefix: `NAME-HASH/` is the output of a step that is done, `NAME-HASH.partial/` where one is at work or was,
-`.steps/NAME-HASH/` its lease, its log and how the last attempt ended. Done is what has a `status.json`: it is written
-last, and the folder gets its name after that. Killed at any instant a folder is one or the other.
+Under the prefix: `NAME-HASH/` is the output of a step that is done, `NAME-HASH.partial-ATTEMPT/` where one attempt is
+at work or was, `.steps/NAME-HASH/` its lease, its log and how the last attempt ended. Done is what has a `status.json`:
+it is written last, and the folder gets its name after that. Killed at any instant a folder is one or the other. The
+worker of a runner that has lost the lease goes on in the folder of its own attempt, which nobody reads.
 """
 
 import fcntl
@@ -11,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,17 @@ class Outputs:
         """Where the output of a step is once it is done and fetched."""
         return self.prefix / address
 
-    def partial(self, address: str) -> Path:
-        """Where a step works."""
-        return self.prefix / f"{address}.partial"
+    def partial(self, address: str, attempt: str) -> Path:
+        """Where an attempt at a step works."""
+        return self.prefix / f"{address}.partial-{attempt[:8]}"
+
+    def partials(self, address: str) -> list[Path]:
+        """The folders that attempts at a step have left or work in, the newest first."""
+        found = []
+        for path in self.prefix.glob(f"{address}.partial-*"):
+            with suppress(FileNotFoundError):  # got its name meanwhile
+                found.append((path.stat().st_mtime, path))
+        return [path for _, path in sorted(found, reverse=True)]
 
     def log(self, address: str) -> Path:
         """What a step printed, all attempts one after the other."""
@@ -72,11 +81,12 @@ class Outputs:
 
     def half_done(self, address: str) -> bool:
         """Whether all of a step is there but the name of its folder."""
-        return _status(self.partial(address), address) is not None
+        return any(_status(folder, address) is not None for folder in self.partials(address))
 
     def current(self, address: str) -> Path:
         """The output as it is now, done or not: for those who do not wait."""
-        return self.path(address) if self.done(address) is not None else self.partial(address)
+        left = [] if self.done(address) is not None else self.partials(address)
+        return left[0] if left else self.path(address)
 
     def attempt(self, address: str) -> dict[str, Any] | None:
         """How the last attempt stands or ended, where the step is not done."""
@@ -115,16 +125,22 @@ class Outputs:
             finally:
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def begin(self, address: str, *, resumes: bool) -> Path:
-        """The folder to work in: what a killed attempt left where the step goes on with that, else empty."""
-        folder = self.partial(address)
-        if folder.exists() and not resumes:
-            # Out of the way first: a kill in the middle of removing would leave a folder that looks like an attempt's.
-            aside = self.prefix / ".steps" / address / f".removed-{uuid.uuid4().hex[:8]}"
-            folder.rename(aside)
+    def begin(self, address: str, attempt: str, *, resumes: bool) -> Path:
+        """The folder to work in: what a killed attempt left where the step goes on with that, else empty.
+
+        Only by a worker of the lease's holder. What another attempt left gets the name of this one, so that a process
+        of that attempt which is still at work, on a machine that hangs, no longer finds it.
+        """
+        folder = self.partial(address, attempt)
+        with self.lease(address).held_by(attempt):
+            for left in self.partials(address):
+                if resumes and (left == folder or not folder.exists()):
+                    left.rename(folder)
+                else:  # aside first: a kill in the middle of removing would leave a folder that looks like an attempt's
+                    left.rename(self.prefix / ".steps" / address / f".removed-{uuid.uuid4().hex[:8]}")
+            folder.mkdir(parents=True, exist_ok=True)
         for rest in self.log(address).parent.glob(".removed-*"):
             shutil.rmtree(rest, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def fetch(self, address: str) -> Path:
@@ -140,23 +156,24 @@ class Outputs:
             "Run the pipeline again to make it anew."
         )
 
-    def send(self, address: str) -> dict[str, Any]:
+    def send(self, address: str, attempt: str) -> dict[str, Any]:
         """Make sure that what a step has written lasts; what to note of it in its status."""
-        folder = self.partial(address)
+        folder = self.partial(address, attempt)
         if (folder / STATUS).exists():
             raise UsageError(f"the step wrote {folder / STATUS} itself: that name is the runner's, use another")
         _sync_tree(folder)
         return {}
 
-    def commit(self, address: str, status: Mapping[str, Any]) -> None:
+    def commit(self, address: str, attempt: str, status: Mapping[str, Any]) -> None:
         """The step is done: `status.json`, then the name. To be called with the lease's `fenced` around it."""
-        write_json(self.partial(address) / STATUS, redacted(status))
+        write_json(self.partial(address, attempt) / STATUS, redacted(status))
         self.finish(address)
 
     def finish(self, address: str) -> bool:
         """Name a folder whose step was done when somebody was killed; says whether there was one."""
-        folder, final = self.partial(address), self.path(address)
-        if not self.half_done(address):
+        folder = next((left for left in self.partials(address) if _status(left, address) is not None), None)
+        final = self.path(address)
+        if folder is None:
             return False
         if final.exists():  # without a status, else the step would not have run: not ours, and not to be lost
             (folder / STATUS).unlink()

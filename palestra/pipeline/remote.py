@@ -1,8 +1,10 @@
 """Outputs under a URL that machines share: worked on in a local folder, uploaded, `status.json` last.
 
-Under the URL lies what lies under a local prefix, without `.partial` folders: those are in the local folder of this
+Under the URL lies what lies under a local prefix, but for the folders of work: those are in the local folder of this
 prefix, `PALESTRA_CACHE/pipelines/…`, where a step that was killed goes on and where outputs are fetched to, once: an
-address never changes what it means.
+address never changes what it means. Each attempt uploads under a name of its own, `NAME-HASH/files-…/`, and
+`NAME-HASH/status.json`, written on the condition that there is none, says which of them is the output: whoever comes
+late, its lease lost, changes nothing. What such a one has uploaded stays until a person removes it.
 """
 
 import hashlib
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.data.cache import cache_root
+from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import PalestraError
 from palestra.pipeline.outputs import STATUS, Outputs
 from palestra.runs.lease import Lease, LeaseLost
@@ -72,30 +74,25 @@ class RemoteOutputs(Outputs):
             raise self.missing(address)
         return self._bring(status, status["files"], self.path(address))
 
-    def send(self, address: str) -> dict[str, Any]:
-        """Upload what a step has written, and take away what an earlier attempt had uploaded beyond it."""
-        super().send(address)
-        folder, files, target = self.partial(address), self.done_ones.files, f"{self.done_ones.path}/{address}"
+    def send(self, address: str, attempt: str) -> dict[str, Any]:
+        """Upload what a step has written, under a name that no other attempt has, nor this one where it sends twice."""
+        super().send(address, attempt)
+        folder, store, upload = self.partial(address, attempt), self.done_ones, f"files-{uuid.uuid4().hex[:12]}"
         listing = {path.relative_to(folder).as_posix(): _described(path) for path in _files(folder)}
-        often = self.done_ones.try_often
-        there = often(f"listing {self.place(address)}", lambda: files.find(target))
         for name in listing:
-            often(
+            store.try_often(
                 f"uploading {self.place(address)}/{name}",
-                lambda name=name: files.put_file(str(folder / name), f"{target}/{name}"),
+                lambda name=name: store.files.put_file(str(folder / name), f"{store.path}/{address}/{upload}/{name}"),
             )
-        for key in there:
-            if key.removeprefix(f"{target}/") not in listing:
-                often(f"removing {key}", lambda key=key: files.rm_file(key))
-        return {"files": listing}
+        return {"files": listing, "upload": upload}
 
-    def commit(self, address: str, status: Mapping[str, Any]) -> None:
+    def commit(self, address: str, attempt: str, status: Mapping[str, Any]) -> None:
         """The step is done: `status.json`, if there is none. What is here is kept, as if it had been fetched."""
         data = json.dumps(redacted(status), indent=1).encode()
         if not self.done_ones.swap(f"{address}/{STATUS}", None, data):
             raise LeaseLost(f"another process finished {self.place(address)} first")
-        write_json(self.partial(address) / STATUS, redacted(status))
-        self._keep(self.partial(address), self.path(address))
+        write_json(self.partial(address, attempt) / STATUS, redacted(status))
+        self._keep(self.partial(address, attempt), self.path(address))
 
     def finish(self, address: str) -> bool:
         """Nothing is renamed here."""
@@ -143,26 +140,26 @@ class RemoteOutputs(Outputs):
         try:
             beside.mkdir(parents=True)
             for name in names:
-                self._get(address, name, status["files"][name], beside / name)
+                self._get(status, name, beside / name)
             write_json(beside / STATUS, status)
             self._keep(beside, folder)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return folder
 
-    def _get(self, address: str, name: str, about: Mapping[str, Any], target: Path) -> None:
-        if target.is_absolute() and not target.resolve().is_relative_to(self.prefix.resolve()):
-            raise PalestraError(f"{self.place(address)} names a file outside of itself ({name!r}): it is no output")
+    def _get(self, status: Mapping[str, Any], name: str, target: Path) -> None:
+        place, key = self.place(status["address"]), f"{status['address']}/{status['upload']}/{name}"
+        if not target.resolve().is_relative_to(self.prefix.resolve()):
+            raise PalestraError(f"{place} names a file outside of itself ({name!r}): it is no output")
         target.parent.mkdir(parents=True, exist_ok=True)
         store = self.done_ones
         store.try_often(
-            f"downloading {self.place(address)}/{name}",
-            lambda: store.files.get_file(f"{store.path}/{address}/{name}", str(target)),
+            f"downloading {self.url}/{key}", lambda: store.files.get_file(f"{store.path}/{key}", str(target))
         )
-        if _described(target) != about:
+        if _described(target) != status["files"][name]:
             raise PalestraError(
-                f"{self.place(address)}/{name} is damaged: its bytes are not those that the step wrote. "
-                f"Remove {self.place(address)} and run the pipeline again."
+                f"{self.url}/{key} is damaged: its bytes are not those that the step wrote. "
+                f"Remove {place} and run the pipeline again."
             )
 
     @staticmethod
@@ -192,5 +189,4 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"size": path.stat().st_size, "sha256": file_sha256(path)}

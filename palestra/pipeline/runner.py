@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +114,9 @@ class _Runner:
                 self._await_one()
                 self.watch(self.outcome)
                 if self.stopping:
-                    raise Interrupted("the pipeline was stopped: what ran goes on, or begins anew, with the next run")
+                    raise Interrupted(
+                        "the pipeline was interrupted: the next run resumes or restarts the unfinished steps"
+                    )
         return self.outcome
 
     def _request_stop(self) -> None:
@@ -193,6 +196,7 @@ class _Runner:
             carry_out,
             self.outputs,
             address,
+            self.leases[address].token,
             portable(node.step.function),
             config,
             inputs=inputs,
@@ -229,15 +233,17 @@ class _Runner:
         try:
             if address in self.lost:
                 raise LeaseLost("another process has taken it over")
-            if error is None:
-                with self.leases[address].fenced():  # a step that another process took over is theirs to finish
-                    self.outputs.commit(address, self._status(attempt) | task.result())
-                self.outcome.states[address] = "ran"
+            with self.leases[address].fenced():  # a step that another process took over is theirs to finish or to fail
+                if error is None:
+                    status = self._status(attempt) | task.result()
+                    self.outputs.commit(address, self.leases[address].token, status)
+                    self.outcome.states[address] = "ran"
             self._publish_log(address)
         except LeaseLost as lost:
             log.warning("%s: %s", address, lost)
             self.lost.discard(address)
-            self.leases.pop(address)
+            late = self.outputs.partial(address, self.leases.pop(address).token)
+            shutil.rmtree(late, ignore_errors=True)  # ours alone
             self.outcome.states[address] = "elsewhere"
             self.look_at[address] = time.monotonic()
             return
@@ -346,7 +352,8 @@ class _Runner:
 
     def _note_stopped(self, address: str) -> None:
         try:
-            self.outputs.write_attempt(address, {"state": "stopped", "finished": _now()})
+            with self.leases[address].fenced():
+                self.outputs.write_attempt(address, {"state": "stopped", "finished": _now()})
         except (OSError, PalestraError) as error:
             log.warning("that %s was stopped could not be noted: %s", address, error)
 

@@ -83,7 +83,8 @@ class Lease:
         self.store = store
         self.key = key
         self.ttl = ttl
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
+        """Tells this holder from every other; also the id of an attempt at a step, which its worker is given."""
         self._held: bytes | None = None
         self._beating = threading.Lock()  # two threads of the owner are no thieves
 
@@ -119,11 +120,17 @@ class Lease:
         """
         with self._beating:
             self._renew()
-            with self.store.unchanged(self.key):
-                current = _parse(self.store.get(self.key))
-                if current is None or current["token"] != self._token:
-                    raise LeaseLost(f"lost the lease on {self.store.root} to {_taker(current)}")
+            with self.held_by(self.token):
                 yield
+
+    @contextmanager
+    def held_by(self, token: str) -> Iterator[None]:
+        """The same for a worker of the holder: it does not renew the lease, and knows its token."""
+        with self.store.unchanged(self.key):
+            current = _parse(self.store.get(self.key))
+            if current is None or current["token"] != token:
+                raise LeaseLost(f"lost the lease on {self.store.root} to {_taker(current)}")
+            yield
 
     def _renew(self) -> None:
         if self._held is None:
@@ -131,7 +138,7 @@ class Lease:
         mine, found = self._content(), self.store.get(self.key)
         current = _parse(found)
         # By its token: a renewal whose last fsync failed is on disk all the same.
-        ours = current is not None and current["token"] == self._token
+        ours = current is not None and current["token"] == self.token
         if not ours or not self.store.swap(self.key, found, mine):
             raise LeaseLost(
                 f"lost the lease on {self.store.root}: it now belongs to {_taker(current)}. This process was silent "
@@ -145,12 +152,12 @@ class Lease:
             if self._held is not None:
                 found = self.store.get(self.key)
                 current = _parse(found)
-                if current is not None and current["token"] == self._token:
+                if current is not None and current["token"] == self.token:
                     self.store.swap(self.key, found, None)
                 self._held = None
 
     def _content(self) -> bytes:
-        return json.dumps({**asdict(Owner.here()), "token": self._token, "heartbeat": time.time()}).encode()
+        return json.dumps({**asdict(Owner.here()), "token": self.token, "heartbeat": time.time()}).encode()
 
     def _refuse_if_alive(self, current: bytes | None) -> None:
         data = _parse(current)

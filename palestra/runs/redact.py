@@ -1,4 +1,4 @@
-"""Secrets stay out of what is written: values of environment variables whose names look secret, and secrets in URLs.
+"""Secrets stay out of what is written: values of variables whose names look secret, secrets in URLs, and known forms.
 
 As a script it is a filter: of its stdin, what comes up to the first NUL names a log, and the rest is appended to that,
 redacted. A worker prints through one, so that also what its children print, and what a killed one said last, is seen
@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 SECRET = re.compile(
-    r"TOKEN(?!IZ)|KEY(?!BOARD|MAP)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|(?:^|_)P(?:AT|WD)$", re.IGNORECASE
+    r"TOKEN(?!IZ)|KEY(?!BOARD|MAP)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|(?:^|_)P(?:AT|WD)$"
+    r"|CONNECTION_STRING|WEBHOOK|(?:^|_)DSN$",
+    re.IGNORECASE,
 )
 """What the name of a variable that holds a secret has in it."""
 SHORTEST = 8
@@ -24,6 +26,25 @@ ACCOUNT = re.compile(r"(\bhttps?://)[^\s/?#@:\"'<>]+(?=@)", re.IGNORECASE | re.A
 QUERY = re.compile(r"((?:[?&]|&amp;|\\u0026)([\w.%\[\]-]+)=)[^\s&#\"'<>\\]+", re.ASCII)
 SIGNATURE = re.compile(r"signature|^sig$", re.IGNORECASE)
 """What a signed URL calls that which makes it one, besides what `SECRET` finds (`X-Amz-Credential`, `token`)."""
+FORM = re.compile(
+    r"""(?<![A-Za-z0-9_])(?:
+    hf_[A-Za-z0-9]{30,} | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9]) | AIza[\w-]{35} | npm_[A-Za-z0-9]{36}
+    | gh[pousr]_[A-Za-z0-9]{36,} | github_pat_\w{50,} | glpat-[\w-]{20,} | xox[abeprs]-[A-Za-z0-9-]{10,}
+    | sk-(?:(?:proj|ant|svcacct|admin|or)-[\w-]{20,} | [A-Za-z0-9]{32,})
+    | eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}  # a JWT: two parts are JSON in Base64
+    )""",
+    re.VERBOSE | re.ASCII,
+)
+"""What services make their keys look like. Hashes, run ids and names of models have none of these forms."""
+PLACED = re.compile(
+    r"""(
+    \bhttps://(?:hooks\.slack\.com/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/|[\w.-]+\.webhook\.office\.com/)
+    | \b(?:AccountKey|SharedAccessKey|SharedAccessSignature|Password|Pwd)=  # in connection strings
+    | \b(?:[A-Z0-9]+_)*(?:TOKEN|KEY|SECRET|PASSWORD|CONNECTION_STRING)\s?["']?[=:]\s?["']?(?=[^\s"']*[0-9])
+    )[^\s"'<>;,()&\\]{12,}""",
+    re.VERBOSE | re.ASCII,
+)
+"""What stands behind the address of a webhook, or is assigned to a name in capitals, as in a diff of `.env`."""
 LONGEST_WORD = 8192
 """Bytes without a space up to which a log is held back, as they may be half a URL."""
 
@@ -64,10 +85,11 @@ def hidden(value: Any, path: str = "") -> list[str]:
 def _redact(text: str, known: Iterable[str]) -> str:
     for secret in known:
         text = text.replace(secret, REDACTED)
-    return _without_url_secrets(text)
+    return _without_likely_secrets(text)
 
 
-def _without_url_secrets(text: str) -> str:
+def _without_likely_secrets(text: str) -> str:
+    text = PLACED.sub(rf"\1{REDACTED}", FORM.sub(REDACTED, text))
     if "://" in text:
         text = ACCOUNT.sub(rf"\1{REDACTED}", PASSWORD.sub(rf"\1{REDACTED}", text))
     return QUERY.sub(_parameter, text) if "=" in text else text
@@ -86,6 +108,21 @@ def _redacted(value: Any, known: list[str]) -> Any:
     if isinstance(value, list | tuple):
         return [_redacted(item, known) for item in value]
     return value
+
+
+class Terminal:
+    """Standard output or error without secrets: each text that is written is redacted by itself."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self._stream.write(redact(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Stream:
@@ -107,12 +144,12 @@ class Stream:
         last = 1 + max(data.rfind(space, 0, end) for space in (b" ", b"\n", b"\r", b"\t"))  # where the last word begins
         end = last if end - last <= LONGEST_WORD else end
         self.held = data[end:]
-        return _without_url_secrets(data[:end].decode("latin-1")).encode("latin-1")
+        return _without_likely_secrets(data[:end].decode("latin-1")).encode("latin-1")
 
     def rest(self) -> bytes:
         """What is left at the end."""
         held, self.held = self.held, b""
-        return _without_url_secrets(held.decode("latin-1")).encode("latin-1")
+        return _without_likely_secrets(held.decode("latin-1")).encode("latin-1")
 
 
 def _overlap(data: bytes, secret: bytes) -> int:

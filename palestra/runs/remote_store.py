@@ -51,14 +51,6 @@ class FsspecStore:
         """Write the value whole."""
         self.try_often(f"writing {self.root}/{key}", lambda: self._put(key, data))
 
-    def list(self, prefix: str = "") -> list[str]:
-        """The keys that begin with the prefix, sorted."""
-        folder, _, _ = prefix.rpartition("/")
-        where = f"{self.path}/{folder}" if folder else self.path
-        found = self.try_often(f"listing {self.root}", lambda: self.files.find(where, detail=True))
-        keys = [name.removeprefix(f"{self.path}/") for name, about in found.items() if about["size"]]
-        return sorted(key for key in keys if key.startswith(prefix))
-
     def swap(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
         """Replace the value if it still is `expected` (None: absent); says whether it was. `new=None` removes it."""
         found, version = self._read(key)

@@ -1,7 +1,8 @@
 """Sharing runs: copies of run folders at a place for work in progress and at one for what is published.
 
 At a place a run is `NAME/ID/` with its files and, written last, `palestra_run.json`: the size and SHA-256 of each. What
-has no such file is no run yet, so a push that broke off is never pulled; the next push sends what is missing.
+has no such file is no run yet, so a push that broke off is never pulled. A push looks at what is there, and sends what
+is missing or damaged.
 """
 
 import hashlib
@@ -57,12 +58,15 @@ def push_run(run: Run, files: "AbstractFileSystem", path: str, *, published: boo
     target = f"{path}/{run.name}/{run.id}"
     listing = {name: _described(trial.path / name) for name in _names(trial.path)}
     with _explained(f"the push of {trial.path}", "Push it again: what is there already is kept."):
-        there = _read_listing(files, target)
-        known = {} if there is None else there["files"]
-        sent = [name for name, about in listing.items() if known.get(name) != about]
+        there, found = _read_listing(files, target), _found(files, target)
+        sent = [
+            name
+            for name, about in listing.items()
+            if name not in found or not _intact(files, f"{target}/{name}", found[name], trial.path / name, about)
+        ]
         record = {"name": run.name, "id": run.id, "state": state, "seeds": run.seeds, "files": listing}
-        if sent or there is None:
-            _send(files, trial.path, target, {name: listing[name] for name in sent}, record, first=there is None)
+        if sent or there != record:
+            _send(files, trial.path, target, sent, record, first=there is None)
     return len(sent), len(listing) - len(sent)
 
 
@@ -145,7 +149,7 @@ def _send(
     files: "AbstractFileSystem",
     folder: Path,
     target: str,
-    new: dict[str, Any],
+    names: list[str],
     record: dict[str, Any],
     *,
     first: bool,
@@ -153,12 +157,12 @@ def _send(
     """Send files, then the listing; to the Hub all of it as one commit."""
     listing = (json.dumps(record, indent=1) + "\n").encode()
     if "hf" in files.protocol:
-        _commit(files, {f"{target}/{name}": str(folder / name) for name in new} | {f"{target}/{LISTING}": listing})
+        _commit(files, {f"{target}/{name}": str(folder / name) for name in names} | {f"{target}/{LISTING}": listing})
         return
     if not first:  # no reader may take the old listing for the new files
         files.rm_file(f"{target}/{LISTING}")
-    for name, about in new.items():
-        _put(files, folder / name, f"{target}/{name}", resumed=first, size=about["size"])
+    for name in names:
+        files.put_file(str(folder / name), f"{target}/{name}")
     files.pipe_file(f"{target}/{LISTING}", listing)
 
 
@@ -176,13 +180,26 @@ def _commit(files: Any, contents: dict[str, str | bytes]) -> None:
     files.invalidate_cache()
 
 
-def _put(files: "AbstractFileSystem", source: Path, target: str, *, resumed: bool, size: int) -> None:
-    """Send a file; one that an interrupted push has sent whole is not sent again."""
-    if resumed and files.exists(target):
-        info: Any = files.info(target)
-        if info["size"] == size and hashlib.sha256(_bytes(files, target)).hexdigest() == _sha256(source):
-            return
-    files.put_file(str(source), target)
+def _found(files: "AbstractFileSystem", target: str) -> dict[str, Any]:
+    """The files below a folder, by name, as the file system describes them."""
+    files.invalidate_cache()
+    try:
+        listed: Any = files.find(target, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {path.removeprefix(f"{target}/"): info for path, info in listed.items()}
+
+
+def _intact(files: "AbstractFileSystem", path: str, info: Any, source: Path, about: dict[str, Any]) -> bool:
+    """Whether a file that is there has the bytes of ours: by a checksum of the service, else by reading it."""
+    if info["size"] != about["size"]:
+        return False
+    if info.get("lfs"):  # of the Hub
+        return info["lfs"]["sha256"] == about["sha256"]
+    if info.get("ETag", "").strip('"') == _digest(source, "md5"):  # of S3, unless sent in parts or encrypted by a key
+        return True
+    with files.open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == about["sha256"]  # pyrefly: ignore[bad-argument-type]
 
 
 def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str, Any]) -> None:
@@ -193,11 +210,6 @@ def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str
         beside.unlink()
         raise PalestraError(f"{source} is damaged: its bytes are not those that were pushed. Push the run again.")
     os.replace(beside, target)
-
-
-def _bytes(files: "AbstractFileSystem", target: str) -> bytes:
-    content: Any = files.cat_file(target)
-    return content
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -225,13 +237,13 @@ def _newest(folder: Path) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+    return {"size": path.stat().st_size, "sha256": _digest(path)}
 
 
 def _matches(path: Path, about: dict[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == about["size"] and _sha256(path) == about["sha256"]
+    return path.is_file() and path.stat().st_size == about["size"] and _digest(path) == about["sha256"]
 
 
-def _sha256(path: Path) -> str:
+def _digest(path: Path, kind: str = "sha256") -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, kind).hexdigest()

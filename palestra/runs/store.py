@@ -1,4 +1,4 @@
-"""The one small store: get, put, list and compare-and-swap of small files, each atomic."""
+"""The one small store: get, put and compare-and-swap of small files, each atomic."""
 
 import fcntl
 import json
@@ -28,15 +28,6 @@ class LocalStore:
     def put(self, key: str, data: bytes) -> None:
         """Write the value whole: a reader sees the old one or the new one, also after a kill."""
         write_bytes(self._path(key), data)
-
-    def list(self, prefix: str = "") -> list[str]:
-        """The keys that begin with the prefix, sorted; hidden files (temporaries, locks) are no keys."""
-        found = []
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            relative = Path(folder).relative_to(self.root)
-            found += [(relative / name).as_posix() for name in files if not name.startswith(".")]
-        return sorted(key for key in found if key.startswith(prefix))
 
     def swap(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
         """Replace the value if it still is `expected` (None: absent); says whether it was. `new=None` removes it."""

@@ -99,7 +99,7 @@ class LmData(Model):
     eval: Mapping[str, Source]
     """What to evaluate on, by name."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """The share at the end of each training source that is kept for evaluation instead."""
+    """The share of each training source that is kept for evaluation instead: random documents, the same in all runs."""
     context: int = Field(ge=2)
     """Tokens in one example: of plain text, exactly; of a conversation, at most."""
     mix: MixSpec = MixSpec()

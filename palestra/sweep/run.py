@@ -30,6 +30,7 @@ from palestra.sweep.results import POINT, write_results
 from palestra.work.pool import Pool
 
 CLAIMS = "claims"
+STOPPED = "the sweep was interrupted with everything saved; the same command resumes it"
 STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
 LOOK_SECONDS = 0.2
 SILENT_SECONDS = 300.0  # without a sign of life a worker is taken for hung and killed
@@ -98,7 +99,10 @@ def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str,
     names = [point.name for point in planned.points]
     if parallel == 1:
         show = not quiet
-        work_through(planned.folder, [_order(planned, point) for point in planned.points], list(sys.argv), show)
+        try:
+            work_through(planned.folder, [_order(planned, point) for point in planned.points], list(sys.argv), show)
+        except Interrupted as error:  # which says how to go on with that run alone
+            raise Interrupted(STOPPED) from error
     else:
         _in_parallel(planned, parallel)
     missing = [name for name in names if not claims.done(name)]
@@ -209,7 +213,7 @@ def _in_parallel(planned: Plan, parallel: int) -> None:
         for pool in pools:
             pool.stop(STOP_SECONDS)
     if stop:
-        raise Interrupted("stopped with everything saved; the same command goes on")
+        raise Interrupted(STOPPED)
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if len(errors) == len(tasks) and not any(planned.state(point.name) == "failed" for point in planned.points):
         raise errors[0]  # the workers could not even begin
