@@ -301,6 +301,12 @@ def test_import_any_unknown_key_is_never_dropped_without_a_word(key, block):
     assert any(key in note for note in notes)
 
 
+@pytest.mark.parametrize(("name", "path"), [("sac", "agent.algorithm.action_pdtype"), ("crossq", "agent.memory.name")])
+def test_import_of_sac_with_what_it_has_not_here_is_named(name, path):
+    value = {"action_pdtype": "GumbelSoftmax", "name": "PrioritizedReplay"}[path.rpartition(".")[2]]
+    assert any(note.startswith(f"{path}: ") for note in convert(changed(path, value, name), "x").notes)
+
+
 def test_import_search_keys_become_a_space():
     data = changed(
         "search",

@@ -89,7 +89,12 @@ def algorithm_fields(block: Block, setting: Setting) -> dict[str, Any]:
         found |= _soft(block, setting, ours)
     if theirs in ("SIL", "PPOSIL"):
         found["self_imitation"] = _self_imitation(block, setting.memory)
-    block.read |= {"explore_var_spec", "action_policy", "action_pdtype"}
+    pdtype = block.take("action_pdtype", "default")
+    if pdtype == "Beta" and ours in ("reinforce", "a2c", "ppo"):
+        found["distribution"] = "beta"
+    elif pdtype not in ("default", "Normal", "Categorical", "MultiCategorical", "Bernoulli", "Argmax"):
+        block.note("action_pdtype", f"{pdtype} has no counterpart here; the usual distribution was taken")
+    block.read |= {"explore_var_spec", "action_policy"}
     setting.memory.read |= {"name", "sil_replay_name"} | ({"batch_size", "max_size"} if ours in ON_POLICY else set())
     setting.memory.wanted("use_cer", False, "combined experience replay has no counterpart here")
     return found
@@ -103,11 +108,6 @@ def _on_policy(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     entropy = schedule(block, "entropy_coef_spec", setting.frames)
     if entropy is not None:
         found["entropy"] = entropy
-    pdtype = block.take("action_pdtype", "default")
-    if pdtype == "Beta":
-        found["distribution"] = "beta"
-    elif pdtype not in ("default", "Normal", "Categorical", "MultiCategorical", "Bernoulli"):
-        block.note("action_pdtype", f"{pdtype} has no counterpart here; the usual distribution was taken")
     block.wanted("policy_loss_coef", 1, "the policy loss has weight 1 here: scale the other weights instead")
     if ours == "reinforce":
         # SLM-Lab standardises whatever this says.
