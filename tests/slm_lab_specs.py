@@ -139,6 +139,11 @@ SPECS: dict[str, dict[str, Any]] = {
         REPLAY,
         net(optim_spec={"name": "Adam", "lr": 1e-3, "betas": [0.5, 0.999]}),
     ),
+    "sil_recurrent": spec(
+        {**PPO, "name": "PPOSIL", "training_iter": 4},
+        {**ON_POLICY, "sil_replay_name": "Replay", "batch_size": 32, "max_size": 1e4},
+        net(type="RecurrentNet", fc_hid_layers=[], rnn_hidden_size=32),
+    ),
     "torch_arc": spec(
         PPO,
         ON_POLICY,
@@ -174,8 +179,33 @@ SPECS: dict[str, dict[str, Any]] = {
             "max_t": None,
             "max_frame": 10_000_000,
             "life_loss_info": True,
-            "clip_reward": True,
         },
+    ),
+    "atari_arc": spec(
+        {**SAC, "training_frequency": 4},
+        REPLAY,
+        net(
+            type="TorchArcNet",
+            arc={
+                "modules": {
+                    "body": {
+                        "Sequential": [
+                            {"LazyConv2d": {"out_channels": 32, "kernel_size": 8, "stride": 4}},
+                            {"ReLU": None},
+                            {"LazyConv2d": {"out_channels": 64, "kernel_size": 4, "stride": 2}},
+                            {"ReLU": None},
+                            {"LazyConv2d": {"out_channels": 64, "kernel_size": 3, "stride": 1}},
+                            {"ReLU": None},
+                            {"Flatten": None},
+                            {"LazyLinear": {"out_features": 512}},
+                            {"ReLU": None},
+                        ]
+                    }
+                },
+            },
+            normalize=True,
+        ),
+        env={"name": "ALE/Pong-v5", "num_envs": 16, "max_frame": 2e6},
     ),
     "mujoco": spec(
         {**PPO, "normalize_v_targets": True},

@@ -1,11 +1,12 @@
 """SLM-Lab's `algorithm` and `memory` blocks as our `algorithm`."""
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from palestra.errors import UsageError
 from palestra.migrate.blocks import Block
-from palestra.migrate.nets import optimiser_fields, target_fields
+from palestra.migrate.nets import dqn_target_fields, optimiser_fields, sac_target_fields
 from palestra.migrate.schedules import schedule
 
 NAMES = {
@@ -24,7 +25,7 @@ NAMES = {
 }
 _COMMON = "name action_pdtype action_policy explore_var_spec gamma training_frequency "
 _ACTOR = _COMMON + "lam entropy_coef_spec policy_loss_coef val_loss_coef normalize_v_targets "
-_REPLAY = _COMMON + "training_batch_iter training_iter training_start_step "
+_REPLAY = _COMMON + "training_iter training_start_step "
 _IMITATION = " sil_policy_loss_coef sil_val_loss_coef training_batch_iter training_iter"
 _PPO = _ACTOR + ("clip_eps_spec minibatch_size time_horizon training_epoch clip_vloss symlog normalize_advantages")
 _SAC = _REPLAY + (
@@ -36,10 +37,7 @@ KEYS = {
     for name, keys in {
         "Reinforce": _COMMON + "center_return entropy_coef_spec policy_loss_coef",
         "SARSA": _COMMON,
-        "VanillaDQN": _REPLAY,
-        "DQNBase": _REPLAY,
-        "DQN": _REPLAY,
-        "DoubleDQN": _REPLAY,
+        **dict.fromkeys(("VanillaDQN", "DQNBase", "DQN", "DoubleDQN"), _REPLAY + "training_batch_iter"),
         "ActorCritic": _ACTOR + "num_step_returns",
         "SIL": _ACTOR + "num_step_returns" + _IMITATION,
         "PPO": _PPO,
@@ -51,6 +49,7 @@ KEYS = {
 MEMORY_KEYS = frozenset(
     {"name", "batch_size", "max_size", "use_cer", "alpha", "epsilon", "cross_entropy", "sil_replay_name"}
 )
+EPISODIC = ("OnPolicyReplay", "OnPolicyCrossEntropy")
 EPISODES_TO_STEPS = 128  # vector steps taken for SLM-Lab's episodes between updates
 
 
@@ -83,14 +82,19 @@ def algorithm_fields(block: Block, setting: Setting) -> dict[str, Any]:
     elif ours in ("reinforce", "a2c", "ppo"):
         found |= _on_policy(block, setting, ours)
     if ours == "dqn":
-        found |= _dqn(block, setting, theirs, found["replay_ratio"])
+        found |= _dqn(block, setting, theirs, found["replay_ratio"] * setting.num_envs)
     if ours == "sarsa":
         found["horizon"] = _vector_steps(block, setting, 32)
     if ours in ("sac", "crossq"):
-        found |= _soft(block, setting, ours, found["replay_ratio"])
+        found |= _soft(block, setting, ours)
     if theirs in ("SIL", "PPOSIL"):
         found["self_imitation"] = _self_imitation(block, setting.memory)
-    block.read |= {"explore_var_spec", "action_policy", "action_pdtype"}
+    pdtype = block.take("action_pdtype", "default")
+    if pdtype == "Beta" and ours in ("reinforce", "a2c", "ppo"):
+        found["distribution"] = "beta"
+    elif pdtype not in ("default", "Normal", "Categorical", "MultiCategorical", "Bernoulli", "Argmax"):
+        block.note("action_pdtype", f"{pdtype} has no counterpart here; the usual distribution was taken")
+    block.read |= {"explore_var_spec", "action_policy"}
     setting.memory.read |= {"name", "sil_replay_name"} | ({"batch_size", "max_size"} if ours in ON_POLICY else set())
     setting.memory.wanted("use_cer", False, "combined experience replay has no counterpart here")
     return found
@@ -104,11 +108,6 @@ def _on_policy(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     entropy = schedule(block, "entropy_coef_spec", setting.frames)
     if entropy is not None:
         found["entropy"] = entropy
-    pdtype = block.take("action_pdtype", "default")
-    if pdtype == "Beta":
-        found["distribution"] = "beta"
-    elif pdtype not in ("default", "Normal", "Categorical", "MultiCategorical", "Bernoulli"):
-        block.note("action_pdtype", f"{pdtype} has no counterpart here; the usual distribution was taken")
     block.wanted("policy_loss_coef", 1, "the policy loss has weight 1 here: scale the other weights instead")
     if ours == "reinforce":
         # SLM-Lab standardises whatever this says.
@@ -119,23 +118,30 @@ def _on_policy(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     found["value_coef"] = block.take("val_loss_coef", 1.0)
     block.wanted("normalize_v_targets", False, "value targets are not normalised here; env.normalise_reward may help")
     if ours == "a2c":
-        steps = block.take("num_step_returns")
-        found["lam"] = block.take("lam")
-        found["horizon"] = steps or _vector_steps(block, setting, 16)
-        block.read.add("training_frequency")
+        steps, found["lam"] = block.count("num_step_returns"), block.take("lam")
+        if found["lam"] is None and steps and setting.memory.data.get("name") not in EPISODIC:
+            found["horizon"] = steps  # SLM-Lab overrides its training_frequency with it
+            block.read.add("training_frequency")
+            return found
+        found["horizon"] = _vector_steps(block, setting, 16)
+        if steps:
+            what = "with lam it is ignored" if found["lam"] is not None else "returns go up to the horizon here"
+            block.note("num_step_returns", f"{what}, and {found['horizon']} vector steps are between updates")
+        elif found["lam"] is None:
+            block.note("lam", "without it SLM-Lab takes Monte Carlo returns; here the value at the horizon bootstraps")
         return found
     return found | _ppo(block, setting)
 
 
 def _ppo(block: Block, setting: Setting) -> dict[str, Any]:
-    found: dict[str, Any] = {"lam": block.take("lam", 0.95), "epochs": block.take("training_epoch", 1)}
+    found: dict[str, Any] = {"lam": block.take("lam", 0.95), "epochs": block.count("training_epoch", 1)}
     clip = schedule(block, "clip_eps_spec", setting.frames)
     if clip is not None:
         found["clip"] = clip
-    horizon = block.take("time_horizon") or _vector_steps(block, setting, 128)
-    rows, wanted = horizon * setting.num_envs, block.take("minibatch_size", 4)
+    horizon = block.count("time_horizon") or _vector_steps(block, setting, 128)
+    rows, wanted = horizon * setting.num_envs, block.count("minibatch_size", 4)
     whole = horizon if setting.net.data.get("type") == "RecurrentNet" else 1  # which learns from whole sequences
-    sizes = [size for size in range(whole, rows + 1, whole) if rows % size == 0]
+    sizes = [size for size in range(whole, rows + 1, whole) if rows % size == 0 and (size > 1 or rows == 1)]
     size = min(sizes, key=lambda one: (abs(one - wanted), one))
     if size != wanted:
         parts = f"{horizon} × {setting.num_envs}" + (" into whole sequences" if whole > 1 else "")
@@ -153,30 +159,40 @@ def _ppo(block: Block, setting: Setting) -> dict[str, Any]:
 
 
 def _replay(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
-    """What learns from a memory: SLM-Lab counts vector steps between updates and gradient steps at each."""
+    """What learns from a memory: SLM-Lab counts transitions between updates, but updates at most once a vector step."""
     memory, n = setting.memory, setting.num_envs
-    every = block.take("training_frequency", 1)
-    iterations = block.take("training_iter", n if ours != "dqn" else 1) * block.take("training_batch_iter", 1)
-    batch = memory.take("batch_size", 32)
-    start = block.take("training_start_step", batch if ours == "dqn" else max(1000, batch))
-    found = {
+    frequency = max(1, block.count("training_frequency", 1))
+    iterations = block.count("training_iter", n if ours != "dqn" else 1)
+    iterations *= block.count("training_batch_iter", 1) if ours == "dqn" else 1
+    frames = max(frequency, n)  # between updates
+    every = frames // n
+    if frames % n:
+        every = frames // gcd(frames, n * iterations)
+        how = f"{n * iterations * every // frames} updates every {every} vector steps keep their rate"
+        block.note("training_frequency", f"{frames} transitions are not whole vector steps of {n}; {how}")
+    batch = memory.count("batch_size", 32)
+    start = max(1, block.count("training_start_step", batch if ours == "dqn" else max(1000, batch)))
+    size = memory.count("max_size", 100_000)
+    buffer = max(size, start, 2 * n)
+    if buffer != size:
+        memory.note("max_size", f"{size} are fewer than are collected before the first update; {buffer} was taken")
+    return {
         "batch": batch,
-        "start": max(1, start),
+        "start": start,
         "update_every": every,
-        "replay_ratio": iterations / (n * every),
+        "replay_ratio": iterations / frames,
         "horizon": every * max(1, 256 // every),
+        "buffer": buffer,
     }
-    found["buffer"] = max(memory.take("max_size", 100_000), found["start"], 2 * n)
-    return found
 
 
-def _dqn(block: Block, setting: Setting, theirs: str, ratio: float) -> dict[str, Any]:
+def _dqn(block: Block, setting: Setting, theirs: str, updates: float) -> dict[str, Any]:
     net, memory = setting.net, setting.memory
     if theirs == "VanillaDQN":
         found: dict[str, Any] = {"double": False, "tau": 1.0}
         net.read |= {"update_type", "update_frequency", "polyak_coef"}
     else:
-        found = {"double": True, **target_fields(net, ratio)}
+        found = {"double": True, **dqn_target_fields(net, setting.num_envs, updates, setting.frames)}
         if theirs != "DoubleDQN":
             block.note("name", "SLM-Lab's DQN computes the targets of double DQN, and so does the imported spec")
     if "Dueling" in str(net.data.get("type")):
@@ -188,13 +204,13 @@ def _dqn(block: Block, setting: Setting, theirs: str, ratio: float) -> dict[str,
     return found
 
 
-def _soft(block: Block, setting: Setting, ours: str, ratio: float) -> dict[str, Any]:
-    found: dict[str, Any] = target_fields(setting.net, ratio) if ours == "sac" else {}
-    if "target_every" in found:
-        setting.net.note("update_type", "the targets of SAC follow by tau here; 0.005 was taken")
-        found = {}
+def _soft(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
+    found: dict[str, Any] = sac_target_fields(setting.net, setting.num_envs) if ours == "sac" else {}
     setting.net.read |= {"update_type", "update_frequency", "polyak_coef"}
-    found["policy_delay"] = block.take("policy_delay", 1)
+    if setting.memory.data.get("name") == "PrioritizedReplay":
+        setting.memory.note("name", f"{ours} samples uniformly here; priorities were left out")
+        setting.memory.read |= {"alpha", "epsilon"}
+    found["policy_delay"] = block.count("policy_delay", 1)
     if "fixed_alpha" in block:
         found["alpha"] = block.take("fixed_alpha")
     target = block.take("target_entropy", "auto")
@@ -202,7 +218,8 @@ def _soft(block: Block, setting: Setting, ours: str, ratio: float) -> dict[str, 
         found["target_entropy"] = target
     if "alpha_lr" in block:
         found["alpha_lr"] = block.take("alpha_lr")
-    block.read |= {"log_alpha_min", "log_alpha_max"}  # bounds that a tuned weight stays within by itself
+    for key, usual in (("log_alpha_min", -5), ("log_alpha_max", 2)):
+        block.wanted(key, usual, "the entropy's weight is not bounded here")
     return found
 
 
@@ -217,8 +234,8 @@ def _exploration(block: Block, frames: int) -> dict[str, Any]:
 
 def _vector_steps(block: Block, setting: Setting, default: int) -> int:
     """Vector steps between updates; SLM-Lab's episodic memory counts episodes, whose length nobody knows."""
-    count = block.take("training_frequency")
-    if setting.memory.data.get("name") in ("OnPolicyReplay", "OnPolicyCrossEntropy"):
+    count = block.count("training_frequency")
+    if setting.memory.data.get("name") in EPISODIC:
         block.note(
             "training_frequency",
             f"counts episodes in SLM-Lab; here the horizon counts transitions, {default} were taken",
@@ -229,9 +246,9 @@ def _vector_steps(block: Block, setting: Setting, default: int) -> int:
 
 def _self_imitation(block: Block, memory: Block) -> dict[str, Any]:
     found = {
-        "buffer": memory.take("max_size", 100_000),
-        "batch": memory.take("batch_size", 512),
-        "updates": block.take("training_iter", 1) * block.take("training_batch_iter", 1),
+        "buffer": memory.count("max_size", 100_000),
+        "batch": memory.count("batch_size", 512),
+        "updates": block.count("training_iter", 1) * block.count("training_batch_iter", 1),
         "coef": block.take("sil_policy_loss_coef", 0.1),
         "value_coef": block.take("sil_val_loss_coef", 0.01),
     }

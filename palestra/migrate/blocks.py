@@ -40,6 +40,13 @@ class Block:
         value = self.data.get(key)
         return default if value is None else value
 
+    def count(self, key: str, default: int | None = None) -> Any:
+        """The value of a key as a whole number, which SLM-Lab also writes as 1e6."""
+        value = self.take(key, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value % 1):
+            raise UsageError(f"{self.path}.{key}: expected a whole number, got {value!r}")
+        return value if value is None else int(value)
+
     def block(self, key: str, known: frozenset[str] | None = None) -> "Block":
         """A mapping inside."""
         return Block(self.take(key, {}), f"{self.path}.{key}", self.notes, known)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from palestra.migrate.blocks import Block, Notes
+from palestra.migrate.blocks import Block
 from palestra.migrate.schedules import in_fractions
 
 KEYS = frozenset({
@@ -15,40 +15,48 @@ KEYS = frozenset({
     "critic_hid_layers", "actor_lr_scheduler_spec", "critic_lr_scheduler_spec",
 })  # fmt: skip
 ACTIVATIONS = {"tanh": "tanh", "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu"}
+LAYERS = {"Linear", "Flatten", "Tanh", "ReLU", "SiLU", "GELU", "LayerNorm", "Conv2d"}
 NATURE = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]
 LOSSES = {"dqn": ("SmoothL1Loss", "HuberLoss"), "reinforce": ("MSELoss", "SmoothL1Loss")}  # which has no value to fit
 
 
-def net_fields(block: Block, algorithm: str) -> dict[str, Any]:
-    """The fields of our `net`."""
-    kind = block.take("type", "MLPNet")
+def net_fields(block: Block, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The fields of our `net`, for the fields of our `algorithm`."""
+    kind, name = block.take("type", "MLPNet"), algorithm["name"]
     found: dict[str, Any] = {}
     if "Conv" in kind:
         found["trunk"] = "nature"
         if "conv_hid_layers" in block and [layer[:3] for layer in block.data["conv_hid_layers"]] != NATURE:
             block.note("conv_hid_layers", "other convolutions than the Nature network's; that one was taken")
-        found["hidden"] = _flat(block.take("fc_hid_layers", [512]))
+        found["hidden"] = flat(block.take("fc_hid_layers", [512]))
     elif kind == "RecurrentNet":
-        found |= _recurrent(block, algorithm)
+        found |= _recurrent(block, name, "self_imitation" not in algorithm)
     elif kind == "TorchArcNet":
-        found |= _arc(block)
+        found |= _arc(block, block.take("arc") or block.take("actor_arc"), name)
     else:
         if kind not in ("MLPNet", "DuelingMLPNet"):
             block.note("type", f"{kind} was taken as an MLP")
-        found["hidden"] = _flat(block.take("hid_layers", [64, 64]))
+        found["hidden"] = flat(block.take("hid_layers", [64, 64]))
     if "critic_hid_layers" in block:
-        found["critic_hidden"] = _flat(block.take("critic_hid_layers"))
+        found["critic_hidden"] = flat(block.take("critic_hid_layers"))
     if "actor_hid_layers" in block:
-        found["hidden"] = _flat(block.take("actor_hid_layers"))
+        found["hidden"] = flat(block.take("actor_hid_layers"))
     block.read |= {"conv_hid_layers", "hid_layers", "fc_hid_layers"}
-    if "hid_layers_activation" in block and kind != "TorchArcNet":
-        found["activation"] = _activation(block, block.take("hid_layers_activation"))
-    block.take("hid_layers_activation")  # a graph has its own
+    activation = block.take("hid_layers_activation", "relu")
+    if kind != "TorchArcNet":  # a graph has its own
+        found["activation"] = _activation(block, activation)
+    if name in ("sac", "crossq"):
+        block.wanted("shared", False, "SLM-Lab ignores it: policy and critics have networks of their own")
+        block.data.pop("shared", None)
+    if block.data.get("shared") and "critic_hidden" in found:
+        block.note("critic_hid_layers", "the critic has no layers of its own in a shared net; they were left out")
+        del found["critic_hidden"]
     for theirs, ours in (("shared", "shared"), ("layer_norm", "layer_norm"), ("log_std_init", "log_std")):
         if theirs in block:
             found[ours] = block.take(theirs)
     found["orthogonal"] = _orthogonal(block)
-    block.wanted("normalize", True, "images are always divided by 255 here, and nothing else is")
+    if found.get("trunk") == "nature" and not block.take("normalize", False):
+        block.note("normalize", "images are always divided by 255 here")
     for key in ("actor_init_std", "critic_init_std"):
         if key in block and not block.data.get("shared"):
             block.note(key, "SLM-Lab ignores this key where the nets are separate; orthogonal weights have 0.01 and 1")
@@ -62,75 +70,105 @@ def optimiser_fields(block: Block, algorithm: str, frames: int) -> dict[str, Any
     found: dict[str, Any] = {}
     optim = _optimiser(block, "actor_optim_spec" if "actor_optim_spec" in block else "optim_spec", algorithm)
     scheduler = "actor_lr_scheduler_spec" if "actor_lr_scheduler_spec" in block else "lr_scheduler_spec"
-    if "lr" in optim:
-        optim["lr"] = _rate(block, scheduler, optim["lr"], frames)
+    optim["lr"] = _rate(block, scheduler, optim["lr"], frames)
     found |= optim
     if "critic_optim_spec" in block:
         critic = _optimiser(block, "critic_optim_spec", algorithm)
         if algorithm in ("sac", "td3", "crossq"):
-            found["critic_lr"] = _rate(block, "critic_lr_scheduler_spec", critic.get("lr", 3e-4), frames)
-        elif critic.get("lr") != block.data.get("actor_optim_spec", {}).get("lr"):
+            found["critic_lr"] = _rate(block, "critic_lr_scheduler_spec", critic["lr"], frames)
+        elif critic["lr"] != block.data.get("actor_optim_spec", {}).get("lr"):
             block.note("critic_optim_spec.lr", "policy and value have one learning rate here, the policy's")
     block.read |= {"optim_spec", "lr_scheduler_spec", "critic_lr_scheduler_spec", scheduler}
-    if "clip_grad_val" in block.data:
-        found["max_grad_norm"] = block.take("clip_grad_val")
+    found["max_grad_norm"] = block.take("clip_grad_val")
     loss = block.take("loss_spec", {}).get("name", "MSELoss")
     if loss not in LOSSES.get(algorithm, ("MSELoss",)):
         block.note("loss_spec", f"the loss belongs to the algorithm here; {loss} was left out")
     return found
 
 
-def target_fields(block: Block, updates_per_frame: float) -> dict[str, Any]:
-    """How the target network follows: SLM-Lab counts frames, we count gradient steps."""
-    kind, every = block.take("update_type", "polyak"), block.take("update_frequency", 1)
-    tau = block.take("polyak_coef", 0.005)
+def dqn_target_fields(block: Block, num_envs: int, updates: float, frames: int) -> dict[str, Any]:
+    """How DQN's target follows: SLM-Lab moves it after each vector step, we after each of `updates` gradient steps."""
+    kind, every = block.take("update_type", "replace"), block.count("update_frequency", 1)
+    share = block.take("polyak_coef", 0)
     if kind == "replace":
-        return {"target_every": max(1, round(every * updates_per_frame))}
-    if tau > 0.5:
-        block.note("polyak_coef", "in SLM-Lab's code this is the share of the learning net, and it was taken as that")
+        return {"target_every": max(1, round(max(every, num_envs) / num_envs * updates))}
+    if share == 0:
+        block.note("polyak_coef", "0 leaves the target network as it began, in SLM-Lab and here")
+        return {"target_every": round(updates * frames) + 1}
+    tau = polyak(share, updates)
+    if share > 0.5 or tau != share:
+        here = f"tau is {tau:.4g}, at each of {updates:g} gradient steps in it"
+        block.note("polyak_coef", f"SLM-Lab's target takes {share} of the learning net once a vector step; here {here}")
     return {"tau": tau}
 
 
-def _recurrent(block: Block, algorithm: str) -> dict[str, Any]:
-    cell, size = str(block.take("cell_type", "GRU")).lower(), block.take("rnn_hidden_size", 64)
-    found: dict[str, Any] = {"hidden": _flat(block.take("fc_hid_layers", [])) or [64]}
+def sac_target_fields(block: Block, num_envs: int) -> dict[str, Any]:
+    """How SAC's targets follow, after each gradient step there and here."""
+    kind, every = block.take("update_type", "replace"), block.count("update_frequency", 1)
+    if kind == "polyak":
+        return {"tau": block.take("polyak_coef", 0)}
+    if every > num_envs:
+        block.note("update_type", f"the targets of SAC are not replaced every {every} frames here; tau 0.005 was taken")
+        return {}
+    return {"tau": 1.0}
+
+
+def polyak(share: float, updates: float) -> float:
+    """What moves a target in so many moves as far as `share` in one."""
+    return share if updates == 1 else 1 - (1 - share) ** (1 / updates)
+
+
+def _recurrent(block: Block, algorithm: str, possible: bool) -> dict[str, Any]:
+    cell, size = str(block.take("cell_type", "GRU")).lower(), block.count("rnn_hidden_size", 64)
+    found: dict[str, Any] = {"hidden": flat(block.take("fc_hid_layers", []))}
     for key in ("rnn_num_layers", "bidirectional", "seq_len"):
         block.wanted(key, 1, "the state is carried through the whole rollout by one layer here")
-    if algorithm not in ("ppo", "a2c"):
-        block.note("type", f"{algorithm} has no recurrent form here; the recurrent layer was left out")
-        return found
+    if algorithm not in ("ppo", "a2c") or not possible:
+        what = f"{algorithm} has no recurrent form here" if possible else "self-imitation has none that remembers here"
+        block.note("type", f"{what}; a hidden layer stands for the recurrent one")
+        return {"hidden": [*found["hidden"], size]}
     if cell == "rnn":
         block.note("cell_type", "there is no plain RNN here; a GRU was taken")
     return {**found, "recurrent": {"cell": "lstm" if cell == "lstm" else "gru", "size": size}}
 
 
-def _arc(block: Block) -> dict[str, Any]:
+def _arc(block: Block, arc: Any, algorithm: str) -> dict[str, Any]:
     """The widths and the activation of a TorchArc body that is a plain chain of layers."""
-    arc = block.take("arc") or block.take("actor_arc")
-    if "arc_file" in block or arc is None:
+    if "arc_file" in block or not isinstance(arc, dict):
         block.take("arc_file")
         block.note("type", "the graph is in another file; the default MLP was taken")
         return {}
     layers = [(name, args) for module in arc.get("modules", {}).values() for name, args in _layers(module)]
-    widths = [_width(args) for name, args in layers if "Linear" in name]
-    if any("Conv" in name for name, _ in layers):
-        block.note("arc", "a body with convolutions was taken as the Nature network")
-        return {"trunk": "nature", "hidden": [width for width in widths if width] or [512]}
-    known = {"LazyLinear", "Linear", "Flatten", "Tanh", "ReLU", "SiLU", "GELU", "LayerNorm", "LazyLayerNorm"}
-    unknown = sorted({name for name, _ in layers} - known)
+    widths = [width for name, args in layers if "Linear" in name and (width := _width(args))]
+    convolutions = [args or {} for name, args in layers if "Conv" in name]
+    found: dict[str, Any] = {"hidden": widths}
+    if convolutions:
+        found["trunk"] = "nature"
+        if [[args.get(key) for key in ("out_channels", "kernel_size", "stride")] for args in convolutions] != NATURE:
+            block.note("arc", "other convolutions than the Nature network's; that one was taken")
+    known = {*LAYERS, "BatchRenorm1d"} if algorithm == "crossq" else LAYERS
+    unknown = sorted({name.removeprefix("Lazy") for name, _ in layers} - known)
     if unknown:
         block.note("arc", f"layers without a counterpart were left out: {', '.join(unknown)}")
-    found: dict[str, Any] = {"hidden": [width for width in widths if width] or [64, 64]}
     activations = [name.lower() for name, _ in layers if name.lower() in ACTIVATIONS]
     if activations:
         found["activation"] = ACTIVATIONS[activations[0]]
+    if len(set(activations)) > 1:
+        block.note("arc", f"one activation is for all layers here: {activations[0]}")
     if any("LayerNorm" in name for name, _ in layers):
         found["layer_norm"] = True
     critic = block.take("critic_arc")
     if critic is not None:
-        own = Block({"arc": critic}, f"{block.path}.critic_arc", Notes())
-        found["critic_hidden"] = _arc(own).get("hidden", found["hidden"])
+        found["critic_hidden"] = _arc(block, critic, algorithm).get("hidden", widths)
     return found
+
+
+def renorm_fields(block: Block) -> dict[str, Any]:
+    """CrossQ's batch renormalisation from the layers of a critic's graph."""
+    modules = (block.data.get("arc") or {}).get("modules", {}).values()
+    args = next((args for module in modules for name, args in _layers(module) if "BatchRenorm" in name), None) or {}
+    ours = {"momentum": "renorm_momentum", "warmup_steps": "renorm_warmup"}
+    return {ours[key]: value for key, value in args.items() if key in ours}
 
 
 def _layers(module: Any) -> Iterator[tuple[str, Any]]:
@@ -160,13 +198,13 @@ def _optimiser(block: Block, key: str, algorithm: str) -> dict[str, Any]:
     name, found = inner.take("name", "Adam"), {}
     if name.removeprefix("Global") != "Adam":
         inner.note("name", f"Adam is the optimiser here; {name} was left out")
-    for theirs, ours in (("lr", "lr"), ("eps", "adam_eps")):
-        if theirs in inner:
-            found[ours] = inner.take(theirs)
-    betas = inner.take("betas")
-    if betas is not None and algorithm == "crossq":
+    found["lr"] = inner.take("lr", 1e-3)  # torch's, as are the others that a spec leaves out
+    if algorithm != "sarsa":
+        found["adam_eps"] = inner.take("eps", 1e-8)
+    betas = inner.take("betas", [0.9, 0.999])
+    if algorithm == "crossq":
         found["beta1"] = betas[0]
-    elif betas is not None and list(betas) != [0.9, 0.999]:
+    elif list(betas) != [0.9, 0.999]:
         inner.note("betas", "Adam has β of 0.9 and 0.999 here")
     inner.close()
     return found
@@ -196,6 +234,6 @@ def _activation(block: Block, name: str) -> str:
     return ACTIVATIONS.get(name, "relu")
 
 
-def _flat(layers: Any) -> list[int]:
+def flat(layers: Any) -> list[int]:
     """Widths, also where multi-headed nets nest them."""
-    return [width for item in layers for width in (_flat(item) if isinstance(item, list) else [item])]
+    return [width for item in layers for width in (flat(item) if isinstance(item, list) else [item])]

@@ -11,7 +11,7 @@ from palestra.errors import UsageError
 from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
 from palestra.migrate.blocks import Block, Notes
 from palestra.migrate.nets import KEYS as NET_KEYS
-from palestra.migrate.nets import net_fields
+from palestra.migrate.nets import net_fields, optimiser_fields, renorm_fields
 from palestra.migrate.space import search_fields
 from palestra.spec.load import load
 from palestra.spec.source import SourceError, read_text, write_text
@@ -28,6 +28,7 @@ FILLED_BY_SLM_LAB = (
 META_KEYS = frozenset({*READ_META, *FILLED_BY_SLM_LAB})
 VARIABLE = re.compile(r"\$\{([^{}]+)\}")
 UNFILLED = re.compile(r"__unfilled_(.+?)__")
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ def import_spec(path: Path, name: str, variables: Mapping[str, str] | None = Non
         near = get_close_matches(name, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(known)}."
         raise UsageError(f"{path} has no spec {name!r}. {hint}")
-    missing = sorted({found for text in _texts(specs[name]) for found in UNFILLED.findall(text)})
+    missing = sorted(set(UNFILLED.findall(str(specs[name]))))
     if missing:
         flags = " ".join(f"-s {variable}=..." for variable in missing)
         raise UsageError(f"{path}: the spec {name!r} has variables without a value. Give them with {flags}")
     env = given.get("env")
     title = name if env is None else f"{name}_{_env_name(env)}"  # as SLM-Lab names such runs
-    return convert(specs[name], title)
+    return convert(_numbers(specs[name]), title)
 
 
 def convert(spec: Mapping[str, Any], name: str) -> Imported:
@@ -69,30 +70,28 @@ def convert(spec: Mapping[str, Any], name: str) -> Imported:
     agent, env = (_only(top, key) for key in ("agent", "env"))
     meta = Block(top.take("meta", {}), "meta", notes, META_KEYS)
     agent.read |= {"name"}
-    num_envs, frames = env.take("num_envs", 1), env.take("max_frame")
+    num_envs, frames = env.count("num_envs", 1), env.count("max_frame")
     if frames is None:
         raise UsageError(f"{name}: env.max_frame is missing: how long to train")
     memory, net = agent.block("memory", MEMORY_KEYS), agent.block("net", NET_KEYS)
     block = agent.block("algorithm")
-    algorithm = algorithm_fields(block, Setting(memory, net, num_envs, int(frames)))
-    nets = net_fields(net, algorithm["name"])
+    algorithm = algorithm_fields(block, Setting(memory, net, num_envs, frames))
+    nets = net_fields(net, algorithm)
     if "critic_net" in agent:
-        critic = agent.block("critic_net", NET_KEYS)
-        if (hidden := net_fields(critic, algorithm["name"]).get("hidden")) not in (None, nets.get("hidden")):
-            nets["critic_hidden"] = hidden
-        critic.rest()
+        rates, widths = _critic(agent.block("critic_net", NET_KEYS), algorithm | nets, frames)
+        algorithm, nets = algorithm | rates, nets | widths
     data: dict[str, Any] = {
         "kind": "control",
         "name": re.sub(r"[^A-Za-z0-9_.-]", "_", name),
         "env": _env(env, num_envs),
         "algorithm": algorithm,
         "net": nets,
-        "train": {"frames": int(frames)},
+        "train": {"frames": frames},
     }
     data |= _meta(meta)
     if net.take("gpu") is True:
         data["device"] = "cuda"
-    searched, every = search_fields(top.take("search", {}), meta, data, notes)
+    searched, every = search_fields(top.block("search").data, meta, data, str(net.data.get("type")), notes)
     if searched:
         data["search"] = searched
         data["every"] |= every
@@ -110,7 +109,7 @@ def _checked(data: dict[str, Any], notes: Notes) -> dict[str, Any]:
     except SpecError as error:
         outside = [problem for problem in error.problems if not problem.path.startswith("search.space")]
         if outside or "search" not in data:
-            raise UsageError(f"the imported spec is not valid here; please report this.\n{error}") from error
+            raise UsageError(f"what this spec says is not possible here:\n{error}") from error
         wrong = {problem.path.removeprefix("search.space.") for problem in error.problems}
         space = {key: axis for key, axis in data["search"]["space"].items() if key not in wrong}
         for problem in error.problems:
@@ -134,17 +133,18 @@ def _read(path: Path, given: Mapping[str, str]) -> dict[str, Any]:
             raise UsageError(f"-s {variable}: {path} has no variable ${{{variable}}}. Its variables are: {have}.")
     filled = VARIABLE.sub(lambda match: given.get(match[1], f"__unfilled_{match[1]}__"), text)
     data = read_text(filled.replace("\t", " ") if path.suffix == ".json" else filled, str(path)).data
-    if not isinstance(data, dict) or not all(isinstance(value, dict) for value in data.values()):
+    if not isinstance(data, dict):
         raise SourceError(f"{path} is not a file of SLM-Lab's specs: expected a mapping of names to specs")
-    return data
+    return {name: spec for name, spec in data.items() if isinstance(spec, dict)}  # the rest are anchors of parts
 
 
-def _texts(value: Any) -> list[str]:
+def _numbers(value: Any) -> Any:
+    """The same with text such as "1e6", which a quoted `${max_frame}` becomes, as numbers."""
     if isinstance(value, Mapping):
-        return [text for key, item in value.items() for text in (key, *_texts(item))]
+        return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [text for item in value for text in _texts(item)]
-    return [value] if isinstance(value, str) else []
+        return [_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def _env_name(env: str) -> str:
@@ -162,42 +162,63 @@ def _only(top: Block, key: str) -> Block:
     return Block(value, key, top.notes, None if key == "env" else frozenset({"name", "algorithm", "memory", "net"}))
 
 
+def _critic(block: Block, policy: dict[str, Any], frames: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What CrossQ's critics have of their own, for `algorithm` and for `net`; a note on what they cannot have."""
+    own = net_fields(block, policy) | optimiser_fields(block, policy["name"], frames)
+    differ = {key: value for key, value in own.items() if value != policy.get(key)}
+    rates = {"critic_lr": differ.pop("lr")} if "lr" in differ else {}
+    widths = {"critic_hidden": differ.pop("hidden")} if "hidden" in differ else {}
+    for key, value in differ.items():
+        block.note(key, f"policy and critics have the same here, the policy's; {value!r} was left out")
+    block.read |= {"gpu", "update_type", "update_frequency", "polyak_coef"}
+    block.close()
+    return rates | renorm_fields(block), widths
+
+
 def _env(env: Block, num_envs: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": env.take("name"), "num_envs": num_envs}
+    name = env.take("name", "")
+    atari = str(name).startswith("ALE/")
+    if str(name).startswith("playground/"):
+        env.note("name", "MuJoCo Playground is not a part of Palestra: name a Gymnasium environment, see env.module")
+    found: dict[str, Any] = {"id": name, "num_envs": num_envs}
     kwargs: dict[str, Any] = {}
     if "max_t" in env:
-        kwargs["max_episode_steps"] = env.take("max_t")
+        kwargs["max_episode_steps"] = env.count("max_t")
     for theirs, ours in (("normalize_obs", "normalise_obs"), ("normalize_reward", "normalise_reward")):
         if env.take(theirs, False):
             found[ours] = True
     if "clip_obs" in env and found.get("normalise_obs"):
         found["clip_obs"] = env.take("clip_obs")
-    clip = env.take("clip_reward")
-    if clip is None and found.get("normalise_reward"):
-        clip = 10.0  # SLM-Lab's default
-    if env.take("reward_scale") == "sign":
-        env.note("reward_scale", "rewards are clipped to −1..1 here, not reduced to their sign")
-        clip = 1.0
+    env.wanted("clip_obs", found.get("clip_obs"), "observations are clipped only where they are normalised here")
+    clip = env.take("clip_reward", 10.0 if found.get("normalise_reward") else None)
+    if isinstance(clip, list):
+        env.note("clip_reward", f"rewards are clipped as far below 0 as above here; {clip} was taken as its larger end")
+        clip = max(map(abs, clip))
+    scale = env.take("reward_scale")
+    env.wanted("reward_scale", 1, f"rewards are {'clipped to −1..1' if scale == 'sign' else 'not scaled'} here")
+    if scale == "sign" or (atari and num_envs > 1):
+        clip = 1.0  # SLM-Lab clips those of several Atari games, whatever clip_reward says
     if clip:
         found["clip_reward"] = 1.0 if clip is True else float(clip)
-    stack = env.take("frame_op_len")
-    if stack and stack > 1:
+    stack = env.count("frame_op_len", 1)
+    if stack > 1 and not atari:
         found["frame_stack"] = stack
-    env.read |= {"frame_op", "max_t", "clip_obs", "image_downsize"}
+    env.wanted("frame_op_len", 4 if atari else stack, "Atari games come with 4 frames stacked")
+    env.read |= {"frame_op", "max_t"}
     env.wanted("device", "cpu", "environments run where they run here")
     kwargs |= env.rest()  # SLM-Lab hands all others to gymnasium.make
     return {**found, "kwargs": kwargs} if kwargs else found
 
 
 def _meta(meta: Block) -> dict[str, Any]:
-    found: dict[str, Any] = {"max_session": meta.take("max_session", 1)}
+    found: dict[str, Any] = {"max_session": meta.count("max_session", 1)}
     every: dict[str, Any] = {}
     if "log_frequency" in meta:
-        every["log"] = f"{int(meta.take('log_frequency'))} frames"
-    evaluated = meta.take("eval_frequency")
+        every["log"] = f"{meta.count('log_frequency')} frames"
+    evaluated = meta.count("eval_frequency")
     # SLM-Lab evaluates in environments of its own only with rigorous_eval, which its benchmarks leave at 0.
-    every["eval"] = f"{int(evaluated)} frames" if meta.take("rigorous_eval", 0) and evaluated else None
-    meta.wanted("distributed", False, "sessions are independent seeds here; nothing is shared between them")
+    every["eval"] = f"{evaluated} frames" if meta.take("rigorous_eval", 0) and evaluated else None
+    meta.wanted("distributed", False, "sessions are independent seeds here, each of max_frame frames")
     meta.wanted("search_resources", None, "`search.parallel` and `search.threads` say how much a trial gets")
     meta.read |= {*FILLED_BY_SLM_LAB}
     return {**found, "every": every}
