@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
 import yaml
 from typer.main import get_command
 
@@ -33,7 +32,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 # What makes a spec small enough to be run by a test, by its kind.
 SMALL = {
     "control": ["max_session=1", "train.frames=4096", "algorithm.minibatch=256", "eval.episodes=4", "every.eval=null"],
-    "pretrain": ["train.steps=2", "train.batch=4", "eval.examples=4", "threads=1"],
+    "pretrain": ["train.steps=2", "train.batch=4", "eval.examples=4", "threads=1", "train.precision=fp32"],
 }
 # They need a network, a person or minutes.
 NOT_RUN = ("model", "chat", "serve", "eval", "search", "pipeline", "import")
@@ -127,20 +126,21 @@ def parsed(arguments: list[str]) -> tuple[str, dict[str, Any]]:
     """The command and its parameters; raises a usage error where there is no such command or option."""
     root: Any = get_command(app)
     first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
-    try:
-        context = root.make_context("palestra", arguments[: first + 1])
-    except typer.Exit:  # --help
-        return "", {}
+    # Nothing is carried out: --help would exit, --install-completion would change the shell's start-up file.
+    context = root.make_context("palestra", arguments[: first + 1], resilient_parsing=True)
+    known = {option for parameter in root.get_params(context) for option in parameter.opts}
+    assert known.issuperset(arguments[:first]), f"there is no option {arguments[0]}"
     if first == len(arguments):
         return "", context.params
     name, rest = arguments[first], arguments[first + 1 :]
     command: Any = root.get_command(context, name)
     assert command is not None, f"there is no command {name!r}"
-    if hasattr(command, "list_commands"):  # `model fetch`
+    if hasattr(command, "list_commands") and rest:  # `model fetch`
         group = command.make_context(name, rest, parent=context)
         command, rest = command.get_command(group, rest[0]), rest[1:]
         assert command is not None, f"there is no command {' '.join(arguments)!r}"
-    return name, command.make_context(name, rest, parent=context).params
+    # A command that is only named, such as `palestra runs`, has no arguments to be checked.
+    return name, command.make_context(name, rest, parent=context, resilient_parsing=not rest).params
 
 
 def pairs(params: dict[str, Any]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from palestra.api import check
@@ -183,14 +182,14 @@ def show_runs(root: Path, wanted: Wanted, *, as_json: bool, watch: float | None)
     if as_json:
         print(json.dumps(_run_rows(root, wanted), indent=1))
         return
-    if watch is None:
-        console().print(_runs_table(root, wanted))
-        return
+    screen = console()
+    screen.print(_runs_table(root, wanted))
     try:
-        with Live(_runs_table(root, wanted), console=console(), auto_refresh=False) as live:
-            while True:
-                time.sleep(watch)
-                live.update(_runs_table(root, wanted), refresh=True)
+        while watch is not None:
+            time.sleep(watch)
+            table = _runs_table(root, wanted)
+            screen.clear()
+            screen.print(table)
     except KeyboardInterrupt:
         return  # how watching ends
 
