@@ -89,7 +89,7 @@ def test_wheel_holds_examples_schema_and_type_marker(tmp_path: Path) -> None:
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
     # As installed: nothing of the checkout is on the path.
-    code = "import palestra.cli.main as m, palestra; print(palestra.__file__); m.app(['new', 'posttrain'])"
+    code = "import palestra; from palestra.cli.main import app; print(palestra.__file__); app(['new', 'posttrain'])"
     environment = {"PYTHONPATH": f"{tmp_path / 'site'}"}
     (tmp_path / "work").mkdir()
     done = subprocess.run(

@@ -98,6 +98,7 @@ def test_runs_watch_shows_what_changed_and_ends_with_ctrl_c(root: Path) -> None:
         new_trial(root, "later", seeds=[0], command=[], spec={"kind": "control"})
         assert any("later/" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
+        process.stdout.read()  # a closed pipe would end it too
     assert process.returncode == 0
 
 
