@@ -1,11 +1,13 @@
-"""Writes the generated pages of docs/reference: spec.md, palestra.schema.json and cli.md.
+"""Writes what is generated in docs/: reference/, architecture.md, and the tables between marks in other pages.
 
-`python docs/generate.py` writes them; with `--check` it writes nothing and exits with 1 naming those out of date.
+`python docs/generate.py` writes them; with `--check` it writes nothing and exits with 1 naming those out of date. A
+table stands between `<!-- generated: NAME -->` and `<!-- end -->`; the names are those of `TABLES`.
 """
 
 import argparse
 import inspect
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -13,33 +15,60 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import mdformat
 import typer
+from catalog import architecture_page, commands_table, extras_table, kinds_table, names_page
+from spec_reference import reference_markdown
 from typer.main import get_command
 
 from palestra.cli.main import app
-from palestra.spec.reference import json_schema, reference_markdown
+from palestra.spec.schema import json_schema
 from palestra.spec.words import words
 
-FOLDER = Path(__file__).parent / "reference"
+FOLDER = Path(__file__).parent
+TABLES = {"kinds": kinds_table, "extras": extras_table}
+_MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+_INTRODUCTION = """\
+A `SPEC` is `file.yaml` or `file.yaml:name`. A `RUN` is a path, a name (its latest run), `name/id`, or the beginning of
+an id. A `MODEL` is a run, a checkpoint, a Hugging Face folder, a URL or a name on the Hub.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or spec, 130 interrupted.
+
+`palestra --install-completion` makes the Tab key complete commands and options in bash, zsh, fish and PowerShell;
+`palestra --show-completion` prints the script instead.
+"""
 
 
 def spec_pages() -> dict[str, str]:
     """The pages made from the types of the specs, by file name."""
     return {
-        "spec.md": _formatted(reference_markdown()),
-        "palestra.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
+        "reference/spec.md": _formatted(reference_markdown()),
+        "reference/palestra.schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 
 
 def cli_page(app: typer.Typer, name: str = "palestra") -> str:
     """The page of all commands of an app, in the order of its help."""
     root = get_command(app)
-    parts = ["# Commands", "Generated from the commands by `docs/generate.py`; do not edit.", *_command(root, name, 1)]
+    parts = ["# Commands", "Generated from the commands by `docs/generate.py`; do not edit.", _INTRODUCTION]
+    parts += [commands_table(app), *_command(root, name, 1)]
     return _formatted("\n\n".join(parts) + "\n")
+
+
+def marked_pages(folder: Path = FOLDER) -> dict[str, str]:
+    """The pages that have generated tables in them, by file name, with the tables of today."""
+    found = {}
+    for path in sorted((*folder.glob("*.md"), folder.parent / "README.md")):
+        text = path.read_text(encoding="utf-8")
+        filled = _MARKED.sub(lambda match: f"{match[1]}\n{_formatted(TABLES[match[2]]())}\n{match[3]}", text)
+        if _MARKED.search(text):
+            found[path.name if path.parent == folder else f"../{path.name}"] = filled
+    return found
 
 
 def pages() -> dict[str, str]:
     """All generated pages, by file name."""
-    return spec_pages() | {"cli.md": cli_page(app)}
+    made = {"reference/cli.md": cli_page(app), "reference/names.md": _formatted(names_page())}
+    return spec_pages() | made | {"architecture.md": _formatted(architecture_page())} | marked_pages()
 
 
 def main(arguments: list[str] | None = None, folder: Path = FOLDER, wanted: dict[str, str] | None = None) -> int:
@@ -53,8 +82,8 @@ def main(arguments: list[str] | None = None, folder: Path = FOLDER, wanted: dict
         for name in stale:
             print(f"{folder / name} is out of date; run python docs/generate.py", file=sys.stderr)
         return 1 if stale else 0
-    folder.mkdir(parents=True, exist_ok=True)
     for name in stale:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(texts[name], encoding="utf-8")
     return 0
 

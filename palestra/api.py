@@ -167,27 +167,27 @@ def evaluate(model: str | Path, *, root: str | Path = "runs", quiet: bool = Fals
 
 def fetch_model(name: str, target: str | Path) -> Path:
     """Download a small real model into a Hugging Face folder; one that is there already is kept."""
-    with _missing_extra():
+    with _missing_extra("fetching a model"):
         from palestra.lm.convert import fetch
     return fetch(name, Path(target))
 
 
 def convert_model(source: str | Path, target: str | Path, *, dtype: str | None = None) -> None:
     """Write a GGUF file, a llama2.c file or a Hugging Face folder as a Hugging Face folder."""
-    with _missing_extra():
+    with _missing_extra("converting a model"):
         from palestra.kinds.serving import named_dtype
         from palestra.lm.convert import convert
     convert(Path(source), Path(target), dtype=None if dtype is None else named_dtype(dtype))
 
 
 @contextmanager
-def _missing_extra() -> Iterator[None]:
-    """The base install has neither torch nor gymnasium, nor what language models need."""
+def _missing_extra(what: str = "training") -> Iterator[None]:
+    """The base install has neither torch nor gymnasium, nor what language models need: say so, before any work."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name in ("torch", "gymnasium", "tokenizers", "safetensors", "jinja2", "fsspec"):
-            raise MissingExtra("training", "train") from error
+        if error.name in ("torch", "gymnasium", "tokenizers", "safetensors", "jinja2", "fsspec", "gguf"):
+            raise MissingExtra(what, "train") from error
         raise
 
 

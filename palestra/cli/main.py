@@ -6,12 +6,13 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from palestra import __version__
-from palestra.cli.lab import announce
+from palestra.cli.lab import DATA, EXPERIMENTS, MODELS, RESULTS, announce
 from palestra.cli.lab import app as lab
 from palestra.cli.lab import variables as _variables
 from palestra.cli.pipelines import app as pipelines
@@ -19,13 +20,30 @@ from palestra.cli.sweeps import app as sweeps
 from palestra.errors import PalestraError
 from palestra.runs.redact import Terminal
 
+
+class Grouped(TyperGroup):
+    """Shows the commands in the groups that `rich_help_panel` names."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group, in the order in which the groups first appear."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if not command.hidden:
+                about = command.get_short_help_str(300)
+                groups.setdefault(command.rich_help_panel, []).append((name, about))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="palestra",
+    cls=Grouped,
     help="Train policies, from CartPole to language models, against rewards that can be checked.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode=None,  # plain text: Rich would take three times as long to print the help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -52,7 +70,27 @@ def _options(
         raise typer.Exit
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
+def new(
+    example: Annotated[
+        str | None, typer.Argument(help="A kind, such as sft, or an example, such as control/ppo_cartpole.")
+    ] = None,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write.")] = Path(),
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Also write palestra.schema.json, for completion in editors.")
+    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List kinds and examples; write nothing.")] = False,
+) -> None:
+    """Write a commented spec to start from: the starter of a kind, or any shipped example with the files it needs."""
+    from palestra.cli.show import show_examples, show_new
+
+    if list_all or example is None:
+        show_examples()
+    else:
+        show_new(example, to, schema)
+
+
+@app.command(rich_help_panel=EXPERIMENTS)
 def check(
     spec: Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")],
     overrides: Overrides = None,
@@ -64,7 +102,7 @@ def check(
     show_check(spec, _variables(set_), overrides or [])
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def train(
     spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
     overrides: Overrides = None,
@@ -94,7 +132,7 @@ def train(
         show_result(result)
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def search(
     spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
     overrides: Overrides = None,
@@ -120,7 +158,7 @@ def search(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def enjoy(
     run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
     episodes: Annotated[int, typer.Option(help="Episodes to show.", min=1)] = 1,
@@ -135,19 +173,29 @@ def enjoy(
     typer.echo(show(run, episodes=episodes, out=out, which=which, seed=seed, root=runs))
 
 
-@app.command(name="runs")
+@app.command(name="runs", rich_help_panel=RESULTS)
 def list_(
-    name: Annotated[str | None, typer.Argument(help="Only runs of this name.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Only runs of this name, or of a pattern such as 'ppo_*'.")] = None,
     runs: Root = RUNS,
-    limit: Annotated[int, typer.Option(help="How many at most, newest first.", min=1)] = 30,
+    limit: Annotated[int, typer.Option(help="How many at most.", min=1)] = 30,
+    state: Annotated[
+        list[str] | None, typer.Option(help="Only running, done, failed, killed, interrupted, …; may be repeated.")
+    ] = None,
+    sort: Annotated[
+        str, typer.Option(help="age (newest first), name, state; or step or a headline metric, highest first.")
+    ] = "age",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.1, help="Show it again and again until Ctrl-C.")
+    ] = None,
 ) -> None:
     """List runs: state, step, headline metric, age."""
-    from palestra.cli.show import show_runs
+    from palestra.cli.show import Wanted, show_runs
 
-    show_runs(runs, name, limit)
+    show_runs(runs, Wanted(name, state or (), sort, limit), as_json=as_json, watch=watch)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def rollouts(
     run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
     status: Annotated[
@@ -164,7 +212,7 @@ def rollouts(
     show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def diff(a: str, b: str, runs: Root = RUNS) -> None:
     """Show what differs between the specs and the results of two runs."""
     from palestra.cli.show import show_diff
@@ -172,7 +220,7 @@ def diff(a: str, b: str, runs: Root = RUNS) -> None:
     show_diff(a, b, runs)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def plot(
     run: Annotated[list[str], typer.Argument(help="Runs to draw together, or one.")],
     metric: Annotated[str | None, typer.Option(help="What to draw; by default the run's headline.")] = None,
@@ -198,7 +246,7 @@ def plot(
         typer.echo(path)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def chat(
     model: Model,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
@@ -223,7 +271,7 @@ def chat(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can connect.")] = "127.0.0.1",
@@ -258,7 +306,7 @@ def serve(
     )
 
 
-@app.command(name="eval")
+@app.command(name="eval", rich_help_panel=MODELS)
 def evaluate(
     model: Model,
     task: Annotated[
@@ -315,11 +363,11 @@ def evaluate(
 
 
 models = typer.Typer(help="Get models and bring them into the Hugging Face format.", no_args_is_help=True)
-app.add_typer(models, name="model")
+app.add_typer(models, name="model", rich_help_panel=MODELS)
 data = typer.Typer(help="Datasets.", no_args_is_help=True)
-app.add_typer(data, name="data")
+app.add_typer(data, name="data", rich_help_panel=DATA)
 app.add_typer(lab)
-app.add_typer(pipelines, name="pipeline")
+app.add_typer(pipelines, name="pipeline", rich_help_panel=DATA)
 app.add_typer(sweeps)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from palestra.cli.lab import RUNS, Root, Set, variables
+from palestra.cli.lab import EXPERIMENTS, RUNS, Root, Set, variables
 
 app = typer.Typer()
 Overrides = Annotated[
@@ -16,7 +16,7 @@ Spec = Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
-@app.command()
+@app.command(rich_help_panel=EXPERIMENTS)
 def sweep(
     spec: Spec,
     overrides: Overrides = None,
@@ -83,8 +83,8 @@ def show_sweep(summary: dict[str, Any], folder: Path) -> None:
         print(f"{'plot':<15}{path}")
 
 
-speedruns = typer.Typer(help="Train well for little: submissions, a leaderboard, a frontier.", no_args_is_help=True)
-app.add_typer(speedruns, name="speedrun")
+speedruns = typer.Typer(help="Speedruns: submissions, leaderboard, Pareto frontier.", no_args_is_help=True)
+app.add_typer(speedruns, name="speedrun", rich_help_panel=EXPERIMENTS)
 Submissions = Annotated[Path, typer.Argument(help="A folder of submissions: every speedrun.json in it counts.")]
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.errors import MissingExtra, UsageError
+from palestra.errors import UsageError
 from palestra.lm.hf_config import UnsupportedModel
 from palestra.lm.rope import frequencies, pair_halves
 from palestra.spec.shape import RopeScaling, Shape
@@ -64,8 +65,6 @@ class GGUF:
         return not self.shape.attention_bias and self.shape.qk_norm is None
 
     def _tensor(self, name: str) -> Tensor:
-        import gguf
-
         tensor = self.tensors[name]
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -79,10 +78,6 @@ class GGUF:
 
 def load_gguf(path: Path) -> GGUF:
     """Open a GGUF file; an architecture, a key or a tensor that is not understood is refused by name."""
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise MissingExtra("reading GGUF files", "gguf") from error
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:

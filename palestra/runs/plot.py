@@ -3,7 +3,7 @@
 import difflib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ FAINT_SEEDS = 5  # with more seeds the single lines hide the band
 GRID_LIMIT = 18  # metrics in one picture
 AXES = {"frame": "environment frames", "tokens": "training tokens", "step": "training steps"}
 POSITION = {"seed", "step", "frame", "tokens"}  # columns of metrics.jsonl that say where, not what
+# What post-training is judged by, in this order: does it learn, does it explore, does it drift, does it ramble.
+LEADING = ("reward", "eval", "entropy", "kl_reference", "kl_behaviour", "length", "truncated", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,17 @@ def trial_plots(run: Run) -> list[Path]:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
     x, first = _counted_by({key for row in rows for key in row}), headline(run)
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
-    others = [key for key in metrics if key != first and not key.startswith("suite/")]  # suites have their own pictures
-    drawn = [(key, curve) for key in others if (curve := _curve(rows, key, x))]
+    leading = _leading(metrics) if run.spec["kind"] in ("posttrain", "distill") else []
+    others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]  # drawn apart
+    if leading:
+        others.sort(key=lambda key: key.startswith("eval/"))  # details of evaluations last
+    drawn = {key: curve for key in (*leading, *others) if (curve := _curve(rows, key, x))}
+    errors = {key: drawn.pop(f"{key}_se") for key in list(drawn) if f"{key}_se" in drawn}
     # What never changes fills a page and says nothing; where all else is a point, points are drawn.
-    shown = [(key, curve) for key, curve in drawn if curve.ys.min() < curve.ys.max()] or drawn
+    changing = {key: curve for key, curve in drawn.items() if key in leading or curve.ys.min() < curve.ys.max()}
+    shown = list((changing or drawn).items())[:GRID_LIMIT]
     if shown:
-        written += _save(_grid(shown[:GRID_LIMIT], x), run.path / "plots" / "metrics")
+        written += _save(_grid(shown, x, errors), run.path / "plots" / "metrics")
     return written + suite_plots(run)
 
 
@@ -152,15 +159,28 @@ def _counted_by(columns: set[str]) -> str:
     return next((name for name in AXES if name in columns), "step")
 
 
-def _grid(metrics: list[tuple[str, Curve]], x: str) -> "Figure":
+def _leading(metrics: Sequence[str]) -> list[str]:
+    """The metrics to look at first; evaluations are those of the tasks, which have standard errors, or their mean."""
+    tasks = [key for key in metrics if key.startswith("eval/") and key.endswith("/accuracy") and f"{key}_se" in metrics]
+    evaluations = tasks if 1 <= len(tasks) <= 3 else ["eval/accuracy"]
+    found = [key for name in LEADING for key in (evaluations if name == "eval" else [name])]
+    return [key for key in found if key in metrics]
+
+
+def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve]) -> "Figure":
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
     figure = _figure(3.4 * columns, 2.4 * lines)
     for index, (metric, curve) in enumerate(metrics):
         axes = figure.add_subplot(lines, columns, index + 1)
         _draw(axes, curve, 0, None)
+        if metric in errors:
+            mean, (seeds, *_) = curve.ys.mean(0), curve.ys.shape
+            spread = (errors[metric].ys ** 2).sum(0) ** 0.5 / seeds  # of the mean over independent seeds
+            axes.errorbar(curve.x, mean, yerr=spread, fmt="o", color=PALETTE[0], markersize=3, capsize=2, linewidth=1)
         _dress(axes, x)
-        axes.set_title(_words(metric), loc="left", fontsize=9)
+        title = f"{_words(metric)} ± SE" if metric in errors else _words(metric)
+        axes.set_title(title, loc="left", fontsize=9)
         if index + columns >= len(metrics):  # the lowest picture of each column says what x is
             axes.set_xlabel(AXES.get(x, _words(x)), fontsize=9)
     return figure

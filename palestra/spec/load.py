@@ -11,6 +11,7 @@ from palestra.spec import variables as spec_variables
 from palestra.spec.base import ExperimentSpec, NamedSpec
 from palestra.spec.compose import Reference, extend, read_spec
 from palestra.spec.plain import plain
+from palestra.spec.presets import PRESETS
 from palestra.spec.source import DataPath, Origin, Origins, Tree, write_text
 from palestra.spec.steps import with_step_specs
 from palestra.spec.validate import validate
@@ -28,7 +29,7 @@ class Loaded:
     origins: Origins
 
     def origin(self, path: str | DataPath) -> str:
-        """Where a value came from: "file.yaml:7", "override", "-s env", "python" or "default"."""
+        """Where a value came from: "file.yaml:7", "override", "-s env", "python", "preset grpo" or "default"."""
         parts = tuple(path.split(".")) if isinstance(path, str) else path
         here: Any = self.data
         at: DataPath = ()
@@ -36,9 +37,24 @@ class Loaded:
             if isinstance(here, list) and str(part).isdecimal() and int(part) < len(here):
                 part = int(part)
             elif not isinstance(here, dict) or part not in here:
-                return "default"
+                return self._default(parts)
             here, at = here[part], (*at, part)
         return str(Tree(self.data, self.origins).origin(at))
+
+    def _default(self, path: DataPath) -> str:
+        """Where a value came from that was not given: from the preset of an algorithm, or from its field."""
+        given: Any = self.data.get("algorithm")
+        name = given.get("preset") if isinstance(given, dict) and path[0] == "algorithm" else None
+        preset: Any = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        for part in path[1:]:
+            if not isinstance(preset, dict) or part not in preset:
+                return "default"
+            preset, given = preset[part], given.get(part) if isinstance(given, dict) else None
+            if isinstance(given, dict) and isinstance(preset, dict):
+                other = "type" in given and given["type"] != preset.get("type")
+                if other or given.get("where") == "none":  # what is given replaces all that the preset has there
+                    return "default"
+        return f"preset {name}" if preset != {} else "default"
 
     def to_yaml(self) -> str:
         """The spec in full, defaults included; loading it gives the same spec."""

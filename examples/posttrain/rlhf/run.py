@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
     began, console = time.perf_counter(), Console()
-    sys.path.insert(0, str(HERE.parents[2]))  # ppo.yaml names manners.py as seen from there
+    sys.path += map(str, HERE.parents)  # ppo.yaml names manners.py as seen from one of them
 
     console.print("[bold]1/3[/] lessons: answers that are right, and rude two times in three")
     make_data.main(Path("data/rlhf"), seed)

@@ -12,11 +12,8 @@ from palestra.spec.model import Model
 from palestra.spec.place import models
 from palestra.spec.plain import plain
 from palestra.spec.schedule import Schedule
-from palestra.spec.schema import json_schema
 from palestra.spec.source import write_text
 from palestra.spec.words import field_words
-
-__all__ = ["json_schema", "reference_markdown"]
 
 _INTRODUCTION = """\
 # Spec reference
