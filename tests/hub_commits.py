@@ -51,7 +51,9 @@ class WritingHandler(Handler):
             return super().do_GET()
         under = f"{match[3]}/" if match[3] else ""
         files = self.hub.datasets[match[1]].files
-        names = {under + name.removeprefix(under).partition("/")[0] for name in files if name.startswith(under)}
+        names = {name for name in files if name.startswith(under)}
+        if "recursive=true" not in self.path.lower():
+            names = {under + name.removeprefix(under).partition("/")[0] for name in names}
         if under and not names:
             return self._refuse(404, "EntryNotFound", "Entry not found")
         return self._json([row for name in sorted(names) for row in _about(files, name)])

@@ -60,7 +60,7 @@ def test_run_of_a_spec_whose_search_does_not_fit_ignores_it_and_says_so(tmp_path
     assert "search: not used by a single run, and ignored because it is not valid:" in caplog.text
     assert "fewer than the 256 frames" in caplog.text
     with pytest.raises(UsageError, match="fewer than the 256 frames"):
-        palestra.check(spec)
+        palestra.check({**spec, "env": {"id": "CartPole-v1"}})
     with pytest.raises(UsageError, match=r"train\.frames"):  # what it does use is still refused
         run({**spec, "train": {"frames": -1}}, root=tmp_path)
 
