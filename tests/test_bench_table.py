@@ -1,9 +1,11 @@
-"""`palestra bench`: what is run, what is kept, and a table that comes from run folders alone."""
+"""`palestra bench`: what is run, what may enter the table, and a page that comes from the file of results alone."""
 
 import json
 import shutil
 import signal
+import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mdformat
@@ -12,9 +14,10 @@ import yaml
 from conftest import SHORT
 
 from palestra.bench.finished import Shipped, find
+from palestra.bench.records import Record, Result, append, measure, read
 from palestra.bench.run import Job, bench, plan
-from palestra.bench.suites import SUITES, Entry, chosen, parse_seeds, suite
-from palestra.bench.table import COLUMNS, collect, markdown_table, write_page
+from palestra.bench.suites import SEEDS, SUITES, Entry, chosen, parse_seeds, suite
+from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
 from palestra.errors import UsageError
 
@@ -28,23 +31,32 @@ def write_spec(folder: Path, name: str = "ppo_cartpole", **changes: object) -> P
     return folder
 
 
-def rows_of(page: str) -> dict[str, dict[str, str]]:
+def rows_of(page: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, dict[str, str]]:
     """The cells of a page, by spec and column."""
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line] for line in lines]
-    return {line[0].strip("`"): dict(zip(COLUMNS, line, strict=True)) for line in cells}
+    return {line[0].strip("`"): dict(zip(columns, line, strict=True)) for line in cells if len(line) == len(columns)}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Three seeds of one spec, run by the command."""
+    """Three seeds of one spec, run by the command from a commit without changes."""
     from conftest import Scratch
 
     scratch = Scratch(tmp_path_factory.mktemp("bench"))
     write_spec(scratch.path / "specs")
-    done = scratch("bench", "classic", "--only", "ppo_c", "--seeds", "0-2", "--specs", "specs", "--out", "page.md")
+    (scratch.path / ".gitignore").write_text("runs/\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "specs"]):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@y"]
+        subprocess.run(["git", *identity, *command], cwd=scratch.path, check=True)
+    arguments = ("bench", "classic", "--only", "ppo_c", "--specs", "specs")
+    done = scratch(*arguments, "--seeds", "100-102,1000")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": done (") == 3
+    assert done.stdout.count(": done (") == 4
+    assert "4 seeds; incomplete (SLM-Lab 498.94)" in done.stdout
+    assert {path.name for path in scratch.path.iterdir()} == {".git", ".gitignore", "specs", "runs"}
+    done = scratch(*arguments, "--seeds", "100-102,1000", "--table", "--out", "page.md")
+    assert done.returncode == 0, done.stderr
     return scratch.path
 
 
@@ -53,75 +65,130 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+def measured(folder: Path) -> list[Record]:
+    return measure(SUITES["classic"].entries[0], folder / "specs", folder / "runs/bench", SEEDS)
+
+
 def test_bench_row_has_the_score_of_each_seed_by_the_formula(finished):
     shipped = Shipped.read(finished / "specs", "ppo_cartpole")
     assert shipped is not None
-    row = collect(SUITES["classic"], finished / "specs", finished / "runs/bench", [0, 1, 2])[0]
-    assert row.result is not None
-    for seed, path in find(finished / "runs/bench", "ppo_cartpole", shipped.hash).done.items():
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (record,) = read(finished / "page.jsonl")
+    assert [record] == measured(finished)
+    assert sorted(record.scores) == [100, 101, 102]  # a seed of tuning never enters the table
+    done = find(finished / "runs/bench", "ppo_cartpole", shipped.hash).done
+    for seed, value in record.scores.items():
+        lines = [json.loads(line) for line in (done[seed] / "metrics.jsonl").read_text().splitlines()]
         by_hand = [line["return"] for line in lines if "return" in line and line["frame"] > 768 * 3 / 4]
-        assert row.result.scores[seed] == pytest.approx(sum(by_hand) / len(by_hand))
-        summary = json.loads((path.parent.parent / "summary.json").read_text())
-        assert row.result.scores[seed] == pytest.approx(summary["total_reward_ma"])
-    cells = rows_of((finished / "page.md").read_text())["ppo_cartpole"]
-    assert cells["seeds"] == "0–2"
-    assert float(cells["score"]) == pytest.approx(row.result.mean, abs=0.005)
-    assert float(cells["IQM"]) == pytest.approx(row.result.iqm, abs=0.005)
-    assert (cells["target"], cells["reached"], cells["SLM-Lab"]) == ("499", "no", "498.94")
+        assert value == pytest.approx(sum(by_hand) / len(by_hand))
+        summary = json.loads((done[seed].parent.parent / "summary.json").read_text())
+        assert value == pytest.approx(summary["total_reward_ma"])
+    cells, result = rows_of((finished / "page.md").read_text())["ppo_cartpole"], Result((record,))
+    assert cells["seeds"] == "100–102"
+    assert float(cells["mean"]) == pytest.approx(result.mean, abs=0.005)
+    assert float(cells["IQM"]) == pytest.approx(result.iqm, abs=0.005)
+    assert (cells["verdict"], cells["SLM-Lab"], cells["SLM-Lab's frames"]) == ("incomplete", "498.94", "200,000")
     assert (cells["frames"], cells["window"], cells["environment"]) == ("768", "192", "CartPole-v1")
     assert cells["spec hash"].strip("`") == shipped.hash[:8]
-    assert float(cells["frames/s"].replace(",", "")) > 0
-    assert (finished / "plots/ppo_cartpole.png").stat().st_size > 1000
+    assert record.commit is not None
+    assert cells["commit"].strip("`") == record.commit[:8]
+    assert cells["date"] == record.date
+    assert (finished / f"plots/ppo_cartpole_{shipped.hash[:8]}.png").stat().st_size > 1000
 
 
 def test_bench_page_lists_every_row_also_those_not_run_and_is_formatted(finished):
     page = (finished / "page.md").read_text()
     rows = rows_of(page)
     assert list(rows) == [entry.spec for one in SUITES.values() for entry in one.entries]
-    assert rows["ppo_pong"]["score"] == "no spec"
+    assert rows["ppo_pong"]["mean"] == "no spec"
     assert mdformat.text(page, extensions={"gfm"}) == page
 
 
-def test_bench_seeds_that_are_done_are_kept_and_missing_ones_are_said(finished, tmp_path):
+def test_bench_page_needs_the_file_of_results_alone_and_a_seed_is_entered_once(finished, tmp_path):
     copy = copied(finished, tmp_path)
-    rows = write_page(copy / "page.md", copy / "specs", copy / "runs/bench")
-    cells = rows_of((copy / "page.md").read_text())["ppo_cartpole"]
-    assert cells["seeds"] == "0–2, 3 missing"
-    assert rows["classic"][0].missing == [3]
+    before, records = (copy / "page.md").read_text(), measured(copy)
+    line = json.loads((copy / "page.jsonl").read_text())
+    del line["settings"]["every"]["log"]  # as if it had been recorded before there was such a field
+    (copy / "page.jsonl").write_text(json.dumps(line | {"hash": "of then"}) + "\n")
+    append(copy / "page.jsonl", [replace(record, scores={100: 500.0}) for record in records], print)
+    shutil.rmtree(copy / "runs")
+    write_page(copy / "page.md", copy / "specs", copy / "runs/bench")
+    assert (copy / "page.md").read_text() == before
 
 
-def test_bench_run_of_another_version_of_the_spec_does_not_count(finished, tmp_path):
+def test_bench_results_of_a_changed_spec_stand_in_the_history(finished, tmp_path):
     copy = copied(finished, tmp_path)
-    write_spec(copy / "specs", algorithm={**TINY["algorithm"], "gamma": 0.9})
-    row = collect(SUITES["classic"], copy / "specs", copy / "runs/bench")[0]
-    assert (row.result, row.note, row.stale) == (None, "not run since the spec changed", 3)
+    old = rows_of((copy / "page.md").read_text())["ppo_cartpole"]
     # What is not of the run changes nothing: seeds, and what a search would vary.
     space = {"space": {"algorithm.gamma": {"uniform": [0.9, 0.99]}}}
     write_spec(copy / "specs", seed=5, max_session=2, search=space)
-    row = collect(SUITES["classic"], copy / "specs", copy / "runs/bench")[0]
-    assert row.result is not None
-    assert sorted(row.result.scores) == [0, 1, 2]
+    assert measured(copy) == measured(finished)
+    write_spec(copy / "specs", algorithm={**TINY["algorithm"], "gamma": 0.9})
+    assert measured(copy) == []
+    write_page(copy / "page.md", copy / "specs", copy / "runs/bench")
+    page = (copy / "page.md").read_text()
+    assert rows_of(page)["ppo_cartpole"]["mean"] == "not run"
+    past = rows_of(page, HISTORY)["ppo_cartpole"]
+    assert [past[key] for key in ("mean", "spec hash", "commit")] == [
+        old[key] for key in ("mean", "spec hash", "commit")
+    ]
+    assert mdformat.text(page, extensions={"gfm"}) == page
 
 
-def test_bench_unfinished_seed_does_not_count(finished, tmp_path):
+@pytest.mark.parametrize(
+    ("git", "said"),
+    [
+        (None, "seed 100, 101, 102: not entered in the table"),
+        ({"commit": "012345", "dirty": True, "untracked": ["palestra/new.py"]}, "not from a commit without changes"),
+        ({"commit": "012345", "dirty": True, "untracked": ["docs/benchmarks.jsonl"]}, None),
+    ],
+)
+def test_bench_run_from_a_commit_with_changes_is_refused_with_a_sentence(finished, tmp_path, git, said):
     copy = copied(finished, tmp_path)
-    (status,) = copy.glob("runs/bench/ppo_cartpole/*/sessions/1/status.json")
-    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "interrupted"}))
-    row = collect(SUITES["classic"], copy / "specs", copy / "runs/bench")[0]
-    assert row.missing == [1, 3]
+    for path in copy.glob("runs/bench/ppo_cartpole/*/sessions/*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"git": git}))
+    told: list[str] = []
+    append(copy / "other.jsonl", measured(copy), told.append)
+    assert len(read(copy / "other.jsonl")) == (said is None)
+    assert [said in line for line in told] == ([] if said is None else [True])
+
+
+def test_bench_broken_line_of_results_names_file_and_line(tmp_path):
+    (tmp_path / "page.jsonl").write_text('{"spec": "x"}\n')
+    with pytest.raises(UsageError, match=r"page\.jsonl:1 is not a line of benchmark results"):
+        read(tmp_path / "page.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([500.0] * 10, "above"),
+        ([400.0] * 10, "below"),
+        ([499.0] * 9 + [300.0], "tied"),  # the IQM reaches the figure, the mean does not
+        ([440.0] * 6 + [600.0] * 4, "tied"),  # the mean does, less than two standard errors above
+        ([490.0] * 8 + [500.0] * 2, "below"),
+        ([500.0] * 9, "incomplete"),
+    ],
+)
+def test_verdict_needs_mean_and_iqm_and_two_standard_errors(scores, expected):
+    entry = Entry("x", 499.5, 200_000, 500, "–")
+    record = Record("x", "h", "e", 1, 1, dict(enumerate(scores)), "c", "m", "2026-01-01", {})
+    assert verdict(entry, Result((record,))) == expected
 
 
 def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tmp_path):
     copy = copied(finished, tmp_path)
-    (status,) = copy.glob("runs/bench/ppo_cartpole/*/sessions/1/status.json")
+    (status,) = copy.glob("runs/bench/ppo_cartpole/*/sessions/101/status.json")
     status.write_text(json.dumps(json.loads(status.read_text()) | {"state": "interrupted"}))
+    (record,) = measured(copy)
+    assert sorted(record.scores) == [100, 102]  # an unfinished seed does not count
     told: list[str] = []
-    jobs = plan(chosen(suite("classic").entries, "ppo_c"), [0, 1, 5], copy / "specs", copy / "runs/bench", told.append)
-    source = copy / "specs/ppo_cartpole.yaml"
+    entries, source = chosen(suite("classic").entries, "ppo_c"), copy / "specs/ppo_cartpole.yaml"
+    jobs = plan(entries, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
     trial = status.parents[2]
-    assert jobs == [Job("ppo_cartpole", (5,), source, None), Job("ppo_cartpole", (1,), source, trial)]
-    assert told == ["ppo_cartpole: seed 0 done"]
+    assert jobs == [Job("ppo_cartpole", (105,), source, None), Job("ppo_cartpole", (101,), source, trial)]
+    assert told == ["ppo_cartpole: seed 100 done"]
+    every = plan(entries, None, copy / "specs", copy / "runs/bench", told.append)
+    assert sorted(seed for job in every for seed in job.seeds) == [101, *range(103, 110)]
 
 
 @pytest.mark.slow
@@ -152,9 +219,9 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
     assert done.returncode == 1
     assert "a2c_cartpole seed 0" in done.stderr
     assert "NoSuch-v1" in done.stderr
-    cells = rows_of((scratch.path / "page.md").read_text())
-    assert cells["ppo_cartpole"]["seeds"].startswith("0")
-    assert cells["a2c_cartpole"]["score"] == "not run"
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert any(line.startswith("ppo_cartpole mean") for line in lines)
+    assert "a2c_cartpole not run" in lines
 
 
 @pytest.mark.parametrize(
@@ -176,7 +243,7 @@ def test_bench_bad_arguments_are_usage_errors(tmp_path, given, said):
 
 
 def test_window_is_slm_labs_own_at_its_budget_and_a_quarter_of_a_smaller_one():
-    entry = Entry("x", 0, 0, 300_000, 1000)
+    entry = Entry("x", 0, 300_000, 1000, "–")
     assert entry.window(300_000) == 100_000
     assert entry.window(60_000) == 15_000
     assert score(range(6), [10, 20, 30, 40, 50, 60], entry.window(60)) == 4.5

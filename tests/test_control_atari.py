@@ -138,6 +138,20 @@ def test_evaluation_plays_whole_games():
     assert ends == len(scores) > 0
 
 
+def test_watched_game_goes_on_after_a_lost_life():
+    spec = EnvSpec(id="ALE/Breakout-v5", kwargs={"life_loss_info": True, "repeat_action_probability": 0.0})
+    with closing(evaluation_vector(spec, 1)) as whole, closing(make_single(spec, render_mode="rgb_array")) as watched:
+        lengths = []
+        for env, action in ((whole, np.ones(1, np.int64)), (watched, np.int64(1))):  # FIRE, and never move
+            env.reset(seed=3)
+            steps, over = 0, False
+            while not over:
+                _, _, terminated, truncated, _ = env.step(action)
+                steps, over = steps + 1, bool(np.any(terminated) or np.any(truncated))
+            lengths.append(steps)
+    assert lengths[0] == lengths[1] > 50
+
+
 def test_same_seed_gives_the_same_games_and_games_differ():  # point 14
     traces = []
     for seed in (5, 5, 6):

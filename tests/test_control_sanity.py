@@ -122,6 +122,12 @@ def test_try_out_other_kind_is_a_usage_error():
         try_out(spec, print)
 
 
+def test_try_out_algorithm_that_cannot_act_in_the_environment_is_refused_as_training_does():
+    spec = load({**BASE, "name": "dev", "env": {"id": "CartPole-v1"}, "algorithm": {"name": "td3"}}).spec
+    with pytest.raises(UsageError, match="td3 acts in spaces of type box, and CartPole-v1 has one of type discrete"):
+        try_out(spec, print)
+
+
 def test_dev_command_checks_and_writes_a_video_without_a_display(scratch):
     result = scratch("dev", scratch.spec(), "--render", DISPLAY="", WAYLAND_DISPLAY="")
     assert result.returncode == 0, result.stderr

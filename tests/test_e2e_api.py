@@ -24,6 +24,7 @@ from PIL import Image
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
+from palestra.spec.plain import plain
 from palestra.track.hooks import Moment
 
 TINY: dict[str, Any] = {
@@ -454,3 +455,13 @@ def test_enjoy_of_an_object_or_into_another_format_is_refused(cartpole, tmp_path
     trained = run(TINY, root=tmp_path, env=Faulty)
     with pytest.raises(UsageError, match=r"envs\.Faulty"):
         enjoy(trained, episodes=1, out=None, which="best", seed=0)
+
+
+def test_enjoy_of_a_language_model_names_chat(cartpole, tmp_path):
+    folder = tmp_path / "lm" / cartpole.path.name
+    shutil.copytree(cartpole.path, folder)
+    spec = plain(palestra.check("examples/lm/shakespeare.yaml", variables={"text": __file__}).spec)
+    for path in folder.glob("sessions/*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"spec": spec}))
+    with pytest.raises(UsageError, match="is of kind pretrain, which plays no episodes: use palestra chat"):
+        palestra.enjoy(folder)

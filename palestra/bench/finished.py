@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import SessionDir, Trial, trials
+from palestra.runs.folder import Trial, trials
 from palestra.runs.run import Run
 from palestra.runs.status import state_of
 from palestra.runs.store import read_json
@@ -13,6 +14,9 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.difference import spec_hash
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load, resolved
+
+NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
+"""What tells runs of one spec apart, and what a search would vary."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Found:
 
 def identity(spec: ExperimentSpec) -> str:
     """The hash of all that a spec says of a run: without its seeds, and without what a search would vary."""
-    return spec_hash(spec.model_copy(update={"seed": 0, "max_session": 1, "search": None}))
+    return spec_hash(spec.model_copy(update=NEUTRAL))
 
 
 def find(root: Path, name: str, wanted: str) -> Found:
@@ -58,7 +62,7 @@ def find(root: Path, name: str, wanted: str) -> Found:
     stale = 0
     for trial in [one for one in trials(root) if one.path.parent.name == name]:  # newest first
         for session in trial.sessions():
-            if _identity(session) != wanted:
+            if identity_today(read_json(session.path / "manifest.json")["spec"]) != wanted:
                 stale += 1
                 continue
             state = state_of(session.path)
@@ -77,9 +81,9 @@ def log_points(session: Path) -> Iterator[dict[str, float]]:
     return (row for row in Run(session).metrics() if "return" in row)
 
 
-def _identity(session: SessionDir) -> str | None:
-    """Of the spec that a session was made from, as it reads today; None where it is no spec any more."""
+def identity_today(spec: dict[str, Any]) -> str | None:
+    """Of a spec's plain data as it reads today, with the defaults of new fields; None where it is no spec any more."""
     try:
-        return identity(resolved(read_json(session.path / "manifest.json")["spec"]))
+        return identity(resolved(spec))
     except PalestraError:
         return None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.bench.finished import Shipped, find
-from palestra.bench.suites import SHIPPED, Entry, chosen, parse_seeds
+from palestra.bench.records import Record, Result, append, measure
+from palestra.bench.suites import CHECKOUT, SHIPPED, SUITES, Entry, chosen, parse_seeds
 from palestra.bench.suites import suite as named
-from palestra.bench.table import show_rows, write_page
+from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.stop import stop_signals
 from palestra.work.pool import Pool, Task
@@ -40,31 +41,50 @@ def bench(
     seeds: str | None,
     only: str | None,
     parallel: int,
-    out: Path,
+    out: Path | None,
     run_nothing: bool,
     specs: Path | None,
     root: Path,
     tell: Tell,
 ) -> None:
-    """Run what a suite lacks, unless told not to, then write the page of all suites and say what the suite came to."""
+    """Run what a suite lacks, unless told not to, say what it came to, and enter it in the table of `out`, if any."""
     if suite is None and not run_nothing:
         raise UsageError("give a suite to run (classic, box2d, mujoco, atari), or --table to write the page only")
     folder, wanted = specs or SHIPPED, None if seeds is None else parse_seeds(seeds)
-    entries = None if suite is None else chosen(named(suite).entries, only)
+    every = [entry for of in SUITES.values() for entry in of.entries]
+    entries = chosen(every if suite is None else named(suite).entries, only)
+    out = out or (CHECKOUT / "docs" / "benchmarks.md" if _in_checkout() else None)
     try:
-        if suite is not None and entries is not None and not run_nothing:
-            run(plan(entries, wanted or named(suite).seeds, folder, root, tell), root, parallel, tell)
+        if not run_nothing:
+            run(plan(entries, wanted, folder, root, tell), root, parallel, tell)
     finally:  # what is finished stands in the table, also where other runs failed or were stopped
-        suites = write_page(out, folder, root, wanted)
-        rows = [row for name, of in suites.items() for row in of if suite in (None, name)]
-        show_rows([row for row in rows if entries is None or row.entry in entries], tell)
-        tell(str(out))
+        measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in entries}
+        for entry, records in measured.items():
+            tell(_told(entry, records))
+        if out is not None:
+            append(out.with_suffix(".jsonl"), [record for of in measured.values() for record in of], tell)
+            write_page(out, folder, root)
+            tell(str(out))
 
 
-def plan(entries: Sequence[Entry], seeds: Sequence[int], specs: Path, root: Path, tell: Tell) -> list[Job]:
+def _in_checkout() -> bool:
+    return SHIPPED.is_dir() and Path.cwd().is_relative_to(CHECKOUT)
+
+
+def _told(entry: Entry, records: list[Record]) -> str:
+    """A row of the table, for the terminal."""
+    if not records:
+        return f"{entry.spec:<26} not run"
+    result = Result(tuple(records))
+    numbers = f"mean {result.mean:.2f} ± {result.standard_error:.2f}, IQM {result.iqm:.2f}, {len(result.scores)} seeds"
+    return f"{entry.spec:<26} {numbers}; {verdict(entry, result)} (SLM-Lab {entry.published:g})"
+
+
+def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[Job]:
     """What is left to do; says what is kept, what runs already and what other specs' runs are passed over."""
     jobs = []
     for entry in entries:
+        seeds = wanted or entry.seeds
         source = specs / f"{entry.spec}.yaml"
         shipped = Shipped.read(specs, entry.spec)
         if shipped is None:

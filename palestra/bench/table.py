@@ -1,136 +1,105 @@
-"""The page of benchmarks, filled from run folders alone: a row for each shipped spec, run or not."""
+"""The page of benchmarks, made from the file of results alone: a row for each shipped spec, run or not."""
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from palestra.bench.finished import Shipped, find, log_points
-from palestra.bench.statistics import Interval, bootstrap_interval, interquartile_mean
-from palestra.bench.suites import SUITES, Entry, Suite
-from palestra.control.trial_metrics import score
+from palestra.bench.records import Result, read, results
+from palestra.bench.suites import SEEDS, SUITES, Entry
 from palestra.runs.run import Run
-from palestra.runs.store import read_json, write_bytes
+from palestra.runs.store import write_bytes
 
 COLUMNS = (
-    "spec", "environment", "seeds", "score", "IQM", "95 % interval", "target", "reached", "SLM-Lab", "frames", "window",
-    "frames/s", "commit", "spec hash", "curve",
+    "spec", "environment", "seeds", "mean", "standard error", "IQM", "95 % interval", "SLM-Lab", "verdict", "frames",
+    "SLM-Lab's frames", "window", "differs from SLM-Lab's in", "date", "commit", "machine", "spec hash", "curve",
 )  # fmt: skip
+HISTORY = ("spec", "spec hash", "seeds", "mean", "IQM", "SLM-Lab", "verdict", "date", "commit", "machine")
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Benchmarks
 
-Generated from run folders by `palestra bench --table`; do not edit. `palestra bench classic` runs a suite first.
+Generated from `benchmarks.jsonl` beside it by `palestra bench --table`; do not edit. `palestra bench classic` runs a
+suite first.
 
 - A seed's *score* is SLM-Lab's: the mean, over the log points of the *window*, of the return of the last 100 finished
   training episodes. The window is the one of SLM-Lab's table, its last 100 log points, where our budget is not smaller
-  than its; else the last quarter of our frames. The column has the mean over seeds.
-- *IQM* is the interquartile mean over seeds, with a 95 % bootstrap interval (10,000 resamples, seeded).
-- A row has *reached* its target where the interval does: where its upper end is at least the target.
-- *frames/s* counts collecting and learning, without evaluation, as the mean over seeds that ran beside each other.
-- *commit* is what the runs were made with; a + says that there were uncommitted changes.
+  than its; else the last quarter of our frames.
+- *mean* and *standard error* are over seeds. *IQM* is their interquartile mean, with a 95 % bootstrap interval
+  (10,000 resamples, seeded).
+- The *verdict* is **above** where mean and IQM reach SLM-Lab's figure, else **below**; **tied** where the mean is less
+  than two standard errors away from it, which does not count as reached. A row with too few seeds is *incomplete*.
+- Seeds {SEEDS[0]} to {SEEDS[-1]} are for this table alone: specs are tuned on seeds from 1000 on. A row that takes less
+  than ten minutes a seed needs all ten, another one the first four.
+- A run enters the table once, from a commit without changes, and stays: the file only grows. What a spec scored before
+  it was changed stands in the [history](#history).
 - A run counts only where its spec is, but for the seed, the shipped one of today: the *spec hash* is over all fields.
 """
 
 
-@dataclass(frozen=True)
-class Result:
-    """What the finished seeds of a spec came to."""
-
-    scores: dict[int, float]
-    frames: int
-    window: float
-    frames_per_second: float
-    commits: list[str]
-    machines: list[str]
-
-    @property
-    def mean(self) -> float:
-        """SLM-Lab's number for a trial."""
-        return fmean(self.scores.values())
-
-    @property
-    def iqm(self) -> float:
-        """The interquartile mean over seeds."""
-        return float(interquartile_mean(list(self.scores.values())))
-
-    @property
-    def interval(self) -> Interval:
-        """Of the interquartile mean."""
-        return bootstrap_interval([self.scores[seed] for seed in sorted(self.scores)])
-
-
-@dataclass(frozen=True)
-class Row:
-    """A spec of a suite and what is known of it."""
-
-    entry: Entry
-    shipped: Shipped | None
-    result: Result | None
-    sessions: dict[int, Path]
-    missing: list[int]
-    stale: int
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the interval reaches the target; None where nothing was run."""
-        return None if self.result is None else self.result.interval.high >= self.entry.target
-
-    @property
-    def note(self) -> str:
-        """What stands in the table where there is no score."""
-        if self.shipped is None:
-            return "no spec"
-        return "not run" if not self.stale else "not run since the spec changed"
-
-
-def collect(suite: Suite, specs: Path, root: Path, seeds: Sequence[int] | None = None) -> list[Row]:
-    """The rows of a suite, over its own seeds or the given ones."""
-    wanted = suite.seeds if seeds is None else seeds
-    rows = []
-    for entry in suite.entries:
-        shipped = Shipped.read(specs, entry.spec)
-        if shipped is None:
-            rows.append(Row(entry, None, None, {}, list(wanted), 0))
-            continue
-        found = find(root, shipped.spec.name, shipped.hash)
-        done = {seed: found.done[seed] for seed in wanted if seed in found.done}
-        sessions = {seed: path for seed, path in done.items() if any(log_points(path))}  # no episode ended: no score
-        missing = [seed for seed in wanted if seed not in sessions]
-        result = _result(entry, shipped, sessions) if sessions else None
-        rows.append(Row(entry, shipped, result, sessions, missing, found.stale))
-    return rows
-
-
-def write_page(out: Path, specs: Path, root: Path, seeds: Sequence[int] | None = None) -> dict[str, list[Row]]:
-    """Write the page with all suites, and a picture beside it for each row that was run; the rows by suite."""
-    suites = {name: collect(suite, specs, root, seeds) for name, suite in SUITES.items()}
-    parts, machines = [INTRODUCTION], []
-    for name, rows in suites.items():
-        plots = {row.entry.spec: _plot(row, out.parent / "plots") for row in rows if row.result is not None}
-        cells = [_cells(row, plots.get(row.entry.spec)) for row in rows]
-        parts.append(
-            f"## {SUITES[name].title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, cells)}"
-        )
-        machines += [machine for row in rows if row.result is not None for machine in row.result.machines]
-    if machines:
-        parts.append("Run on " + ", ".join(sorted(set(machines))) + ".\n")
+def write_page(out: Path, specs: Path, root: Path) -> None:
+    """Write the page of all suites from the results beside it, with a picture for each row whose runs are here."""
+    known = results(read(out.with_suffix(".jsonl")))
+    parts = [INTRODUCTION]
+    for name, suite in SUITES.items():
+        rows = [_row(entry, known, specs, root, out.parent / "plots") for entry in suite.entries]
+        parts.append(f"## {suite.title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, rows)}")
+    entries = [entry for suite in SUITES.values() for entry in suite.entries]
+    past = [_past(entry, result) for entry in entries for key, result in known.items() if key[0] == entry.spec]
+    told = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
+    parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{told}")
     write_bytes(out, "\n".join(parts).encode())
-    return suites
 
 
-def show_rows(rows: Sequence[Row], tell: Callable[[str], None]) -> None:
-    """A line for each row, for the terminal."""
-    for row in rows:
-        if row.result is None:
-            tell(f"{row.entry.spec:<26} {row.note}")
-            continue
-        low, high = row.result.interval
-        told = f"IQM {row.result.iqm:.2f} ({low:.2f} to {high:.2f}), {len(row.result.scores)} seeds"
-        tell(f"{row.entry.spec:<26} {told}; target {row.entry.target:g}{'' if row.reached else ' not'} reached")
+def _row(entry: Entry, known: dict[tuple[str, str], Result], specs: Path, root: Path, plots: Path) -> list[str]:
+    """The cells of a shipped spec; takes its result out of `known`, so that only earlier versions are left there."""
+    shipped = Shipped.read(specs, entry.spec)
+    result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
+    published = [f"{entry.published:g}"]
+    if shipped is None or result is None:
+        note = "no spec" if shipped is None else "not run"
+        env, hash = ("–", "–") if shipped is None else (shipped.spec.env.id, f"`{shipped.hash[:8]}`")
+        cells = [env, "–", note, "–", "–", "–", *published, "–", "–", f"{entry.published_frames:,}", "–", entry.differs]
+        return [f"`{entry.spec}`", *cells, "–", "–", "–", hash, "–"]
+    last, interval = result.records[-1], result.interval
+    return [
+        f"`{entry.spec}`",
+        last.env,
+        _seeds(sorted(result.scores)),
+        f"{result.mean:.2f}",
+        f"{result.standard_error:.2f}",
+        f"{result.iqm:.2f}",
+        f"{interval.low:.2f} to {interval.high:.2f}",
+        *published,
+        verdict(entry, result),
+        f"{last.frames:,}",
+        f"{entry.published_frames:,}",
+        f"{last.window:,.0f}",
+        entry.differs,
+        *_provenance(result),
+        f"`{last.hash[:8]}`",
+        _curve(entry, shipped, sorted(result.scores), root, plots),
+    ]
+
+
+def _past(entry: Entry, result: Result) -> list[str]:
+    numbers = [f"{result.mean:.2f}", f"{result.iqm:.2f}", f"{entry.published:g}", verdict(entry, result)]
+    seeds, hash = _seeds(sorted(result.scores)), result.records[0].hash
+    return [f"`{entry.spec}`", f"`{hash[:8]}`", seeds, *numbers, *_provenance(result)]
+
+
+def verdict(entry: Entry, result: Result) -> str:
+    """What a row says of its result."""
+    return result.verdict(entry.published) if len(result.scores) >= len(entry.seeds) else "incomplete"
+
+
+def _provenance(result: Result) -> list[str]:
+    """Date, commit and machine of its runs."""
+    commits = dict.fromkeys(f"`{str(record.commit)[:8]}`" for record in result.records)
+    machines = dict.fromkeys(record.machine for record in result.records)
+    return [max(record.date for record in result.records), ", ".join(commits), ", ".join(machines)]
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -142,72 +111,28 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join([padded[0], rule, *padded[1:]]) + "\n"
 
 
-def _result(entry: Entry, shipped: Shipped, sessions: dict[int, Path]) -> Result:
-    budget = shipped.spec.train.frames
-    window = entry.window(budget)
-    scores, frames, speeds, manifests = {}, [], [], []
-    for seed, path in sessions.items():
-        points = list(log_points(path))
-        scores[seed] = score([row["return"] for row in points], [row["frame"] for row in points], window)
-        frames.append(int(points[-1]["frame"]))
-        speeds.append(_speed(path))
-        manifests.append(read_json(path / "manifest.json"))
-    commits = list(dict.fromkeys(map(_commit, manifests)))
-    machines = list(dict.fromkeys(f"{m['cpu']} ({m['cores']} cores)" for m in manifests))
-    return Result(scores, max(frames), window, fmean(speeds), commits, machines)
-
-
-def _speed(session: Path) -> float:
-    """Frames a second over all that was logged: each row tells its own speed, and they differ."""
-    seconds, before, timed = 0.0, 0, 0
-    for row in Run(session).metrics():
-        if "time/fps" in row:
-            seconds += (row["frame"] - before) / row["time/fps"]
-            timed += row["frame"] - before
-        before = row["frame"]
-    return timed / seconds if seconds else 0.0
-
-
-def _commit(manifest: dict[str, Any]) -> str:
-    git = manifest["git"]
-    if git is None or git["commit"] is None:
-        return "unknown"
-    return git["commit"][:8] + ("+" if git["dirty"] else "")
-
-
-def _cells(row: Row, plot: Path | None) -> list[str]:
-    entry = row.entry
-    env = "–" if row.shipped is None else row.shipped.spec.env.id
-    target, published = f"{entry.target:g}", f"{entry.published:g}"
-    identity = "–" if row.shipped is None else f"`{row.shipped.hash[:8]}`"
-    if row.result is None:
-        empty = [row.note, "–", "–", target, "–", published, "–", "–", "–", "–", identity, "–"]
-        return [f"`{entry.spec}`", env, "–", *empty]
-    result, interval = row.result, row.result.interval
-    return [
-        f"`{entry.spec}`",
-        env,
-        _seeds(sorted(result.scores)) + (f", {_seeds(row.missing)} missing" if row.missing else ""),
-        f"{result.mean:.2f}",
-        f"{result.iqm:.2f}",
-        f"{interval.low:.2f} to {interval.high:.2f}",
-        target,
-        "yes" if row.reached else "no",
-        published,
-        f"{result.frames:,}",
-        f"{result.window:,.0f}",
-        f"{result.frames_per_second:,.0f}",
-        ", ".join(f"`{commit}`" for commit in result.commits),
-        identity,
-        "–" if plot is None else f"[curve](plots/{plot.name})",
-    ]
-
-
 def _seeds(seeds: Sequence[int]) -> str:
     """0, 1, 2, 3 as 0–3."""
     if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
         return f"{seeds[0]}–{seeds[-1]}"
     return ", ".join(map(str, seeds))
+
+
+def _curve(entry: Entry, shipped: Shipped, seeds: Sequence[int], root: Path, plots: Path) -> str:
+    """A link to the picture of that version of the spec, drawn where its runs are at hand."""
+    plot = plots / f"{entry.spec}_{shipped.hash[:8]}.png"
+    done = find(root, shipped.spec.name, shipped.hash).done
+    sessions = {seed: done[seed] for seed in seeds if seed in done and any(log_points(done[seed]))}
+    if len(sessions) == len(seeds):
+        from palestra.runs.plot import curves  # here, because matplotlib takes a second
+
+        for old in plots.glob(f"{entry.spec}_????????.png"):
+            old.unlink()
+        with tempfile.TemporaryDirectory() as scratch:
+            drawn = curves([_Together(entry.spec, sessions)], metric="return", out=Path(scratch) / entry.spec)
+            plots.mkdir(parents=True, exist_ok=True)
+            shutil.copy(next(path for path in drawn if path.suffix == ".png"), plot)
+    return f"[curve](plots/{plot.name})" if plot.exists() else "–"
 
 
 class _Together(Run):
@@ -225,13 +150,3 @@ class _Together(Run):
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of all sessions."""
         return [row for one, path in self.of.items() if seed in (None, one) for row in Run(path).metrics()]
-
-
-def _plot(row: Row, folder: Path) -> Path:
-    from palestra.runs.plot import curves  # here, because matplotlib takes a second
-
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = [_Together(row.entry.spec, row.sessions)]
-        png = next(p for p in curves(runs, metric="return", out=Path(scratch) / row.entry.spec) if p.suffix == ".png")
-        folder.mkdir(parents=True, exist_ok=True)
-        return Path(shutil.copy(png, folder / png.name))

@@ -50,14 +50,15 @@ def dev(
 def bench(
     suite: Annotated[str | None, typer.Argument(help="classic, box2d, mujoco or atari.", metavar="SUITE")] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="0-3", help="The seeds to run and to show; by default the suite's own.")
+        str | None, typer.Option(metavar="1000-1003", help="The seeds to run and to show; by default the table's own.")
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only specs whose name it finds.")] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one a core.")] = None,
-    out: Annotated[Path, typer.Option(help="The page to write; its pictures go to plots/ beside it.")] = Path(
-        "docs/benchmarks.md"
-    ),
-    table: Annotated[bool, typer.Option("--table", help="Run nothing: write the page from the run folders.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write, results and plots/ beside it; in a checkout docs/benchmarks.md."),
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Run nothing: enter what the run folders hold.")] = False,
     specs: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The suite's specs; by default examples/control.")
     ] = None,
@@ -65,7 +66,7 @@ def bench(
         "runs/bench"
     ),
 ) -> None:
-    """Run the shipped specs of a suite over seeds and write the table; finished seeds are kept, others continued."""
+    """Run the shipped specs of a suite over seeds and show the table; finished seeds are kept, others continued."""
     from palestra.bench.run import bench as run_suite
 
     run_suite(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from palestra.control.algorithms import ALGORITHMS
+from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.algorithms.base import Parts
 from palestra.control.compiling import should_compile
 from palestra.control.envs.make import Factory, evaluation_vector, make_vector
@@ -39,6 +39,7 @@ class Learner:
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
         parts = Parts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
         self.generator, self.precision = parts.generator, spec.train.precision
+        check_actions(spec, parts.head)
         self.algorithm = ALGORITHMS[spec.algorithm.name](parts)
         self.policy, self.episodes = self.algorithm.policy, self.algorithm.episodes
 
@@ -92,15 +93,9 @@ class Learner:
             return False
         row |= done.metrics()
         self.evaluated, self.last_evaluated = self.evaluated + done.frames, done.frames
-        log.info(
-            "step %d: evaluation of %d episodes took %.1f s (%d frames; %d so far, %.1f %% of those of training)",
-            self.steps,
-            len(done.returns),
-            time.perf_counter() - began,
-            done.frames,
-            self.evaluated,
-            100 * self.evaluated / self.episodes.frame,
-        )
+        seconds, share = time.perf_counter() - began, self.evaluated / self.episodes.frame
+        told = f"step {self.steps}: evaluation of {len(done.returns)} episodes took {seconds:.1f} s"
+        log.info(f"{told} ({done.frames} frames; {share:.1%} of those of training so far)")
         return True
 
     def state(self, unevaluated: list[Any] | None = None) -> dict[str, Any]:

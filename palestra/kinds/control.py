@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from palestra.control.actions import ActionHead
-from palestra.control.algorithms import ALGORITHMS
+from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.envs.make import evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import random_episodes
@@ -43,7 +43,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     if spec.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
     probe = make_single(spec.env, factory)
-    _check_actions(spec, ActionHead.of(probe.action_space))
+    check_actions(spec, ActionHead.of(probe.action_space))
     probe.close()
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
@@ -97,7 +97,8 @@ def load(run: Run, which: str = "best") -> Policy:
 def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, env: Any = None) -> str:
     """Show a run's policy in a window, or as a video where there is none or `out` is given; says what was seen."""
     spec = resolved(run.spec)
-    assert isinstance(spec, ControlSpec)
+    if not isinstance(spec, ControlSpec):
+        raise UsageError(f"{run.path} is of kind {spec.kind}, which plays no episodes: use palestra chat")
     if env is None and spec.env.id.startswith(OBJECT):
         raise UsageError(
             f"{run.path} was trained in the Python object {spec.env.id.removeprefix(OBJECT)}: "
@@ -118,16 +119,6 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
         return seen
     write_video(frames, path, made.metadata.get("render_fps", 30))
     return f"{seen}: {path}"
-
-
-def _check_actions(spec: ControlSpec, head: ActionHead) -> None:
-    found, supported = head.description["type"], ALGORITHMS[spec.algorithm.name].supports
-    if found not in supported:
-        fitting = [name for name, algorithm in ALGORITHMS.items() if found in algorithm.supports]
-        raise UsageError(
-            f"algorithm: {spec.algorithm.name} acts in spaces of type {', '.join(supported)}, and {spec.env.id} has "
-            f"one of type {found}: use {', '.join(fitting)}"
-        )
 
 
 def _random_return(spec: ControlSpec, factory: Any) -> float:

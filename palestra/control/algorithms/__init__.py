@@ -1,5 +1,6 @@
 """The algorithms, by the name a spec calls them. Each is one file: what it stores, how it acts, how it learns."""
 
+from palestra.control.actions import ActionHead
 from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.base import Algorithm
 from palestra.control.algorithms.crossq import CrossQ
@@ -9,6 +10,8 @@ from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.algorithms.sac import SAC
 from palestra.control.algorithms.sarsa import SARSA
 from palestra.control.algorithms.td3 import TD3
+from palestra.errors import UsageError
+from palestra.spec.kinds.control import ControlSpec
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "a2c": A2C,
@@ -20,3 +23,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "td3": TD3,
     "crossq": CrossQ,
 }
+
+
+def check_actions(spec: ControlSpec, head: ActionHead) -> None:
+    """Refuse an algorithm that cannot act in the environment's action space."""
+    found, supported = head.description["type"], ALGORITHMS[spec.algorithm.name].supports
+    if found not in supported:
+        fitting = [name for name, algorithm in ALGORITHMS.items() if found in algorithm.supports]
+        raise UsageError(
+            f"algorithm: {spec.algorithm.name} acts in spaces of type {', '.join(supported)}, and {spec.env.id} has "
+            f"one of type {found}: use {', '.join(fitting)}"
+        )

@@ -55,8 +55,7 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
 def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = None) -> VectorEnv:
     """Environments to evaluate in, whose episodes are whole games."""
     if factory is None and _is_atari(spec):
-        whole = {name: value for name, value in spec.kwargs.items() if name != "life_loss_info"}
-        spec = spec.model_copy(update={"kwargs": whole})
+        spec = spec.model_copy(update={"kwargs": _of_whole_games(spec)})
     return make_vector(spec, at_most, factory)
 
 
@@ -70,7 +69,8 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         env = _checked(spec, factory())
     elif _is_atari(spec) and spec.vectorize in ("auto", "vector"):
         with _explained(spec):
-            return AtariGame(atari_games(spec.id, 1, spec.kwargs, spec.frame_stack), kwargs.get("render_mode"))
+            games = atari_games(spec.id, 1, _of_whole_games(spec), spec.frame_stack)
+            return AtariGame(games, kwargs.get("render_mode"))
     elif ":" in spec.id:
         env = _imported(spec, kwargs)
     else:
@@ -102,6 +102,11 @@ def factory_of(env: object) -> Factory:
     raise UsageError(
         f"an environment is a Gymnasium id, a class or a function that makes one; got {type(env).__name__}"
     )
+
+
+def _of_whole_games(spec: EnvSpec) -> dict[str, Any]:
+    """An Atari game's keywords, with episodes that go on after a lost life."""
+    return {name: value for name, value in spec.kwargs.items() if name != "life_loss_info"}
 
 
 def _is_atari(spec: EnvSpec) -> bool:
