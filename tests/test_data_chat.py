@@ -374,6 +374,7 @@ ENDLESS = [
     "{% set big = 'x' * 9999 %}{% for i in range(999) %}{{ big }}{% endfor %}",
     "{% set big = 'x' * 9999 %}{% set all %}{% for i in range(999) %}{{ big }}{% endfor %}{% endset %}",
     "{{ lipsum(999999) }}",
+    "{{ [1]|tojson(indent=999999999999) }}",
 ]
 
 

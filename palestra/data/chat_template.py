@@ -116,14 +116,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = self._call("counted", [loop.iter], loop)
-        for concat in list(tree.find_all(nodes.Concat)):
-            concat.nodes = [self._call("joined", concat.nodes, concat)]
+            loop.iter = nodes.Call(nodes.EnvironmentAttribute("counted"), [loop.iter], [], None, None)
+        for sum_ in list(tree.find_all(nodes.Concat)):
+            sum_.nodes = [nodes.Call(nodes.EnvironmentAttribute("concat"), [nodes.List(sum_.nodes)], [], None, None)]
         return tree
-
-    def _call(self, name: str, values: list[Any], at: nodes.Node) -> Any:
-        call = nodes.Call(nodes.EnvironmentAttribute(name), values, [], None, None)
-        return call.set_lineno(at.lineno, override=True).set_environment(self)
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
         """What a loop goes through, one step a turn."""
@@ -131,14 +127,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             _spend(0)
             yield value
 
-    def joined(self, *values: Any) -> str:
-        """What `~` gives."""
-        return self.concat(map(str, values))
-
-    def concat(self, pieces: Iterable[str]) -> str:
-        """What a template, a macro or a block writes."""
+    def concat(self, pieces: Iterable[Any]) -> str:
+        """What a template, a macro or a block writes, or `~` gives."""
         written, size = [], 0
-        for piece in pieces:
+        for piece in map(str, pieces):
             size += len(piece)
             _spend(len(piece) if size <= LONGEST else size)
             written.append(piece)
@@ -186,6 +178,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if indent not in (None, *range(101)):
+        raise SecurityError(f"tojson(indent={indent}) is wider than 100")
     # Jinja's own filter writes < as \u003c, for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
