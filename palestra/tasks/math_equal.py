@@ -40,17 +40,13 @@ def echoes(question: str, gold: str, answer: str) -> bool:
     known = {_written(side) for formula in asked for side in (formula, *_SIDES.split(formula))}
     long = [text for text in map(cleaned, asked) if _OPERATOR.search(text) and text not in cleaned(gold)]
     plain = cleaned(question) if asked == [question] else ""
-
-    def echo(side: str) -> bool:
-        text = cleaned(side)
-        return (
-            _written(side) in known
-            or any(one in text for one in long)
-            or bool(_OPERATOR.search(text) and text in plain)
-        )
-
     sides = [side for side in _SIDES.split(answer) if side.strip()]
-    return all(map(echo, [side for side in sides if len(side.strip()) > 1] or sides))
+    for side in [side for side in sides if len(side.strip()) > 1] or sides:  # without the name in `x = …`
+        text = cleaned(side)
+        repeats = any(one in text for one in long) or (_OPERATOR.search(text) and text in plain)
+        if not repeats and _written(side) not in known:
+            return False
+    return True
 
 
 def _written(text: str) -> str:

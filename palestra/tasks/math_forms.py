@@ -13,19 +13,9 @@ from typing import Literal
 from palestra.tasks.numbers import parse_number, tidy
 
 Kind = Literal[
-    "number",
-    "percent",
-    "text",
-    "digits",
-    "expression",
-    "list",
-    "sequence",
-    "union",
-    "matrix",
-    "assignment",
-    "relation",
-    "chain",
-]
+    "number", "percent", "text", "digits", "expression", "list", "sequence", "union", "matrix", "assignment",
+    "relation", "chain",
+]  # fmt: skip
 
 LONGEST, DEEPEST = 1000, 30  # characters and brackets in brackets, beyond which an answer is only compared as text
 
@@ -55,16 +45,13 @@ _BELOW = {"<": "(", r"\leq": "["}  # with what an interval begins that lies abov
 _FLIPPED = {">": "<", r"\geq": r"\leq"}
 _GREEK = r"\\(?:alpha|beta|gamma|theta|phi|lambda|mu|omega)"
 _VARIABLE = re.compile(rf"(?:[A-Za-z]|[A-Z]{{2,3}}|{_GREEK})(?:_(?:\w|\{{\w+\}}))?'?(?:\([a-z]\))?")
-_RATIO_OF_NAMES = re.compile(
-    rf"\|{_VARIABLE.pattern}\||\\frac\{{{_VARIABLE.pattern}\}}\{{{_VARIABLE.pattern}\}}|{_VARIABLE.pattern}:{_VARIABLE.pattern}"
-)
-_TUPLE_OF_NAMES = re.compile(rf"\({_VARIABLE.pattern}(?:[,;]{_VARIABLE.pattern})+\)")
+_NAME = _VARIABLE.pattern
+_RATIO_OF_NAMES = re.compile(rf"\|{_NAME}\||\\frac\{{{_NAME}\}}\{{{_NAME}\}}|{_NAME}:{_NAME}")
+_TUPLE_OF_NAMES = re.compile(rf"\({_NAME}(?:[,;]{_NAME})+\)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 _ASCII = {">=": r"\geq ", "<=": r"\leq ", "!=": r"\neq "}
 # Data that was escaped twice; a matrix has rows there, but no row begins with the bare name of a command.
-_TWICE = re.compile(
-    r"(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|text|leq?|geq?|pi|infty|cup|in|cdot|times)(?![a-zA-Z]))"
-)
+_TWICE = re.compile(r"(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|text|[lg]eq?|pi|infty|cup|in|cdot|times)(?![a-zA-Z]))")
 _NO_NAMES = re.compile(r"\\(?:frac|sqrt|cdot|pi)(?![a-zA-Z])")
 _SUCH_THAT = re.compile(r"\\\{[a-z](?::|\||\\mid)(.*)\\\}")
 _CLOCK = re.compile(r"(\d{1,2}(?::\d\d){0,2})([ap])\.?m\.?", re.IGNORECASE)
