@@ -1,11 +1,13 @@
 """Conversations to tokens: rendering as transformers does, injection, the loss mask, templates that are refused."""
 
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palestra.data import chat_template
 from palestra.data.chat import encode_chat, end_of_turn, render
 from palestra.data.tokenizers import CHATML, Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
@@ -345,3 +347,50 @@ def test_render_without_a_template_says_how_to_give_one(base: Tokenizer):
 def test_render_message_without_a_role_is_refused(base: Tokenizer, wrong: Any):
     with pytest.raises(UsageError, match="message 1 is no record with a role"):
         render(base, [TALK[0], wrong], add_generation_prompt=False)
+
+
+ENDLESS = [
+    "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for x in range(99) recursive %}{% if loop.depth < 9 %}{{ loop(range(99)) }}{% endif %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ 'x' * 999999999999 }}",
+    "{{ 999999999999 * [1] }}",
+    "{{ 9 ** 999999999 }}",
+    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=3) %}{% for i in range(99) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
+    "{{ 'x'.ljust(999999999999) }}",
+    "{{ 'x'|center(999999999999) }}",
+    "{{ '%999999999999d' % 1 }}",
+    "{{ '%*d' % (999999999999, 1) }}",
+    "{{ '%*d'|format(999999999999, 1) }}",
+    "{{ '{:999999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 999999999999) }}",
+    "{% set big = 'x' * 9999 %}{{ big.replace('x', big) }}",
+    "{% set big = 'x' * 9999 %}{{ big|replace('x', big) }}",
+    "{% set big = 'x' * 9999 %}{{ ([big] * 9999)|join }}",
+    "{% set big = 'x' * 9999 %}{{ ''.join([big] * 9999) }}",
+    "{% set big = 'x' * 9999 %}{% for i in range(999) %}{{ big }}{% endfor %}",
+    "{% set big = 'x' * 9999 %}{% set all %}{% for i in range(999) %}{{ big }}{% endfor %}{% endset %}",
+    "{{ lipsum(999999) }}",
+    "{{ [1]|tojson(indent=999999999999) }}",
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("template", ENDLESS)
+def test_template_that_loops_or_grows_without_end_is_refused_by_name(
+    base: Tokenizer, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "STEPS", 20_000)
+    monkeypatch.setattr(chat_template, "LONGEST", 100_000)
+    tokenizer = base.with_chat_template(template)
+    with pytest.raises(UsageError, match=f"the chat template of {re.escape(tokenizer.name)} refused"):
+        render(tokenizer, [{"role": "user", "content": "hi"}], add_generation_prompt=True)
+
+
+def test_template_of_a_long_conversation_is_rendered(base: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "x" * 1000}] * 3000
+    said = render(base.with_chat_template(REASONING), messages, add_generation_prompt=True)
+    assert said.count("x" * 1000) == 3000

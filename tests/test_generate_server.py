@@ -20,6 +20,7 @@ from small_lm import overflowing
 from tiny_server import ALPHABET, CONTEXT, KEY, NAME, TOKENIZER, serving, tiny_engine, tiny_model
 
 from palestra.data.chat import encode_chat
+from palestra.generate import server as server_module
 from palestra.generate.engine import Engine
 from palestra.generate.gate import Gate
 from palestra.generate.openai import HARMLESS, UNSUPPORTED, token_text
@@ -369,6 +370,7 @@ def test_body_that_is_too_long_is_not_read_beyond_the_limit() -> None:
         api_key=None,
         max_body_bytes=10_000,
         max_body_bytes_of={},
+        allowed_hosts=(),
         requests=Counter("a", "A.", ("path", "status")),
         seconds=Histogram("b", "B.", ("path",)),
     )
@@ -376,6 +378,94 @@ def test_body_that_is_too_long_is_not_read_beyond_the_limit() -> None:
     with pytest.raises(Exception, match="10,000 bytes"):
         asyncio.run(gate(scope, receive, send))
     assert sum(received) == 11_000
+
+
+def test_prompts_times_samples_over_the_limit_are_refused_before_any_work(http: httpx.Client) -> None:
+    for prompts, n in ((2048, 1000), (2, 513)):
+        answer = http.post("/v1/completions", json={"prompt": ["a"] * prompts, "n": n, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert "1,024 samples of one request" in answer.json()["error"]["message"]
+    answer = http.post("/v1/completions", json={"prompt": ["a"] * 2, "n": 3, "max_tokens": 1})
+    assert len(answer.json()["choices"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:1234"}, 200),
+        ({"Host": "[::1]"}, 200),
+        ({"Host": "evil.example"}, 403),  # a name that its owner has mean this machine
+        ({"Host": "[oops"}, 403),
+        ({"Host": "127.0.0.1:80", "Origin": "http://127.0.0.1:80"}, 200),
+        ({"Host": "127.0.0.1:80", "Origin": "http://127.0.0.1:81"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_host_and_origin_that_are_not_this_server_are_refused(
+    http: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    assert http.get("/v1/models", headers=headers).status_code == status
+
+
+def test_allowed_hosts_are_those_that_are_given() -> None:
+    with serving(allowed_hosts=("model.example",)) as (address, _), connected(address) as http:
+        assert http.get("/v1/models", headers={"Host": "model.example:8000"}).status_code == 200
+        answer = http.get("/v1/models")
+        assert answer.status_code == 403
+        assert "'127.0.0.1' is not one of those allowed" in answer.json()["error"]["message"]
+
+
+def test_control_without_a_key_is_for_this_machine_by_its_own_name() -> None:
+    with serving(api_key=None, allowed_hosts=()) as (address, _), connected(address) as http:
+        assert http.post("/pause").json() == {"paused": True}
+        assert http.post("/resume").json() == {"paused": False}
+        for path in ("/pause", "/resume", "/update_weights"):
+            answer = http.post(path, headers={"Host": "model.example"})
+            assert answer.status_code == 403
+            assert f"{path} needs a key" in answer.json()["error"]["message"]
+        assert http.get("/v1/models", headers={"Host": "model.example"}).status_code == 200
+
+
+def test_control_without_a_key_from_another_machine_is_refused() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def app(*_: Any) -> None:
+        sent.append({"status": "let through"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    def asked(client: str, key: str | None) -> Any:
+        books = {"requests": Counter("a", "A.", ("path", "status")), "seconds": Histogram("b", "B.", ("path",))}
+        gate = Gate(app, api_key=key, max_body_bytes=1, max_body_bytes_of={}, allowed_hosts=(), **books)
+        headers = [(b"host", b"localhost"), (b"authorization", b"Bearer k")]
+        scope = {"type": "http", "method": "POST", "path": "/pause", "headers": headers, "client": (client, 1)}
+        asyncio.run(gate(scope, app, send))
+        first, *_ = sent
+        sent.clear()
+        return first["status"]
+
+    assert asked("192.0.2.1", None) == 403
+    assert asked("192.0.2.1", "k") == asked("127.0.0.1", None) == asked("::ffff:127.0.0.1", None) == "let through"
+
+
+def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.2)
+    whole = f"GET /health HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+    with serving() as (address, _):
+        port = int(address.rpartition(":")[2])
+        for before in (b"", whole):  # also on a connection that was used
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+                if before:
+                    slow.sendall(before)
+                    answer = b""
+                    while not answer.endswith(b"}"):
+                        answer += slow.recv(10_000)
+                slow.sendall(b"GET /health HTTP/1.1\r\nHost: local")
+                assert slow.recv(10_000) == b""
+        with connected(address) as http:  # others are served
+            assert http.get("/health").status_code == 200
 
 
 def test_requests_over_the_limit_are_told_to_come_later() -> None:
@@ -415,7 +505,7 @@ def sent(address: str, path: str, body: dict[str, Any]) -> Iterator[socket.socke
     content = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\n\r\n".encode()
             + content
         )

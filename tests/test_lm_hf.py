@@ -21,13 +21,14 @@ from tiny_models import CONTEXT, FAMILIES, VOCAB, tiny_checkpoint
 from torch import Tensor
 
 from palestra.data.tokenizers import character_tokenizer
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.lm.batch import Batch, forward
+from palestra.lm.families import FAMILIES as FAMILY_ROWS
 from palestra.lm.head import logits
-from palestra.lm.hf import load_pretrained, save_pretrained, save_weights
+from palestra.lm.hf import checked_names, load_pretrained, save_pretrained, save_weights, slots
 from palestra.lm.hf_config import UnsupportedModel, canonical, family_of, own_config, read_config, write_config
 from palestra.lm.model import Transformer
-from palestra.lm.shards import DamagedModel
+from palestra.lm.shards import DamagedModel, Shards
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
 transformers.utils.logging.disable_progress_bar()
@@ -296,6 +297,22 @@ QWEN25_05B = {
     "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.1",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+QWEN25_15B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02, "intermediate_size": 8960,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 12,
+    "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+    "use_cache": True, "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN25_7B = {
+    **QWEN25_15B, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "tie_word_embeddings": False, "vocab_size": 152064,
+}  # fmt: skip
+QWEN25_MATH_7B = {
+    **QWEN25_7B, "max_position_embeddings": 4096, "rope_theta": 10000, "sliding_window": 4096,
+    "transformers_version": "4.43.1",
+}  # fmt: skip
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
     "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
@@ -343,6 +360,9 @@ MIXTRAL_8X7B = {
         pytest.param(LLAMA_31_8B, 8_030_261_248, None, id="Llama-3.1-8B"),
         pytest.param(MISTRAL_7B, 7_241_732_096, 4096, id="Mistral-7B-v0.1"),
         pytest.param(QWEN25_05B, 494_032_768, None, id="Qwen2.5-0.5B"),
+        pytest.param(QWEN25_15B, 1_543_714_304, None, id="Qwen2.5-1.5B"),
+        pytest.param(QWEN25_7B, 7_615_616_512, None, id="Qwen2.5-7B"),
+        pytest.param(QWEN25_MATH_7B, 7_615_616_512, None, id="Qwen2.5-Math-7B"),
         pytest.param(QWEN3_06B, 596_049_920, None, id="Qwen3-0.6B"),
         pytest.param(QWEN3_30B_A3B, 30_532_122_624, None, id="Qwen3-30B-A3B"),
         pytest.param(OLMOE_7B, 6_919_161_856, None, id="OLMoE-1B-7B"),
@@ -375,6 +395,8 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "named"),
     [
+        (QWEN25_15B, {"use_mrope": True}, r"not supported:\n  use_mrope = True \(not understood\)$"),
+        (QWEN25_15B, {"is_causal": False}, r"not supported:\n  is_causal = False \(only True is supported\)$"),
         (SMOLLM2_135M, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (SMOLLM2_135M, {"attention_bias": True}, "attention_bias = True"),
         (SMOLLM2_135M, {"mlp_bias": True}, "mlp_bias = True"),
@@ -408,6 +430,79 @@ def test_config_with_other_arithmetic_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         read_config({**base, **changes}, "config.json")
+
+
+@pytest.mark.parametrize("off", [False, None, 0, 0.0, "", [], {}])
+def test_config_with_an_unknown_key_that_is_off_is_read(off: Any) -> None:
+    assert read_config({**SMOLLM2_135M, "new_key": off}, "config.json") == read_config(SMOLLM2_135M, "config.json")
+
+
+BROKEN: list[Any] = [
+    0,
+    -1,
+    10**5,
+    10**18,
+    10**400,
+    1e308,
+    float("nan"),
+    float("inf"),
+    True,
+    "8",
+    [4],
+    {},
+    {"a": 1},
+    None,
+]
+
+
+@pytest.mark.timeout(60)  # 100,000 layers alone took minutes
+@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe"])
+def test_config_with_any_field_broken_is_read_or_refused_with_a_clear_error(
+    family: str, copied: Callable[..., Path]
+) -> None:
+    folder = copied(family)
+    path, weights = folder / "config.json", Shards(folder)
+    config = json.loads(path.read_text())
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    cases = [(key, value) for key in config for value in BROKEN]
+    cases += [("rope_parameters", {**scaling, key: value}) for key in scaling for value in BROKEN]
+    with weights:
+        for key, value in cases:
+            try:
+                shape = read_config({**config, key: value}, "config.json")
+                checked_names(weights, slots(shape, FAMILY_ROWS[config["model_type"]]), shape, score=False)
+            except PalestraError:
+                continue
+
+
+def test_config_of_a_shape_of_our_own_that_is_too_large_is_refused() -> None:
+    own = own_config(Shape(**DENSE))
+    for change, named in (({"layers": 100_000}, "100000 layers"), ({"width": 10**9}, "parameters")):
+        with pytest.raises(UnsupportedModel, match=named):
+            read_config({**own, "shape": {**own["shape"], **change}}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[]", r"generation_config\.json is not a mapping"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id = '</s>'"),
+        ('{"eos_token_id": [1, null]}', r"eos_token_id = \[1, None\]"),
+        ('{"eos_token_id": -1}', "eos_token_id = -1"),
+    ],
+)
+def test_generation_config_that_is_broken_is_refused_by_name(
+    text: str, named: str, copied: Callable[..., Path]
+) -> None:
+    folder = copied("llama2")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UsageError, match=named):
+        load_pretrained(folder)
+
+
+def test_config_that_asks_for_more_memory_than_there_is_names_the_weights(copied: Callable[..., Path]) -> None:
+    with pytest.raises(DamagedModel, match="the weights do not fit"):
+        load_pretrained(copied("llama2", intermediate_size=2**28))
 
 
 def test_config_with_several_problems_names_them_all() -> None:

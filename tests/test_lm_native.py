@@ -1,8 +1,10 @@
 """The compiled kernels of the CPU against float64, and against torch's operations, which stand in for them."""
 
 import logging
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,3 +256,26 @@ def test_a_row_that_asks_for_nothing_else_has_the_same_bits_beside_those_that_do
         assert alone.tokens[row] == beside.tokens[row]
         assert torch.equal(alone.logprobs[row], beside.logprobs[row])
     assert not torch.equal(alone.logprobs[1:3], beside.logprobs[1:3])
+
+
+@needs_compiler
+def test_library_that_others_could_have_written_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(native, "FLAGS", ["-O0", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"])
+    path = native._built(shutil.which("g++") or "clang++")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not path.stat().st_mode & 0o022
+    kept = path.read_bytes()
+    path.write_bytes(b"planted")
+    path.chmod(0o777)
+    path.parent.chmod(0o777)
+    assert native._built(shutil.which("g++") or "clang++").read_bytes() == kept
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_library_in_a_folder_of_another_user_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cache_root", lambda: tmp_path)
+    other = os.getuid() + 1
+    monkeypatch.setattr(native.os, "getuid", lambda: other)
+    with pytest.raises(OSError, match="belongs to another user"):
+        native._built(shutil.which("g++") or "clang++")

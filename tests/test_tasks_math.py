@@ -100,6 +100,39 @@ def test_math_judge_by_both_rules(folder, text, strict, flexible):
     assert (verdict.status == Status.UNPARSABLE) == (text in ("no idea", ""))
 
 
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        ("5", r"\boxed{5\text{ or }6}"),
+        ("6", r"\boxed{5\text{ or }6}"),
+        ("17", "The answer is 17 and 18."),
+        ("18", r"\boxed{17=18}"),
+        ("18", r"\boxed{17} or \boxed{18}"),
+        ("18", r"\boxed{not 18}"),
+        ("18", "the answer is not 18"),
+        ("18", "The answer isn't 18."),
+        ("5", "The answer is $5$ or $6$"),
+    ],
+)
+def test_math_judge_of_a_hedge_or_a_denial_is_wrong(folder, gold, text):
+    assert math_task(folder).judge(Problem("math/test/0", "", {"answer": gold}), Answer(text)).score == 0.0
+
+
+def test_math_judge_of_an_echo_of_the_question_is_wrong(tmp_path):
+    rows = [{"problem": "What is $3^4+2^5$?", "answer": "113"}]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"question": ["problem"], "compare": "math"}
+    for task in (
+        math_task(tmp_path),
+        make_task("aime", {"source": str(tmp_path)}),
+        make_task("answers", {"source": str(tmp_path), **columns}),
+    ):
+        (problem,) = task.problems("test")
+        assert task.judge(problem, Answer(r"\boxed{3^4+2^5}")).status == Status.WRONG
+        assert task.judge(problem, Answer(r"\boxed{3^4+2^5=113}")).status == Status.CORRECT
+        assert task.judge(problem, Answer(r"\boxed{81+32}")).status == Status.CORRECT
+
+
 def test_math_judge_of_answers_that_hang_or_swell_is_wrong_or_late_and_others_are_served():
     bad = [
         r"9^{9^{9^9}}",

@@ -123,6 +123,10 @@ def test_parse_number_of_any_decimal_is_that_decimal(value, grouped):
         ("1 1/2 cups", "1 1/2"),
         ("up 50%.", "50%"),
         ("on 7/8/2020", "2020"),
+        ("it is not 18", None),
+        ("it isn't 18 but 19", "19"),
+        ("it cannot be $18", None),
+        ("AZYUK25A", None),
         ("nothing", None),
         ("", None),
     ],
@@ -159,6 +163,15 @@ def test_rules_for_numbers_on_a_long_text_take_linear_time(piece):
     assert time.process_time() - started < 5.0
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "piece", [r"\(", r"\[", "$$", "$", r"\$", "$$x", r"\( $", "not ", r"\boxed{1},", "answer is $1$ or "]
+)
+def test_final_answer_of_a_long_text_takes_linear_time(piece):
+    # Quadratic, the 32 KB of `\(` that took 5 s would take half an hour at this length.
+    final_answer(piece * (600_000 // len(piece)))
+
+
 # Final answers.
 
 
@@ -178,6 +191,10 @@ def test_rules_for_numbers_on_a_long_text_take_linear_time(piece):
         (r"\boxed", None),
         ("boxed{5}", None),
         (r"\boxed{}", ""),
+        (r"$\boxed{1}$ and $\boxed{2}$.", "1, 2"),
+        (r"\boxed{1}, \quad \text{or} \boxed{2}", "1, 2"),
+        (r"\boxed{2}, \boxed{2}", "2"),
+        (r"\boxed{3} is wrong, so \boxed{2}", "2"),
     ],
 )
 def test_last_boxed_matches_braces(text, found):
@@ -195,6 +212,8 @@ def test_last_boxed_matches_braces(text, found):
         ("answer: **12**", "12", "12"),
         ("The answer to the question is (A)", "(A)", "(A)"),
         ("#### 18", "18", "18"),
+        ("The answer is $5$ or $6$.", "5, 6", "5, 6"),
+        ("The answer is not 18", None, None),
         ("I get 42 as the answer", None, "42"),
         ("so $x = 5$.", None, "x = 5"),
         (r"Hence \[ x = 3 \]", None, "x = 3"),

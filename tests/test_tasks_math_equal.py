@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.tasks import math_equal
-from palestra.tasks.math_equal import memory_capped, same_answer
+from palestra.tasks.math_equal import echoes, memory_capped, same_answer
 from palestra.tasks.math_forms import form
 
 pytest.importorskip("math_verify", reason="needs the extra eval")
@@ -94,6 +94,24 @@ SAME = [
     ("3:1", "3 : 1"),
     (r"\text{no solution}", "No solution"),
     ("**42**", "42"),
+    # As keyboards, converters and textbooks write them.
+    ("x >= 5", r"x \geq 5"),
+    ("x <= 2", r"(-\infty,2]"),
+    ("x != 3", r"x \neq 3"),
+    ("x < 1", "-x > -1"),
+    ("(3,2)", "(p,q)=(3,2)"),
+    ("11", r"x\approx 11"),
+    (r"\frac13", r"0.\overline{3}"),
+    (r"\frac16", r"0.1\overline{6}"),
+    ("-e+1", r"1-\mathrm{e}"),
+    ("1000", r"1\,000"),
+    ("14916", "14 {, }916"),
+    ("(11,7)or(7,11)", "(7,11), (11,7)"),
+    ("|AB|=1", "1"),
+    ("7:32", r"V_{1}:V_{2}=7:32"),
+    (r"\frac{NO}{BO}=\frac{1}{\sqrt6}", r"\frac{\sqrt6}{6}"),
+    (r"(\frac12,3)", r"\\left(\\frac{1}{2}, 3\\right)"),  # escaped twice
+    ("5", "2+3=5"),
     (r"\textbf{(B) } 5", "5"),
     (r"\text{13}", "13"),
 ]
@@ -107,7 +125,6 @@ OTHER = [
     ("(1,2)", "[1,2]"),
     ("[0,1)", "[0,1]"),
     ("(1,2)", "(1,2,3)"),
-    (r"\{1,2\}", r"\{1,2,2\}"),
     ("1,2", "1,3"),
     (r"(-\infty,2)", r"(-\infty,2]"),
     ("x<2", "x>2"),
@@ -145,6 +162,11 @@ OTHER = [
     (r"2\cdot\frac12", "5/2"),
     ("6", "2x=6"),
     ("12", r"\text{twelve}"),
+    ("18", "17=18"),
+    ("18", "x=17=18"),
+    ("7=11a+c", "11a+c"),
+    (r"\frac13", r"0.\overline{4}"),
+    ("1000", "10 00"),
     ("5", ""),
     ("5", r"\frac{"),
     ("3-2f(x)", "-2f(x)+4"),
@@ -162,6 +184,35 @@ def test_same_answer_written_otherwise_is_the_same(gold, answer):
 def test_same_answer_of_another_value_is_not(gold, answer):
     assert not same_answer(gold, answer)
     assert not same_answer(answer, gold)
+
+
+def test_set_with_a_member_twice_is_the_set_unless_the_reference_counts_them():
+    assert same_answer(r"\{1,2\}", r"\{1,2,2\}")
+    assert same_answer("(1,2),(2,1)", "(2,1),(1,2),(2,1)")
+    assert not same_answer("2,2,3", "2,3")
+    assert not same_answer(r"\{1,2\}", r"\{1,2,3\}")
+
+
+@pytest.mark.parametrize(
+    ("question", "gold", "answer", "echo"),
+    [
+        ("Compute $99^2+99+1$.", "9901", "99^2+99+1", True),
+        ("Compute $99^2+99+1$.", "9901", r"x = (99^2 + 99 + 1)", True),
+        ("Compute $99^2+99+1$.", "9901", "99^2+99+1+0", True),
+        ("Compute $99^2+99+1$.", "9901", "99^2+99+1=9901", False),
+        ("Compute 99^2 + 99 + 1", "9901", "99^2+99+1", True),  # a question without marked formulas
+        (r"Write $\frac{3}{20}$ as a decimal.", "0.15", "3/20", True),
+        (r"Write $\frac{3}{20}$ as a decimal.", "0.15", ".150", False),
+        (r"Which is larger, $\frac{1}{2}$ or $\frac13$?", "1/2", r"\dfrac12", False),
+        (r"A side is $6\text{ cm}$ and another $4$. Which is longer?", r"6\text{ cm}", "6", False),
+        ("How many pairs?", r"\binom{10}{2}", "45", False),
+        ("How many of 10 and 2?", "45", r"\binom{10}{2}", False),
+        ("", "45", r"\binom{10}{2}", False),
+    ],
+)
+def test_echo_of_the_question_is_told_from_an_answer(question, gold, answer, echo):
+    assert same_answer(gold, answer)
+    assert echoes(question, gold, answer) is echo
 
 
 pieces = [

@@ -11,6 +11,7 @@ import pytest
 
 from palestra.spec.tasks import TaskUse
 from palestra.tasks.judging import Judges
+from palestra.tasks.math_answers import formulas
 from palestra.tasks.math_equal import same_answer
 from palestra.tasks.math_forms import Form, form
 from palestra.tasks.registry import make_task
@@ -118,6 +119,21 @@ def test_expressions_of_a_part_are_the_same_written_otherwise_and_not_when_chang
 @pytest.mark.timeout(1200)
 def test_expressions_of_all_answers_are_the_same_written_otherwise_and_not_when_changed():
     check_expressions(every=1)
+
+
+def test_echo_of_the_last_formula_scores_only_where_it_is_the_reference():
+    asked = [
+        (problem, formulas(problem.row["problem"])[-1])
+        for problem in make_task("math", {"source": "math500"}).problems("test")
+    ]
+    verdicts = judged("math", [(problem, rf"\boxed{{{formula}}}") for problem, formula in asked])
+    right = [
+        (problem.row["answer"], formula)
+        for (problem, formula), verdict in zip(asked, verdicts, strict=True)
+        if verdict.score
+    ]
+    assert right == [(r"\sqrt{53}", r"\sqrt{53}"), ("6", "6")]
+    assert {verdict.status for verdict in verdicts} <= {Status.CORRECT, Status.WRONG, Status.UNPARSABLE}
 
 
 def test_rows_of_math500_aime_and_dapo_are_read():

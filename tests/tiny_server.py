@@ -13,7 +13,7 @@ import uvicorn
 from palestra.data.tokenizers import Tokenizer, character_tokenizer
 from palestra.generate.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.server import create_app
+from palestra.generate.server import PromptHeaders, create_app
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 
@@ -53,7 +53,14 @@ def running(app: Any, port: int = 0) -> Iterator[str]:
     """The address of a real uvicorn server of an application, in a thread."""
     with socket.create_server(("127.0.0.1", port)) as listening:
         server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5, timeout_keep_alive=75)
+            uvicorn.Config(
+                app,
+                http=PromptHeaders,
+                log_level="warning",
+                ws="none",
+                timeout_graceful_shutdown=5,
+                timeout_keep_alive=75,
+            )
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -283,6 +283,12 @@ def serve(
     context: Annotated[int | None, typer.Option(min=1, help="The longest sequence; by default the model's.")] = None,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Requests at a time; more are told to wait.")] = 1024,
     max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="The largest request.")] = 4 * 2**20,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that requests may ask for; may be repeated. By default loopback's on loopback, else any."
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     runs: Root = RUNS,
@@ -300,6 +306,7 @@ def serve(
         context=context,
         max_concurrent=max_concurrent,
         max_body=max_body,
+        allowed_hosts=allowed_host or (),
         dtype=dtype,
         device=device,
         root=runs,

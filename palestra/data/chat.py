@@ -232,12 +232,12 @@ def _rendered(
 ) -> str:
     import jinja2  # here, with what compiles templates: most processes render none
 
-    from palestra.data.chat_template import GENERATION_MARKS, compile_template
+    from palestra.data.chat_template import GENERATION_MARKS, render_template
 
     template = _template_of(tokenizer)
     given = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
     try:
-        return compile_template(template).render({**given, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
+        return render_template(template, {**given, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the chat template of {tokenizer.name} is not valid, line {error.lineno}: {error}") from error
     except Exception as error:  # a template is a program of somebody else's: it can fail in any way

@@ -2,7 +2,8 @@
 
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,12 +15,16 @@ from palestra.generate.responses import error_response
 
 # The key is not asked for here, so that whoever starts and stops machines can look.
 OPEN_PATHS = frozenset({"/health"})
+# Whoever may call these decides what the model says.
+CONTROL_PATHS = frozenset({"/update_weights", "/pause", "/resume"})
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Gate:
     """An ASGI middleware: wrong keys and bodies that are too long go no further, and are never read into memory.
 
-    `max_body_bytes_of` holds the limits that differ, by method and path.
+    `max_body_bytes_of` holds the limits that differ, by method and path. A request names one of `allowed_hosts`, if
+    there are any: else a page could have its own name mean this machine, and talk to it as to its own server.
     """
 
     def __init__(
@@ -29,10 +34,11 @@ class Gate:
         api_key: str | None,
         max_body_bytes: int,
         max_body_bytes_of: Mapping[str, int],
+        allowed_hosts: Collection[str],
         requests: Counter,
         seconds: Histogram,
     ):
-        self.app, self.api_key = app, api_key
+        self.app, self.api_key, self.allowed_hosts = app, api_key, allowed_hosts
         self.max_body_bytes, self.max_body_bytes_of = max_body_bytes, max_body_bytes_of
         self.requests, self.seconds = requests, seconds
 
@@ -67,9 +73,15 @@ class Gate:
             error = ApiError(
                 401, "Incorrect or missing API key: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
-        elif headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        elif self.allowed_hosts and _host(headers) not in self.allowed_hosts:
+            error = ApiError(
+                403, f"The host {_host(headers)!r} is not one of those allowed: start the server with --allowed-host"
+            )
+        elif headers.get("sec-fetch-site") in ("cross-site", "same-site") or _other_origin(headers):
             # Any page that a browser on this machine shows can post to a loopback address.
             error = ApiError(403, "Requests from pages of other sites are refused")
+        elif scope["path"] in CONTROL_PATHS and self.api_key is None and not _from_here(scope, headers):
+            error = ApiError(403, f"{scope['path']} needs a key from another machine: start the server with --api-key")
         elif int(headers.get("content-length", 0)) > limit:
             error = _too_long(limit)
         else:
@@ -86,6 +98,25 @@ class Gate:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # Starlette reads the bytes of a header as Latin-1; clients send keys in UTF-8.
         return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+
+
+def _host(headers: Headers) -> str:
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    except ValueError:  # brackets of an address that is none
+        return ""
+
+
+def _other_origin(headers: Headers) -> bool:
+    """Whether a page of another server asks."""
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def _from_here(scope: Scope, headers: Headers) -> bool:
+    """Whether a program on this machine asks, by a name that is always this machine's."""
+    address = (scope.get("client") or ("",))[0].removeprefix("::ffff:")
+    return _host(headers) in LOOPBACK and (address.startswith("127.") or address in LOOPBACK)
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

@@ -13,12 +13,14 @@ from types import FrameType
 from typing import Any
 
 try:
+    import h11
     import uvicorn
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from fastapi.requests import Request as HttpRequest
     from fastapi.responses import JSONResponse, PlainTextResponse, Response
     from starlette.exceptions import HTTPException
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     from palestra.errors import MissingExtra
 
@@ -29,7 +31,7 @@ from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine import Engine
-from palestra.generate.gate import Gate
+from palestra.generate.gate import LOOPBACK, Gate
 from palestra.generate.jobs import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
 from palestra.generate.openai import Answer, ApiError, ChatBody, CompletionBody
@@ -38,11 +40,12 @@ from palestra.generate.responses import ClientGone, EventStream, error_response,
 from palestra.generate.service import Service
 from palestra.generate.types import Request
 from palestra.generate.weights import read_safetensors, read_weights
-from palestra.generate.wire import GenerateBody, result_json
+from palestra.generate.wire import MOST_SAMPLES, GenerateBody, result_json
 
 MAX_BODY_BYTES = 4 << 20
 MAX_CONCURRENT = 1024
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+HEADER_SECONDS = 10.0
+"""How long the headers of a request may take to come."""
 # How long requests may go on after the server was told to stop, before they are ended where they are.
 GRACE_SECONDS = 5.0
 
@@ -74,8 +77,9 @@ def create_app(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_concurrent: int = MAX_CONCURRENT,
+    allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> FastAPI:
-    """The application over a generator that drives itself."""
+    """The application over a generator that drives itself; without `allowed_hosts` any name may be asked for."""
     engine = generator.engine
     service = Service(generator, max_concurrent=max_concurrent)
     app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
@@ -87,6 +91,7 @@ def create_app(
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         max_body_bytes_of={"PUT /update_weights": upload_bytes},
+        allowed_hosts=allowed_hosts,
         requests=service.requests,
         seconds=service.seconds,
     )
@@ -110,6 +115,10 @@ def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_
     def check(body: ChatBody | CompletionBody) -> None:
         if body.model is not None:
             check_model(body.model)
+        prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+        if prompts * body.n > MOST_SAMPLES:
+            said = f"{prompts:,} prompts with n = {body.n:,} are more than the {MOST_SAMPLES:,} samples of one request"
+            raise ApiError(400, f"{said}: send several requests", param="n")
         if body.characters > most_characters:
             raise PromptTooLong(
                 f"the prompt has {body.characters:,} characters, but the context is {engine.context} tokens"
@@ -231,8 +240,11 @@ def serve_engine(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_concurrent: int = MAX_CONCURRENT,
+    allowed_hosts: Sequence[str] = (),
 ) -> None:
     """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free.
+
+    Requests must name one of `allowed_hosts`; without any, a loopback name on loopback, and any name elsewhere.
 
     After the signal requests have a few seconds to end by themselves; then they are answered with what they have.
     """
@@ -246,9 +258,11 @@ def serve_engine(
             api_key=api_key,
             max_body_bytes=max_body_bytes,
             max_concurrent=max_concurrent,
+            allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
         )
         config = uvicorn.Config(
             app,
+            http=PromptHeaders,
             log_level="warning",
             access_log=False,
             ws="none",
@@ -260,12 +274,28 @@ def serve_engine(
         port = listening.getsockname()[1]
         if api_key is None and host not in LOOPBACK:
             print(
-                f"warning: whoever reaches {host} port {port} can use this model and replace its weights. "
-                "Give --api-key or PALESTRA_API_KEY.",
+                f"warning: whoever reaches {host} port {port} can use this model. Give --api-key or PALESTRA_API_KEY.",
                 file=sys.stderr,
             )
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
         _Server(config, app.state.service).run(sockets=[listening])
+
+
+class PromptHeaders(H11Protocol):
+    """HTTP of which the headers come soon: a connection that never completes them would stay open for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first headers."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop to wait when headers are whole, begin again when others are not."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._late.cancel()
+        elif self._late.cancelled():
+            self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
 
 class _Server(uvicorn.Server):

@@ -1,5 +1,6 @@
 """Models put to use: served over HTTP, and talked with in the terminal."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def serve(
     context: int | None = None,
     max_body: int = 4 * 2**20,
     max_concurrent: int = 1024,
+    allowed_hosts: Sequence[str] = (),
 ) -> None:
     """Serve a model until SIGINT or SIGTERM."""
     from palestra.generate.server import serve_engine  # needs the extra `serve`
@@ -83,4 +85,5 @@ def serve(
         api_key=api_key,
         max_body_bytes=max_body,
         max_concurrent=max_concurrent,
+        allowed_hosts=allowed_hosts,
     )

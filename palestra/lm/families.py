@@ -142,6 +142,7 @@ DEFAULTS: dict[str, Any] = {
 """What transformers takes where a key is absent, for most families."""
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
+    "is_causal": True,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
     "partial_rotary_factor": 1.0,

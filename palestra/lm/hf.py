@@ -61,11 +61,11 @@ def load_pretrained(
     """Load a model folder: arithmetic in `dtype`, parameters in `param_dtype`. Needs the memory of the model once."""
     folder = Path(folder)
     config, shape = read_folder(folder)
-    model = empty_model(shape, dtype, param_dtype, device)
-    state = model.state_dict()
     with Shards(folder) as shards:
         places = slots(shape, FAMILIES.get(config["model_type"]))
         stored = checked_names(shards, places, shape, score=is_classifier(config))
+        model = empty_model(shape, dtype, param_dtype, device)  # only now: a wrong config can ask for any size
+        state = model.state_dict()
         for slot in places:
             state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
         score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
@@ -218,11 +218,14 @@ def special_ids(tokenizer: Tokenizer | None, eos: Sequence[int], base: Mapping[s
 def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end a generation: those of generation_config.json, else of config.json."""
     path = folder / GENERATION_CONFIG
-    given = read_json(path).get("eos_token_id") if path.exists() else None
-    given = config.get("eos_token_id") if given is None else given
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int) else tuple(given)
+    own = read_json(path) if path.exists() else {}
+    if not isinstance(own, dict):
+        raise UsageError(f"{path} is not a mapping")
+    given = config.get("eos_token_id") if own.get("eos_token_id") is None else own["eos_token_id"]
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise UsageError(f"{folder}: eos_token_id = {given!r:.60} (expected a token id, or a list of them)")
+    return tuple(ids)
 
 
 @contextmanager

@@ -17,6 +17,9 @@ class UnsupportedModel(UsageError):
     """A config that asks for arithmetic which the transformer does not have."""
 
 
+MOST = {"num_hidden_layers": 1000, "num_experts": 1024, "num_local_experts": 1024}
+"""Far beyond any model there is; a config that asks for more is damaged, and building its model would take minutes."""
+MOST_PARAMETERS = 10**14
 OWN = "palestra"
 """The `model_type` of a shape that no family expresses; transformers does not load it."""
 
@@ -35,13 +38,13 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], Shape]:
 def family_named(config: Mapping[str, Any], where: str) -> Family:
     """The family that a config names; an unknown one is an error that lists those known."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{where} has model_type {model_type!r}, which is not supported; those that are: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     classes = [family.architecture, family.classifier] if family.classifies else [family.architecture]
-    if architectures is not None and not (len(architectures) == 1 and architectures[0] in classes):
+    if architectures is not None and architectures not in [[name] for name in classes]:
         raise UnsupportedModel(
             f"{where} has architectures {architectures}, which is not supported for model_type {model_type}; "
             f"expected {' or '.join(classes)}"
@@ -51,7 +54,7 @@ def family_named(config: Mapping[str, Any], where: str) -> Family:
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
     """Whether the config is of a model that scores sequences."""
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
+    return "ForSequenceClassification" in str(config.get("architectures"))
 
 
 def read_config(config: Mapping[str, Any], where: str) -> Shape:
@@ -60,7 +63,8 @@ def read_config(config: Mapping[str, Any], where: str) -> Shape:
         return _read_own(config, where)
     family = family_named(config, where)
     shape, problems = _read(config, family)
-    labels = config.get("num_labels", 2) if config.get("id2label") is None else len(config["id2label"])
+    named = config.get("id2label")
+    labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
     if is_classifier(config) and labels != 1:
         problems.append(f"a classifier into {labels} labels (expected one label: the score of a reward model)")
     if shape is None or problems:
@@ -167,10 +171,12 @@ class _Keys:
         return None if value is None else self._checked(key, value, kind)
 
     def _checked(self, key: str, value: Any, kind: type) -> Any:
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 2**53:
             return float(value)
-        if type(value) is not kind:
-            self.problems.append(f"{self.prefix}{key} = {value!r} (expected {kind.__name__})")
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            self.problems.append(f"{self.prefix}{key} = {value!r:.60} (expected {kind.__name__})")
+        elif kind is int and not 0 <= value <= MOST.get(key, 2**30):
+            self.problems.append(f"{self.prefix}{key} = {value!r:.60} (expected 0 to {MOST.get(key, 2**30)})")
         return value
 
     def expect(self, key: str, only: Any) -> None:
@@ -181,18 +187,30 @@ class _Keys:
             self.problems.append(f"{self.prefix}{key} = {value!r} (only {only!r} is supported)")
 
     def refuse_rest(self, harmless: frozenset[str]) -> None:
-        """Refuse what nobody asked for, unless it is harmless or null."""
+        """Refuse what nobody asked for, unless it is harmless or off: null, false, 0, empty."""
         for key, value in self.config.items():
-            if key not in self.asked and key not in harmless and value is not None:
-                self.problems.append(f"{self.prefix}{key} = {value!r} (not understood)")
+            if key not in self.asked and key not in harmless and value:
+                self.problems.append(f"{self.prefix}{key} = {value!r:.60} (not understood)")
 
 
 def _read_own(config: Mapping[str, Any], where: str) -> Shape:
     try:
-        return Shape.model_validate(config.get("shape"))
+        shape = Shape.model_validate(config.get("shape"))
+        problems = _too_large(shape)
     except ValidationError as error:
-        listed = "".join(f"\n  {problem}" for problem in _explained(error))
-        raise UnsupportedModel(f"{where} holds no shape that this version understands:{listed}") from error
+        shape, problems = None, _explained(error)
+    if shape is None or problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise UnsupportedModel(f"{where} holds no shape that this version understands:{listed}")
+    return shape
+
+
+def _too_large(shape: Shape) -> list[str]:
+    """What is beyond any model there is."""
+    count = shape.model_copy(update={"vocab": shape.vocab or 1}).parameters()
+    if shape.layers <= MOST["num_hidden_layers"] and count <= MOST_PARAMETERS:
+        return []
+    return [f"{shape.layers} layers, {count:.1e} parameters: larger than any model there is"]
 
 
 def _explained(error: ValidationError) -> list[str]:
@@ -201,16 +219,24 @@ def _explained(error: ValidationError) -> list[str]:
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
     """The shape and the problems; without problems there is a shape."""
+    try:
+        return _read_shape(config, family)
+    except ValidationError as error:
+        return None, _explained(error)
+
+
+def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
     keys = _Keys(config, {**DEFAULTS, **family.defaults})
     for key, only in {**FIXED, **family.fixed}.items():
         keys.expect(key, only)
+    refused = len(keys.problems)
     width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
     layers, context = keys.take("num_hidden_layers", int), keys.take("max_position_embeddings", int)
     fields = {
         "layers": layers,
         "width": width,
         "heads": heads,
-        "kv_heads": keys.take_or_none("num_key_value_heads", int) or heads,
+        "kv_heads": keys.take_or_none("num_key_value_heads", int),
         "head_dim": keys.take_or_none("head_dim", int),
         "mlp": keys.take("intermediate_size", int),
         "context": context,
@@ -220,8 +246,11 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list
         "qk_norm": family.qk_norm,
         "attention_bias": family.attention_bias,
     }
-    if not keys.problems:
-        fields["head_dim"] = fields["head_dim"] or width // heads
+    if heads == 0:
+        keys.problems.append("num_attention_heads = 0 (expected at least 1)")
+    if len(keys.problems) == refused:  # else what was not read yet would seem not to be understood
+        fields["kv_heads"] = heads if fields["kv_heads"] is None else fields["kv_heads"]
+        fields["head_dim"] = width // heads if fields["head_dim"] is None else fields["head_dim"]
         if family.heads != "any" and width % heads:
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
@@ -229,14 +258,12 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list
         fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, context)
         fields["window"], fields["window_from"] = _read_window(keys, family, layers)
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
-    keys.refuse_rest(HARMLESS)
+        keys.refuse_rest(HARMLESS)
     if keys.problems:
         return None, keys.problems
-    try:
-        shape = Shape(**fields)
-    except ValidationError as error:
-        return None, _explained(error)
-    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+    shape = Shape(**fields)
+    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+    return canonical(shape), problems
 
 
 def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
@@ -309,7 +336,9 @@ def _read_window(keys: _Keys, family: Family, layers: int) -> tuple[int | None, 
         first = keys.take("max_window_layers", int)
         keys.asked.add("layer_types")
         kinds = keys.config.get("layer_types")
-        if kinds is not None:
+        if kinds is not None and not isinstance(kinds, list):
+            keys.problems.append(f"layer_types = {kinds!r:.60} is not a list")
+        elif kinds is not None:
             first = next((i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers)
             if list(kinds) != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
                 keys.problems.append(f"layer_types = {kinds!r} (supported are full layers, then sliding ones)")

@@ -134,14 +134,25 @@ def _built(compiler: str) -> Path:
     source = SOURCE.read_bytes()
     key = hashlib.sha256(b"\0".join([source, *(part.encode() for part in (compiler, *FLAGS, _processor()))]))
     path = cache_root() / "native" / f"rows-{key.hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = path.parent.stat()
+    if folder.st_uid != os.getuid():
+        raise PermissionError(f"{path.parent} belongs to another user, who could put any code there: remove it")
+    if folder.st_mode & 0o022:
+        path.parent.chmod(0o700)
+    if not _ours(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, *FLAGS, "-o", made, SOURCE]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            made.chmod(0o700)
             os.replace(made, path)
     return path
+
+
+def _ours(path: Path) -> bool:
+    """Whether a library is there that nobody else can have written: loading it runs its code."""
+    return path.exists() and path.lstat().st_uid == os.getuid() and not path.stat().st_mode & 0o022
 
 
 def _processor() -> str:

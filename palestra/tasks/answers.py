@@ -18,7 +18,6 @@ from palestra.tasks.types import Answer, Problem, Verdict
 LAYOUT = Layout("Q: {question}\nA:")
 JUDGES: dict[str, Callable[[str, str, Extraction], Verdict]] = {
     "number": judge_number,
-    "math": judge_math,
     "words": judge_words,
 }
 
@@ -74,8 +73,10 @@ class Answers(Task[AnswersArgs]):
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether the answer ends with what the row says."""
         with memory_capped(self._capped):
-            judge = JUDGES[self.args.compare]
-            return judge(problem.row["answer"], cut(answer.text, self.stops), self.args.extraction)
+            text, gold = cut(answer.text, self.stops), problem.row["answer"]
+            if self.args.compare == "math":
+                return judge_math(gold, text, self.args.extraction, problem.row.get("question", ""))
+            return JUDGES[self.args.compare](gold, text, self.args.extraction)
 
     def warm_up(self) -> None:
         """Import sympy where it may be needed, and keep to little memory: called in a process that only judges."""

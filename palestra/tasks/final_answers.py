@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Literal
 
 from palestra.tasks.math_answers import final_answer, last_boxed, number_in, settled
-from palestra.tasks.math_equal import same_answer
-from palestra.tasks.math_forms import form, plain_text
+from palestra.tasks.math_equal import echoes, same_answer
+from palestra.tasks.math_forms import Form, form, plain_text
 from palestra.tasks.numbers import last_number, stated_number
 from palestra.tasks.types import Status, Verdict
 
@@ -19,26 +19,32 @@ Extraction = Literal["strict", "flexible"]
 
 
 _SENTENCE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}\s+\S")
+_HEDGE = re.compile(r"\b(?:or|nor|not)\b|n['’]t\b", re.IGNORECASE)
 
 
 def judge_number(reference: str, text: str, extraction: Extraction) -> Verdict:
     """Whether a text ends with a number. Quick whatever the text is, so it needs no process of its own."""
     text = settled(text)
     boxed = last_boxed(text)
-    strict = boxed if boxed is not None and number_of(boxed) is not None else stated_number(text)
+    strict = boxed if boxed is not None and _numbers(form(boxed)) else stated_number(text)
     found = {"strict": strict, "flexible": strict or last_number(text)}
     right = number_of(reference)
     parts = {name: float(said is not None and number_of(said) == right) for name, said in found.items()}
     return _verdict(found[extraction], parts, extraction)
 
 
-def judge_math(reference: str, text: str, extraction: Extraction) -> Verdict:
-    """Whether a text ends with a mathematical answer. It may take for ever, and is for a process that can be killed."""
+def judge_math(reference: str, text: str, extraction: Extraction, question: str = "") -> Verdict:
+    """Whether a text ends with a mathematical answer that is more than a formula of the question.
+
+    It may take for ever, and is for a process that can be killed.
+    """
     strict = final_answer(text, flexible=False)
     said = strict or final_answer(text)
     same = None if said is None else same_answer(reference, said)
-    if not same and said is not None and _SENTENCE.search(said) and (number := number_in(said)) is not None:
+    if not same and said is not None and _is_sentence(said) and (number := number_in(said)) is not None:
         said, same = number, same_answer(reference, number)
+    if same and said is not None and echoes(question, reference, said):
+        same = False
     parts = {"strict": float(bool(same) and strict is not None), "flexible": float(bool(same))}
     verdict = _verdict(said if strict is not None or extraction == "flexible" else None, parts, extraction)
     if said is not None and same is None:
@@ -61,7 +67,18 @@ def number_of(text: str) -> Fraction | None:
     read = form(text)
     while read.kind == "assignment":
         read = read.parts[0]
-    return read.value if isinstance(read.value, Fraction) else None
+    numbers = _numbers(read) if read.kind in ("number", "percent", "chain") else set()
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _is_sentence(said: str) -> bool:
+    """Whether one number can be the answer in words: not where they name several, or deny it."""
+    return _SENTENCE.search(said) is not None and _HEDGE.search(said) is None and len(_numbers(form(said))) < 2
+
+
+def _numbers(read: Form) -> set[Fraction]:
+    """The numbers that a form or its parts are."""
+    return {read.value} if isinstance(read.value, Fraction) else set().union(*map(_numbers, read.parts))
 
 
 def _words(text: str) -> str:

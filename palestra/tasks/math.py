@@ -72,7 +72,8 @@ class Math(Task[MathArgs]):
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether the answer ends with what is equal to the reference."""
         with memory_capped(self._capped):
-            return judge_math(problem.row["answer"], cut(answer.text, self.stops), self.args.extraction)
+            text = cut(answer.text, self.stops)
+            return judge_math(problem.row["answer"], text, self.args.extraction, problem.row.get("problem", ""))
 
     def warm_up(self) -> None:
         """Import sympy, and from now on keep to little memory: called in a process that only judges."""
@@ -148,7 +149,8 @@ class Aime(Task[AimeArgs]):
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether the answer ends with the right number."""
         with memory_capped(self._capped):
-            return judge_math(problem.row["answer"], cut(answer.text, self.stops), self.args.extraction)
+            text = cut(answer.text, self.stops)
+            return judge_math(problem.row["answer"], text, self.args.extraction, problem.row.get("problem", ""))
 
     def warm_up(self) -> None:
         """As of `Math`."""

@@ -7,7 +7,13 @@ from palestra.tasks.numbers import NUMBER, last_number, tidy
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*")
 _STATED = re.compile(r"####|\banswer(?:\b[^.:\n]{0,60}?\bis\b(?! not\b):?|\s*:)", re.IGNORECASE)
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# No formula holds what begins another one, which keeps the search linear in the length of any text.
+_FORMULA = re.compile(
+    r"\$\$((?:(?!\$\$).)++)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\(((?:(?!\\[()]).)++)\\\)|\\\[((?:(?!\\[\[\]]).)++)\\\]",
+    re.DOTALL,
+)
+_JOIN = re.compile(r"(?:[\s,;$]|\\[()]|\\q?quad|\\text|[{}]|\band\b|\bor\b)*+")
+_OR = re.compile(r"\s*(?:,\s*)?(?:or|and)\s+")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 _NUMBER = re.compile(NUMBER)
 _BARE, _BRACE = re.compile(r"\\[a-zA-Z]+|[^\s\\{}$]+"), re.compile(r"\\.|[{}]", re.DOTALL)
@@ -15,16 +21,25 @@ _THOUGHT_END = "</think>"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last whole `\boxed{…}` holds, braces and all; a box that is not closed is none."""
+    r"""What the last whole `\boxed{…}` holds, braces and all; a box that is not closed is none.
+
+    Boxes that only commas, "and" or "or" stand between are one answer with several members.
+    """
     boxes = list(_BOX.finditer(text))
     closing = _closing_braces(text) if boxes else {}
+    members: list[str] = []
+    first = len(text)  # where the boxes that count begin
     for match in reversed(boxes):
         start = match.end()
-        if start in closing:
-            return text[start + 1 : closing[start]]
-        if (bare := _BARE.match(text, start)) is not None:  # `\boxed 2`
+        end = closing.get(start, -1) + 1
+        if not end and not members and (bare := _BARE.match(text, start)) is not None:  # `\boxed 2`
             return bare[0].rstrip(".,;")
-    return None
+        if end and (not members or _JOIN.fullmatch(text, end, first)):
+            members.append(text[start + 1 : end - 1])
+            first = match.start()
+        elif members and end <= first:
+            break
+    return ", ".join(dict.fromkeys(reversed(members))) if members else None
 
 
 def stated_answer(text: str) -> str | None:
@@ -33,9 +48,11 @@ def stated_answer(text: str) -> str | None:
     if not found:
         return None
     rest = text[found[0].end() :].lstrip(" \t*_:").lstrip()
-    formula = _FORMULA.match(rest)
-    if formula is not None:
-        return _inside(formula)
+    if (formula := _FORMULA.match(rest)) is not None:
+        members = [_inside(formula)]
+        while (joined := _OR.match(rest, formula.end())) and (formula := _FORMULA.match(rest, joined.end())):
+            members.append(_inside(formula))
+        return ", ".join(members)
     end = _SENTENCE_END.search(rest)
     said = (rest if end is None else rest[: end.start()]).strip().strip("*_`\"'").strip()
     return said or None
@@ -55,6 +72,11 @@ def final_answer(text: str, *, flexible: bool = True) -> str | None:
     if stated is not None or not flexible:
         return stated
     return _last_formula_or_number(text)
+
+
+def formulas(text: str) -> list[str]:
+    """The formulas in a text; all of it where none is marked."""
+    return [_inside(formula) for formula in _FORMULA.finditer(text)] or [text]
 
 
 def settled(text: str) -> str:

@@ -5,6 +5,7 @@ left are expressions, of which `palestra.tasks.math_values` compares the values.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,14 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from palestra.errors import MissingExtra
-from palestra.tasks.math_forms import Form, form, plain_text
+from palestra.tasks.math_answers import formulas
+from palestra.tasks.math_forms import LONGEST, Form, cleaned, form, plain_text
 
 log = logging.getLogger("palestra.tasks")
 
 VALUES = ("number", "percent", "expression")  # kinds of forms that have a value
+_SIDES = re.compile(r"=|\\approx")
+_OPERATOR = re.compile(r"[-+*/^!]|\\[a-z]{3}")
 PLACES = 6  # decimal places with which a rounded value counts as the value
 MEMORY = 1 << 30  # bytes that a comparison may take
 
@@ -26,6 +30,31 @@ MEMORY = 1 << 30  # bytes that a comparison may take
 def same_answer(gold: str, answer: str) -> bool | None:
     """Whether an answer says the same as the reference; None where nobody can tell, which is not the same."""
     return _same(form(gold), form(answer))
+
+
+def echoes(question: str, gold: str, answer: str) -> bool:
+    """Whether an answer is a formula of the question, or has one in it, that the reference does not have."""
+    if not question or _written(answer) == _written(gold):
+        return False
+    asked = [formula for formula in formulas(question) if len(formula) <= LONGEST]
+    known = {_written(side) for formula in asked for side in (formula, *_SIDES.split(formula))}
+    long = [text for text in map(cleaned, asked) if _OPERATOR.search(text) and text not in cleaned(gold)]
+    plain = cleaned(question) if asked == [question] else ""
+    sides = [side for side in _SIDES.split(answer) if side.strip()]
+    for side in [side for side in sides if len(side.strip()) > 1] or sides:  # without the name in `x = …`
+        text = cleaned(side)
+        repeats = any(one in text for one in long) or (_OPERATOR.search(text) and text in plain)
+        if not repeats and _written(side) not in known:
+            return False
+    return True
+
+
+def _written(text: str) -> str:
+    """The normal form, and for a number whether it is worked out."""
+    read = form(text)
+    while read.kind == "assignment":
+        read = read.parts[0]
+    return f"{read} {_OPERATOR.search(text) is not None}" if read.kind == "number" else str(read)
 
 
 def require_math_verify(task: str) -> None:
@@ -65,6 +94,9 @@ def memory_capped(capped: bool) -> Iterator[None]:
 def _same(gold: Form, answer: Form) -> bool | None:
     if str(gold) == str(answer):
         return True
+    if "chain" in (gold.kind, answer.kind):
+        sides = [one.parts if one.kind == "chain" else (one,) for one in (gold, answer)]
+        return all(_same(right, said) for right in sides[0] for said in sides[1])
     kinds = gold.kind, answer.kind
     if kinds == ("assignment", "assignment") and gold.value == answer.value:
         return _same(gold.parts[0], answer.parts[0])
@@ -95,13 +127,15 @@ def _all_same(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
 
 
 def _same_set(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
+    """Whether the members are the same; the answer may say one twice, unless the reference itself does."""
     left = list(answer)
     for one in gold:
         found = next((at for at, other in enumerate(left) if _same(one, other)), None)
         if found is None:
             return False
         del left[found]
-    return not left
+    repeats = len({str(one) for one in gold}) < len(gold)
+    return not left or (not repeats and all(any(_same(one, other) for one in gold) for other in left))
 
 
 def _words(one: Form) -> str:

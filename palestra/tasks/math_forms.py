@@ -13,8 +13,9 @@ from typing import Literal
 from palestra.tasks.numbers import parse_number, tidy
 
 Kind = Literal[
-    "number", "percent", "text", "digits", "expression", "list", "sequence", "union", "matrix", "assignment", "relation"
-]
+    "number", "percent", "text", "digits", "expression", "list", "sequence", "union", "matrix", "assignment",
+    "relation", "chain",
+]  # fmt: skip
 
 LONGEST, DEEPEST = 1000, 30  # characters and brackets in brackets, beyond which an answer is only compared as text
 
@@ -23,7 +24,7 @@ _SIGNS = str.maketrans({
     "÷": "/", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ", "°": r"^\circ ", "²": "^2", "³": "^3",
     "⁄": "/", "½": r"\frac{1}{2}", "θ": r"\theta ", "∅": r"\emptyset ", "…": r"\ldots ", "≈": r"\approx ",
 })  # fmt: skip
-_COMMAND = re.compile(r"\\[a-zA-Z]+|\\.", re.DOTALL)
+_COMMAND = re.compile(r"\\q?quad|\\[a-zA-Z]+|\\.", re.DOTALL)
 _SAME = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\le": r"\leq", r"\ge": r"\geq", r"\lt": "<",
     r"\gt": ">", r"\leqslant": r"\leq", r"\geqslant": r"\geq", r"\ne": r"\neq", r"\times": r"\cdot", r"\ast": r"\cdot",
@@ -44,6 +45,13 @@ _BELOW = {"<": "(", r"\leq": "["}  # with what an interval begins that lies abov
 _FLIPPED = {">": "<", r"\geq": r"\leq"}
 _GREEK = r"\\(?:alpha|beta|gamma|theta|phi|lambda|mu|omega)"
 _VARIABLE = re.compile(rf"(?:[A-Za-z]|[A-Z]{{2,3}}|{_GREEK})(?:_(?:\w|\{{\w+\}}))?'?(?:\([a-z]\))?")
+_NAME = _VARIABLE.pattern
+_RATIO_OF_NAMES = re.compile(rf"\|{_NAME}\||\\frac\{{{_NAME}\}}\{{{_NAME}\}}|{_NAME}:{_NAME}")
+_TUPLE_OF_NAMES = re.compile(rf"\({_NAME}(?:[,;]{_NAME})+\)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
+_ASCII = {">=": r"\geq ", "<=": r"\leq ", "!=": r"\neq "}
+# Data that was escaped twice; a matrix has rows there, but no row begins with the bare name of a command.
+_TWICE = re.compile(r"(?<!\\)\\\\(?=(?:left|right|[dt]?frac|sqrt|text|[lg]eq?|pi|infty|cup|in|cdot|times)(?![a-zA-Z]))")
 _NO_NAMES = re.compile(r"\\(?:frac|sqrt|cdot|pi)(?![a-zA-Z])")
 _SUCH_THAT = re.compile(r"\\\{[a-z](?::|\||\\mid)(.*)\\\}")
 _CLOCK = re.compile(r"(\d{1,2}(?::\d\d){0,2})([ap])\.?m\.?", re.IGNORECASE)
@@ -53,7 +61,7 @@ _ENVIRONMENT = r"(?:[pbvBV]|small)?(?:matrix|array)"
 _MATRIX = re.compile(rf"\\begin\{{{_ENVIRONMENT}\}}(?:\{{[lcr|]*\}})?(.*)\\end\{{{_ENVIRONMENT}\}}", re.DOTALL)
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _UNIT = re.compile(r"\\text\{[^{}]*\}(?:\^\{\d\})?")
-_JOINED = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\s,])(?:and|or)(?=\s))\s*")
+_JOINED = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<=[\s,)\d])(?:and|or)(?=[\s(\d]))\s*")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z \-'.]*")
 _DEGREES = re.compile(r"([\d.]*)\s*\^\s*\{?\s*\\circ\s*\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
@@ -83,7 +91,7 @@ def form(answer: str) -> Form:
     """The normal form of an answer, in LaTeX or as people type."""
     if len(answer) > LONGEST or _depth(answer) > DEEPEST:
         return Form("text", answer)
-    return _number(answer) or _read(_cleaned(answer))
+    return _number(answer) or _read(cleaned(answer))
 
 
 def plain_text(text: str) -> str:
@@ -91,9 +99,11 @@ def plain_text(text: str) -> str:
     return "".join(sign for sign in text.lower() if sign.isalnum() or sign == ":")
 
 
-def _cleaned(answer: str) -> str:
+def cleaned(answer: str) -> str:
     """One way to write each thing, and no spaces but between words or numbers."""
-    text = tidy(answer.strip().strip("*").translate(_SIGNS)).replace(r"\mathbb{R}", r"\R")
+    text = tidy(_TWICE.sub(r"\\", answer.strip().strip("*").translate(_SIGNS))).replace(r"\mathbb{R}", r"\R")
+    text = re.sub(r"\\(?:mathrm|text|operatorname)\{([ei])\}", r"\1", _REPEATING.sub(_repeated, text))
+    text = re.sub("[<>!]=", lambda sign: _ASCII[sign[0]], text)
     text = _COMMAND.sub(lambda command: _SAME.get(command[0], command[0]), text)
     text = text.replace("$", "").replace("~", " ").replace("**", "^").replace("*", r"\cdot ").replace("\n", " ")
     text = _FUNCTION.sub(r"\\\1", text)
@@ -137,7 +147,8 @@ def _argument(text: str, at: int) -> tuple[str, int]:
 
 def _read(text: str) -> Form:
     """The form of a text that is cleaned."""
-    text = next((part for part in _split(text, (r"\approx",))[0] if part), text)
+    near = [part for part in _split(text, (r"\approx",))[0] if part]
+    text = next((part for part in near if not _VARIABLE.fullmatch(part)), text)
     if (number := _number(text)) is not None:
         return number
     if "matrix}" in text or "array}" in text:
@@ -200,14 +211,33 @@ def _equality(text: str) -> Form | None:
             first, last = said[0], said[-1]
             if len(said) == 1:
                 return _read(last)
-            if _VARIABLE.fullmatch(first):
-                return Form("assignment", first, (_read(last),))
-            if _VARIABLE.fullmatch(last):
-                return Form("assignment", last, (_read(first),))
-            if not re.search(r"[A-Za-z]", _NO_NAMES.sub("", first)):
+            if _TUPLE_OF_NAMES.fullmatch(first):
                 return _read(last)
+            if _VARIABLE.fullmatch(first) or _RATIO_OF_NAMES.fullmatch(first):
+                return Form("assignment", first, (_chain(said[1:]),))
+            if _VARIABLE.fullmatch(last):
+                return Form("assignment", last, (_chain(said[:-1]),))
+            if not any(map(_has_names, (first, last))):
+                return _chain(said)
             return Form("relation", "=", (_read(first), _read(last)))
     return None
+
+
+def _chain(parts: list[str]) -> Form:
+    """What equal parts come to; the constants among them all count, so that `17=18` is neither."""
+    read = [_read(part) for part in parts[:-1] if not _has_names(part)] + [_read(parts[-1])]
+    return Form("chain", "", tuple(read)) if len(read) > 1 else read[0]
+
+
+def _has_names(text: str) -> bool:
+    return re.search(r"[A-Za-z]", _NO_NAMES.sub("", text)) is not None
+
+
+def _repeated(decimal: re.Match[str]) -> str:
+    r"""The fraction that `0.1\overline{6}` is."""
+    whole, once, again = decimal.groups()
+    up = int(whole + once + again) - int((whole + once) or "0")
+    return rf"\frac{{{up}}}{{{'9' * len(again) + '0' * len(once)}}}"
 
 
 def _inequality(text: str) -> Form | None:
@@ -218,6 +248,8 @@ def _inequality(text: str) -> Form | None:
     if len({sign in _FLIPPED for sign in signs}) == 1 and signs[0] in _FLIPPED:
         parts, signs = parts[::-1], [_FLIPPED[sign] for sign in signs[::-1]]
     if r"\neq" not in signs and len(signs) < 3:
+        if len(signs) == 1 and any(_VARIABLE.fullmatch(part.removeprefix("-")) for part in parts if part[0] == "-"):
+            parts = [part[1:] if part[0] == "-" else f"-({part})" for part in parts[::-1]]
         if len(signs) == 1 and _VARIABLE.fullmatch(parts[0]):
             parts, signs = [r"-\infty", *parts], ["<", *signs]
         elif len(signs) == 1 and _VARIABLE.fullmatch(parts[1]):

@@ -23,7 +23,10 @@ NUMBER = (
     rf"{_CURRENCY}{_SIGN}{_CURRENCY}"
     rf"(?:{_WHOLE}(?: {_SLASHED}| ?{_LATEX})|{_SLASHED}|{_LATEX}|{_DECIMAL}(?:[eE][-+]?\d{{1,3}}(?![\w.]))?)%?"
 )
-_NUMBERS = re.compile(NUMBER)
+# Digits with letters on both sides are part of a name.
+_NUMBERS = re.compile(rf"(?<!\d)(?<![A-Za-z](?=\d++[A-Za-z])){NUMBER}")
+# What a text denies is not its answer.
+_DENIED = re.compile(rf"(?:\b(?:can)?not|n['’]t)\s++(?:(?:be|equal|to)\s++)*[*$]*{NUMBER}", re.IGNORECASE)
 _STATED = re.compile(rf"(?:####|\b[Tt]he (?:final )?answer is:?)\s*[*$]*\s?({NUMBER})")
 
 _MIXED = re.compile(rf"(?:({_WHOLE})(?: |(?=\\)))?(?:\\frac\{{(\d+)\}}\{{(\d+)\}}|(\d+) ?/ ?(\d+))")
@@ -33,7 +36,8 @@ _SCIENTIFIC = re.compile(
 )
 _AROUND = re.compile(r"(?P<sign>[-+]?) ?[$€£¥]? ?(?P<second>-?)(?P<number>.*?) ?(?P<percent>%|percent)?")
 _COUNTED = re.compile(r"(?P<number>.*\d\}?) (?P<words>[A-Za-z]+(?: [A-Za-z]+)*)\.?(?:\^\d)?")
-_THOUSANDS = re.compile(r"(?<=\d)(?: ?, ?\\!|\{,\}) ?(?=\d{3})")
+_THOUSANDS = re.compile(r"(?<=\d)(?: ?, ?\\!| ?\{, ?\}) ?(?=\d{3})")
+_SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _UNITS = frozenset(["cm", "mm", "km", "ft", "in", "kg", "lb", "lbs", "oz", "sq", "hr", "hrs", "mi", "yd", "gm"])
 _NO_UNITS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "and", "percent"])
 
@@ -56,6 +60,8 @@ def parse_number(text: str) -> Number | None:
     if len(text) > LONGEST:
         return None
     plain = " ".join(tidy(text).split()).rstrip(".")
+    if _SPACED.fullmatch(plain):
+        plain = plain.replace(" ", "")
     if (counted := _COUNTED.fullmatch(plain)) is not None and _are_units(counted["words"]):
         plain = counted["number"]
     around = _AROUND.fullmatch(plain)
@@ -71,8 +77,8 @@ def parse_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text."""
-    found = deque(_NUMBERS.finditer(tidy(text)), maxlen=1)
+    """The last number in a text that it does not deny: none in "not 18"."""
+    found = deque(_NUMBERS.finditer(_DENIED.sub("", tidy(text))), maxlen=1)
     return found[0][0] if found else None
 
 
