@@ -184,7 +184,7 @@ class FiltersSpec(Model):
 class CriticSpec(Model):
     """A second model that learns what to expect before each token."""
 
-    lr: Rate = Schedule(shape="constant", start=3e-4)
+    lr: Rate = Schedule(shape="constant", start=1e-5)
     """Its learning rate, with AdamW."""
     clip: float | None = Field(default=None, gt=0)
     """How far its values may move in a batch before they count no further; null sets no limit."""

@@ -28,7 +28,7 @@ class Loaded:
     origins: Origins
 
     def origin(self, path: str | DataPath) -> str:
-        """Where a value came from: "file.yaml:7", "override", "-s env", "python" or "default"."""
+        """Where a value came from: "file.yaml:7", "override", "-s env", "python", "default" or a kind's default."""
         parts = tuple(path.split(".")) if isinstance(path, str) else path
         here: Any = self.data
         at: DataPath = ()
@@ -36,7 +36,7 @@ class Loaded:
             if isinstance(here, list) and str(part).isdecimal() and int(part) < len(here):
                 part = int(part)
             elif not isinstance(here, dict) or part not in here:
-                return "default"
+                return self.spec.default_origin(parts)
             here, at = here[part], (*at, part)
         return str(Tree(self.data, self.origins).origin(at))
 

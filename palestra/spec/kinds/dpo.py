@@ -1,12 +1,12 @@
 """The spec of kind `dpo`: a language model trained on preferences, without a reward model."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.base import Conflict
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import WritingSpec
+from palestra.spec.lm import Tuning, WritingSpec
 from palestra.spec.model import Model
 
 
@@ -23,6 +23,8 @@ class DpoLossSpec(Model):
 
 class DpoSpec(WritingSpec):
     """Preference optimisation: make the chosen answer more likely than the rejected one."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.0)  # as TRL
 
     kind: Literal["dpo"]
     """The kind of experiment."""

@@ -1,6 +1,6 @@
 """The spec of kind `posttrain`: reinforcement learning of language models with rewards that can be checked."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,7 +9,7 @@ from palestra.spec.base import Conflict, Every, Function
 from palestra.spec.cadence import Cadence, CountCadence
 from palestra.spec.execution import Execution
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import ComputeSpec, LanguageModelSpec
+from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
 from palestra.spec.suites import SuiteUse, suite_conflicts
@@ -153,6 +153,8 @@ class PosttrainEvery(Every):
 
 class PosttrainSpec(LanguageModelSpec):
     """Reinforcement learning with verifiable rewards: draw answers, judge them, make the good ones more likely."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.01)  # as verl
 
     kind: Literal["posttrain"]
     """The kind of experiment."""
