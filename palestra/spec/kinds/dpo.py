@@ -19,6 +19,13 @@ class DpoLossSpec(Model):
     """The loss of the margin between the chosen and the rejected answer."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """How often a label is taken to be wrong (conservative DPO); only for sigmoid."""
+    average_logprobs: bool | None = None
+    """Average log-probabilities over each completion's tokens in place of their sum; null does for ipo, as TRL."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether log-probabilities are averaged."""
+        return self.type == "ipo" if self.average_logprobs is None else self.average_logprobs
 
 
 class DpoSpec(WritingSpec):
