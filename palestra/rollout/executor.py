@@ -215,7 +215,7 @@ class Executor:
         self._attempts = Counter(dict(state["attempts"]))
         self._ready = {group.number: group for group in (load_group(one, find) for one in state["ready"])}
         self._settled = [load_group(one, find) for one in state["settled"]]
-        self._unused = Counter(state["unused"])
+        self._unused = Counter(state.get("unused", {}))  # earlier versions did not count them
         self.fates = Counter({(fate, version): count for fate, version, count in state["fates"]})
         self.totals, self.reasons = Counter(state["totals"]), Counter(state["reasons"])
 
