@@ -38,7 +38,7 @@ def measure(label: str, preset: str, staleness: int, model: Path, given: argpars
     overrides = [
         f"name={label.replace(', ', '_').replace(' ', '_')}",
         f"model.init={model}",
-        f"algorithm={{preset: {preset}}}",
+        f"algorithm={{preset: {preset}{', critic: {lr: 3e-4}' if preset == 'ppo' else ''}}}",
         f"rollout.staleness={staleness}",
         f"train.steps={given.steps}",
         "eval={problems: 500}",

@@ -62,11 +62,12 @@ def reference_loss(preset, rows, now, held, *, anchor, reference, values, max_ne
         "dppo": dppo,
         "scalerl": scalerl,
         "ppo": ppo,
+        **{name: formula for name, (_, formula) in VARIANTS.items()},
     }[preset](rows, now, held, **given)
 
 
 def grpo(rows, now, held, *, reference, **_):
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
         each = [
@@ -95,7 +96,7 @@ def dapo(rows, now, held, *, max_new_tokens, **_):
         over = row.length - (max_new_tokens - cache)
         punished = 1.0 if row.cut_off or over > cache else over / cache if over > 0 else 0.0
         shaped.append(row.reward - punished)
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS), shaped)
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS), shaped)
     total = sum(
         surrogate(np.exp(now[i] - mu), a, 0.2, 0.28)
         for row, a in zip(rows, advantages, strict=True)
@@ -105,7 +106,7 @@ def dapo(rows, now, held, *, max_new_tokens, **_):
 
 
 def gspo(rows, now, held, **_):
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
         if row.at:
@@ -115,7 +116,7 @@ def gspo(rows, now, held, **_):
 
 
 def cispo(rows, now, held, **_):
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
     total = sum(
         min(np.exp(held[i] - mu), 5.0) * a * now[i]
         for row, a in zip(rows, advantages, strict=True)
@@ -139,18 +140,18 @@ def reinforce_pp(rows, now, held, *, reference, **_):
         for k in range(len(row.at)):
             costs = [mu - reference[i] for i, mu in zip(row.at[k:], row.behaviour[k:], strict=True)]
             following.append(row.reward - 0.001 * sum(costs))
-    mean, std = np.mean(following), np.std(following)
+    mean, deviation = np.mean(following), std(following)
     flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True)]
     total = sum(
-        surrogate(np.exp(now[i] - mu), (g - mean) / (std + EPS), 0.2, 0.2)
+        surrogate(np.exp(now[i] - mu), (g - mean) / (deviation + EPS), 0.2, 0.2)
         for (i, mu), g in zip(flat, following, strict=True)
     )
     return -total / tokens(rows)
 
 
 def lite_ppo(rows, now, held, **_):
-    std = np.std([row.reward for row in rows])
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std + EPS))
+    deviation = std([row.reward for row in rows])
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (deviation + EPS))
     total = sum(
         surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
         for row, a in zip(rows, advantages, strict=True)
@@ -160,7 +161,7 @@ def lite_ppo(rows, now, held, **_):
 
 
 def sapo(rows, now, held, **_):
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
         tau = 1.0 if a > 0 else 1.05
@@ -173,7 +174,7 @@ def sapo(rows, now, held, **_):
 
 
 def m2po(rows, now, held, *, anchor, **_):
-    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
     left = sorted(((anchor[i] - mu) ** 2, i) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True))
     while len(left) > 1 and sum(square for square, _ in left) / len(left) > 0.04:
         left.pop()
@@ -200,7 +201,7 @@ def dppo(rows, now, held, **_):
 
 def scalerl(rows, now, held, **_):
     advantages = by_group(rows, lambda r, others: r - np.mean(others))
-    advantages = [a / (np.std(advantages) + EPS) for a in advantages]
+    advantages = [a / (std(advantages) + EPS) for a in advantages]
     sums: dict[int, list[float]] = {}
     for row, a in zip(rows, advantages, strict=True):
         for i, mu in zip(row.at, row.behaviour, strict=True):
@@ -219,12 +220,108 @@ def ppo(rows, now, held, *, values, **_):
             reversed_.append(advantage)
         found += reversed_[::-1]
         flat += list(zip(row.at, row.behaviour, strict=True))
-    mean, std = np.mean(found), np.std(found)
+    mean, deviation = np.mean(found), std(found)
     total = sum(
-        surrogate(np.exp(now[i] - mu), (a - mean) / (std + EPS), 0.2, 0.2)
+        surrogate(np.exp(now[i] - mu), (a - mean) / (deviation + EPS), 0.2, 0.2)
         for (i, mu), a in zip(flat, found, strict=True)
     )
     return -total / tokens(rows)
+
+
+def areal_grpo(rows, now, held, *, anchor, **_):
+    """Rewards normalised in each group, advantages over all tokens; anchor recomputed, weights truncated at 2."""
+    normalised = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
+    pairs = [(zip(row.at, row.behaviour, strict=True), a) for row, a in zip(rows, normalised, strict=True)]
+    flat = [(i, mu, a) for each, a in pairs for i, mu in each]
+    mean, deviation = np.mean([a for *_, a in flat]), std([a for *_, a in flat])
+    total = sum(
+        min(np.exp(anchor[i] - mu), 2.0)
+        * surrogate(np.exp(now[i] - anchor[i]), (a - mean) / (deviation + EPS), 0.2, 0.2)
+        for i, mu, a in flat
+    )
+    return -total / tokens(rows)
+
+
+def kpop(rows, now, held, *, anchor, **_):
+    """Tokens count only where the binary KL of the anchor and of what drew them is at most 0.1 both ways."""
+    advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
+
+    def divergence(p, q):
+        return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+
+    total = 0.0
+    for row, a in zip(rows, advantages, strict=True):
+        for i, mu in zip(row.at, row.behaviour, strict=True):
+            p, q = np.exp(anchor[i]), np.exp(mu)
+            if max(divergence(p, q), divergence(q, p)) <= 0.1:
+                total += p / q * surrogate(np.exp(now[i] - anchor[i]), a, 0.2, 0.28)
+    return -total / tokens(rows)
+
+
+def prime_rl(rows, now, held, **_):
+    """DPPO with 1e-3·(log π / μ)² on every token, also on those that the mask leaves out."""
+    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True)]
+    return dppo(rows, now, held) + sum(1e-3 * (now[i] - mu) ** 2 for i, mu in flat) / tokens(rows)
+
+
+def vapo(rows, now, held, *, values, **_):
+    """PPO with λ = 1 - 1 / (0.4·n) for n tokens, rewards of each group normalised by the population's deviation."""
+    normalised = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    return _with_lam(rows, now, values, normalised, lambda n: max(0.0, 1 - 1 / (0.4 * n)))
+
+
+def position(rows, now, held, *, values, **_):
+    """PPO with λ = 0.5^(1 / (n - 1)) for n tokens, rewards of the batch normalised."""
+    rewards = [row.reward for row in rows]
+    normalised = [(r - np.mean(rewards)) / (np.std(rewards) + EPS) for r in rewards]
+    return _with_lam(rows, now, values, normalised, lambda n: 0.5 ** (1 / max(1, n - 1)))
+
+
+def _with_lam(rows, now, values, rewards, lam) -> float:
+    total = 0.0
+    for row, reward in zip(rows, rewards, strict=True):
+        expected, advantage = [values[i] for i in row.at] + [0.0], 0.0
+        for k in reversed(range(len(row.at))):
+            own = reward if k == len(row.at) - 1 else 0.0
+            advantage = own + expected[k + 1] - expected[k] + lam(len(row.at)) * advantage
+            total += surrogate(np.exp(now[row.at[k]] - row.behaviour[k]), advantage, 0.2, 0.2)
+    return -total / tokens(rows)
+
+
+PPO = {"preset": "ppo", "scale": "none", "std": "population"}
+VARIANTS = {
+    "areal_grpo": (
+        {
+            "preset": "grpo",
+            "kl": {"where": "none"},
+            "aggregation": "token",
+            "anchor": "recomputed",
+            "baseline": "none",
+            "scale": "none",
+            "reward_norm": "group",
+            "advantage_norm": "batch",
+        },
+        areal_grpo,
+    ),
+    "kpop": (
+        {
+            "preset": "dapo",
+            "truncated": {"type": "keep"},
+            "anchor": "recomputed",
+            "correction": {"type": "binary_kl"},
+        },
+        kpop,
+    ),
+    "prime_rl": ({"preset": "dppo", "log_ratio_penalty": 1e-3}, prime_rl),
+    "vapo": ({**PPO, "reward_norm": "group", "critic": {"lam": 0.4, "lam_strategy": "length"}}, vapo),
+    "position": ({**PPO, "reward_norm": "batch", "critic": {"lam": 0.5, "lam_strategy": "position"}}, position),
+}
+"""What is no preset of ours and can be said: its record, its formula."""
+
+
+def std(values) -> float:
+    """Of a sample: n - 1."""
+    return float(np.std(values, ddof=1))
 
 
 def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import random
+import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+from palestra.rollout.single_turn import single_turn
 from palestra.tasks.task import Task, TaskArgs
 from palestra.tasks.types import Answer, Problem, Status, Verdict
 
@@ -88,4 +90,25 @@ class Signalling(Letters):
             number = int(path.read_text().split()[0])
             path.unlink()
             os.kill(os.getpid(), number)
+        return super().verdict(problem, text)
+
+
+async def blocking(episode: Any) -> list[Any]:
+    """The workflow of one turn, which blocks the event loop while the file PALESTRA_LAB/block is there."""
+    block = Path(os.environ["PALESTRA_LAB"]) / "block"
+    if episode.problem.row["place"] % 2 and block.exists():
+        block.with_name("blocked").touch()
+        while True:
+            time.sleep(0.1)
+    return await single_turn(episode)
+
+
+class Slow(Letters):
+    """Judging some answers takes longer than anybody waits."""
+
+    isolated = True
+
+    def verdict(self, problem: Problem, text: str) -> Verdict:
+        if text[:1].lower() in "nopqrstuvwxyz":
+            time.sleep(600)
         return super().verdict(problem, text)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,20 +146,29 @@ def test_dpo_loss_of_a_batch_equals_the_closed_form_of_each_pair():
     model, reference = random_model(0), random_model(1).requires_grad_(False)
     pairs = list(zip(random_examples(5, 3), random_examples(5, 4), strict=True))
 
-    def answer(of: Transformer, example: Example) -> Tensor:
+    def completion(of: Transformer, example: Example) -> Tensor:
         assert example.loss is not None
         tokens = torch.from_numpy(example.tokens.astype(np.int64))
         scores = logits(forward(of, Batch.pack([tokens.tolist()])).hidden, of.unembed).double()
         logprobs = scores.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        return logprobs[torch.from_numpy(example.loss[1:])].sum()
+        return logprobs[torch.from_numpy(example.loss[1:])]
+
+    def deltas(reduce: Callable[[Tensor], Tensor]) -> list[float]:
+        """log(π / reference) of the chosen completion less that of the rejected one."""
+        ratios = [[float(reduce(completion(model, x)) - reduce(completion(reference, x))) for x in p] for p in pairs]
+        return [chosen - rejected for chosen, rejected in ratios]
 
     with torch.no_grad():
-        margins = [
-            0.1 * (answer(model, a) - answer(reference, a) - answer(model, b) + answer(reference, b)) for a, b in pairs
-        ]
-        result = dpo_loss(DpoLossSpec(), reference)(model, pack_pairs(pairs))
-    assert float(result.total) == pytest.approx(sum(-math.log(1 / (1 + math.exp(-m))) for m in margins), rel=1e-5)
-    assert float(result.terms["accuracy"]) == sum(m > 0 for m in margins)
+        totals, means, batch = deltas(torch.sum), deltas(torch.mean), pack_pairs(pairs)
+        sigmoid, ipo = dpo_loss(DpoLossSpec(), reference)(model, batch), DpoLossSpec(type="ipo")
+        averaged = dpo_loss(ipo, reference)(model, batch)
+        summed = dpo_loss(ipo.model_copy(update={"average_logprobs": False}), reference)(model, batch)
+        even = dpo_loss(DpoLossSpec(average_logprobs=True), reference)(model, batch)
+    assert float(sigmoid.total) == pytest.approx(sum(math.log1p(math.exp(-0.1 * d)) for d in totals), rel=1e-5)
+    assert float(sigmoid.terms["accuracy"]) == sum(d > 0 for d in totals)
+    assert float(averaged.total) == pytest.approx(sum((d - 1 / 0.2) ** 2 for d in means), rel=1e-5)  # as in TRL
+    assert float(summed.total) == pytest.approx(sum((d - 1 / 0.2) ** 2 for d in totals), rel=1e-5)
+    assert float(even.total) == pytest.approx(sum(math.log1p(math.exp(-0.1 * d)) for d in means), rel=1e-5)
 
 
 def test_activation_checkpointing_computes_again_and_gives_equal_gradients(lab):

@@ -41,17 +41,55 @@ def of_groups(groups, max_new_tokens=8, values=None, reference=None, **changes):
     [
         ("none", "none", [1.0, 0.0, 0.0, 4.0]),
         ("group", "none", [2 / 3, -1 / 3, -1 / 3, 0.0]),
-        ("group", "group_std", [np.sqrt(2), -np.sqrt(0.5), -np.sqrt(0.5), 0.0]),
+        ("group", "group_std", [x / np.sqrt(3) for x in (2.0, -1.0, -1.0, 0.0)]),
         ("leave_one_out", "none", [1.0, -0.5, -0.5, 0.0]),
         ("batch", "none", [-0.25, -1.25, -1.25, 2.75]),
-        ("batch", "batch_std", [x / np.std([1, 0, 0, 4]) for x in (-0.25, -1.25, -1.25, 2.75)]),
-        ("group", "batch_std", [x / np.std([1, 0, 0, 4]) for x in (2 / 3, -1 / 3, -1 / 3, 0.0)]),
-        ("group", "advantage_std", [x / np.std([2, -1, -1, 0]) for x in (2.0, -1.0, -1.0, 0.0)]),
+        ("batch", "batch_std", [x / np.std([1, 0, 0, 4], ddof=1) for x in (-0.25, -1.25, -1.25, 2.75)]),
+        ("group", "batch_std", [x / np.std([1, 0, 0, 4], ddof=1) for x in (2 / 3, -1 / 3, -1 / 3, 0.0)]),
+        ("group", "advantage_std", [x / np.std([2, -1, -1, 0], ddof=1) for x in (2.0, -1.0, -1.0, 0.0)]),
     ],
 )
 def test_advantages_of_three_answers_and_one_equal_closed_form(baseline, scale, expected):
     found = of_answers([1.0, 0.0, 0.0, 4.0], [0, 0, 0, 1], baseline=baseline, scale=scale)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["group_std", "batch_std", "advantage_std"])
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_advantages_by_the_populations_deviation_are_larger_by_a_known_factor(baseline, scale):
+    """AReaL, TRL and verl divide by the sample's: √(n / (n - 1)) apart."""
+    rewards, groups = [1.0, 0.0, 0.0, 1.0], [0, 0, 0, 0]
+    ours = of_answers(rewards, groups, baseline=baseline, scale=scale)
+    other = of_answers(rewards, groups, baseline=baseline, scale=scale, std="population")
+    assert other == pytest.approx([x * np.sqrt(4 / 3) for x in ours], rel=1e-5)
+    assert max(map(abs, ours)) > 0.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": "group_std"},
+        {"scale": "batch_std"},
+        {"scale": "advantage_std"},
+        {"baseline": "batch", "scale": "batch_std"},
+        {"baseline": "none", "reward_norm": "group", "advantage_norm": "batch"},
+        {"baseline": "none", "reward_norm": "batch"},
+    ],
+)
+def test_advantages_of_a_single_answer_are_zero_and_no_nan(changes):
+    """A sample of one has no standard deviation."""
+    assert of_answers([1.0], [0], **changes) == [0.0]
+
+
+def test_advantages_in_two_stages_equal_areals_by_hand():
+    """Rewards by their group, then advantages by the batch: a group of one gets 0, and the mean moves it."""
+    rewards, groups = [1.0, 0.0, 0.0, 4.0], [0, 0, 0, 1]
+    first = np.array([2 / 3, -1 / 3, -1 / 3, 0.0]) / np.std([1, 0, 0], ddof=1)
+    expected = (first - first.mean()) / np.std(first, ddof=1)
+    split = of_answers(rewards, groups, baseline="none", reward_norm="group", advantage_norm="batch")
+    joint = of_answers(rewards, groups, scale="group_std", advantage_norm="batch")
+    assert split == pytest.approx(expected, rel=1e-5)
+    assert joint == pytest.approx(expected, rel=1e-5)
 
 
 def test_advantages_leave_one_out_of_six_equals_by_hand():
@@ -183,7 +221,31 @@ def test_critic_batch_std_centres_and_scales_all_tokens():
     found, batch = of_groups(groups, preset="ppo", values=values)
     raw = np.array([1 - 0.3, 1 - 0.6, -0.2])
     trained = found[batch.loss_mask > 0].numpy()
-    np.testing.assert_allclose(trained, (raw - raw.mean()) / raw.std(), rtol=1e-5)
+    np.testing.assert_allclose(trained, (raw - raw.mean()) / raw.std(ddof=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("returns_lam", [None, 0.5, 1.0])
+@pytest.mark.parametrize(("strategy", "lam"), [("constant", 0.9), ("length", 0.6), ("position", 0.25)])
+def test_critic_lam_of_each_answer_and_of_returns_equal_a_loop(strategy, lam, returns_lam):
+    logprobs, rewards = [[-1.0, None, -1.0, -1.0, -1.0], [-1.0], [-1.0, -1.0]], [1.0, 0.5, -1.0]
+    groups = groups_of([answer(x, r) for x, r in zip(logprobs, rewards, strict=True)])
+    values = torch.rand(sum(len(x) + 1 for x in logprobs), generator=torch.Generator().manual_seed(0))
+    critic = {"lam": lam, "lam_strategy": strategy, "returns_lam": returns_lam}
+    found, batch = of_groups(groups, preset="ppo", scale="none", critic=critic, values=values)
+    start = 0
+    for x, reward in zip(logprobs, rewards, strict=True):
+        at = [start + 1 + i for i, y in enumerate(x) if y is not None]
+        n = len(at)
+        own = {"constant": lam, "length": max(0, 1 - 1 / (lam * n)), "position": lam ** (1 / max(1, n - 1))}[strategy]
+        advantage = target = 0.0
+        for k in reversed(range(n)):
+            following = 0.0 if k == n - 1 else values[at[k + 1]].item()
+            delta = (reward if k == n - 1 else 0.0) + following - values[at[k]].item()
+            advantage = delta + own * advantage
+            target = delta + (own if returns_lam is None else returns_lam) * target
+            assert found[at[k]].item() == pytest.approx(advantage, abs=1e-6)
+            assert batch.per_token["returns"][at[k]].item() == pytest.approx(target + values[at[k]].item(), abs=1e-6)
+        start += len(x) + 1
 
 
 def test_sequence_ratio_takes_the_mean_of_an_answers_advantages():

@@ -110,6 +110,8 @@ def test_value_loss_by_hand(value, clip, loss):
     found = value_loss_function(CriticSpec(clip=clip))(model, batch)
     # The larger of the error and of the clipped error: 0.9 moves to 0.7 at most.
     assert found.total.item() == pytest.approx(loss, abs=1e-5)
+    half = value_loss_function(CriticSpec(clip=clip, coefficient=0.5))(model, batch)  # as AReaL has it
+    assert half.total.item() == pytest.approx(loss / 2, abs=1e-5)
 
 
 def test_value_averages_explain_what_was_foreseen():

@@ -177,7 +177,7 @@ def test_gradient_of_grpo_with_rewards_of_0_and_1_is_the_exact_one_times_a_known
         found = 0.0
         for k in range(n):  # right ones among the others
             mean = (k + own) / n
-            std = (mean * (1 - mean)) ** 0.5
+            std = (mean * (1 - mean) * n / (n - 1)) ** 0.5
             chance = comb(n - 1, k) * p**k * (1 - p) ** (n - 1 - k)
             found += chance * (own - mean) / (std + 1e-6) if std else 0.0
         return found

@@ -324,3 +324,26 @@ def test_command_stopped_by_sigterm_while_it_generates_exits_with_its_code(lab, 
     result: subprocess.CompletedProcess = scratch("train", "--resume", "command", "--quiet")
     assert result.returncode == 0, result.stderr
     assert_once_each(lab, open_run("command", scratch.path / "runs"), changes, 12)
+
+
+def test_run_whose_workflow_blocks_the_event_loop_ends_with_the_second_ctrl_c_and_resumes(lab):
+    workflow = {"name": "custom", "function": "posttrain_tasks:blocking"}
+    changes = {"name": "blocked", "rollout__workflow": workflow, "every__checkpoint": "1 steps", "train__steps": 3}
+    block = lab.path / "block"
+    block.touch()
+    process = start(lab, changes)
+    deadline = time.monotonic() + 120
+    while not (lab.path / "blocked").exists():
+        assert process.is_alive()
+        assert time.monotonic() < deadline, "no workflow blocked for two minutes"
+        time.sleep(0.05)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    process.join(30)
+    alive = process.is_alive()
+    process.kill()
+    assert not alive
+    block.unlink()
+    run = lab.resume("blocked")
+    assert rows_of(run)[-1]["step"] == 3

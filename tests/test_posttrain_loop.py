@@ -1,21 +1,35 @@
 """The asynchronous loop: with staleness 0 it is the plain loop, bit for bit; above, tokens carry their versions."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain_loop import plain_loop
-from posttrain_lab import Lab, assert_equal_runs, letters, log_of, rollouts_of, rows_of, session_of, weights_of
+from posttrain_lab import (
+    TOKENIZER,
+    Lab,
+    assert_equal_runs,
+    letters,
+    log_of,
+    rollouts_of,
+    rows_of,
+    session_of,
+    weights_of,
+)
 
 import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine import Engine
+from palestra.kinds.posttrain import longest_prompt
+from palestra.rollout.episode import encode_problem
 from palestra.rollout.records import FILE
 from palestra.rollout.types import Group
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.spec.kinds.posttrain import PosttrainSpec
+from palestra.tasks.types import Problem
 
 
 @pytest.fixture
@@ -217,3 +231,48 @@ def test_log_when_all_rewards_are_equal_says_why_nothing_is_learned(lab, task, a
 def test_log_when_every_token_is_masked_says_that_the_gradient_is_zero(lab):
     run = lab.run(algorithm__truncated={"type": "mask"}, rollout__max_new_tokens=1, train__steps=1)
     assert "step 1: nothing is learned: the gradient is 0: every token is masked or clipped" in log_of(run)
+
+
+def test_log_tells_the_share_of_completions_that_the_verifier_had_no_time_for(lab):
+    tasks = {"train": [{"task": "posttrain_tasks:Slow"}]}
+    run = lab.run(name="slow", tasks=tasks, rollout__verify_seconds=0.5, rollout__verifiers=2, train__steps=1)
+    share = rows_of(run)[-1]["status/timeout"]
+    assert 0 < share < 1
+    told = (session_of(run) / "log.txt").read_text()
+    assert f"rollout.verify_seconds = 0.5 (or its task's own limit) for {100 * share:.1f} % of the completions" in told
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_longest_prompt_equals_that_of_all_prompts_counted(lab, chat, monkeypatch):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer = TOKENIZER.with_chat_template(template) if chat else TOKENIZER
+    draw = random.Random(0)
+
+    def prompt() -> Any:
+        text = "a" * draw.randrange(3, 60)
+        return ({"role": "user", "content": text},) if chat else text
+
+    tasks = [[Problem(f"t{n}/train/{i}", prompt()) for i in range(50)] for n in range(2)]
+    counted = max(len(encode_problem(problem, tokenizer)) for each in tasks for problem in each)
+    assert longest_prompt(tasks, tokenizer) == counted
+    monkeypatch.setattr("palestra.kinds.posttrain.COUNTED", 99)
+    assert longest_prompt(tasks, tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("workflow", "row"),
+    [({"name": "single_turn"}, 5 + 6), ({"name": "multi_turn", "turns": 2, "feedback": "no"}, 5 + 2 * 6 + 4)],
+)
+def test_cache_reserves_the_longest_prompt_and_what_follows_it_and_gives_the_same_rollouts(
+    lab, monkeypatch, workflow, row
+):
+    changes: dict[str, Any] = {"rollout__workflow": workflow, "train__steps": 2, "every__eval": None}
+    counted = lab.run(name="counted", **changes)
+    assert f"longest prompt: 5 tokens; KV cache: {row} tokens a row" in log_of(counted)
+    monkeypatch.setattr("palestra.kinds.posttrain.COUNTED", 0)
+    whole = lab.run(name="whole", **changes)
+    assert "longest prompt: not counted tokens" in log_of(whole)
+    sampled = [
+        [(t.tokens, t.logprobs) for r in rollouts_of(run) for t in r.group.trajectories] for run in (counted, whole)
+    ]
+    assert sampled[0] == sampled[1]

@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 import torch
 from posttrain_cases import MAX_NEW_TOKENS, algorithm, random_case
-from posttrain_reference import reference_loss, rows_of
+from posttrain_reference import VARIANTS, reference_loss, rows_of
 
 from palestra.posttrain.batch import denominator
 from palestra.posttrain.loss import token_losses
 from palestra.spec.algorithm import PRESETS
 
 SEEDS = range(4)
+ALL = [*PRESETS, *VARIANTS]
+
+
+def made(name):
+    return algorithm(**VARIANTS[name][0]) if name in VARIANTS else algorithm(name)
 
 
 def batch_loss(spec, batch, now, entropy):
@@ -19,9 +24,9 @@ def batch_loss(spec, batch, now, entropy):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL)
 def test_loss_of_random_batch_equals_the_papers_formula(preset, seed):
-    spec = algorithm(preset)
+    spec = made(preset)
     case = random_case(spec, seed)
     now = case.now.clone().requires_grad_()
     loss = batch_loss(spec, case.batch, now, case.entropy)
@@ -45,10 +50,10 @@ def test_loss_of_random_batch_equals_the_papers_formula(preset, seed):
     assert np.abs(slopes).max() > 1e-4
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL)
 def test_loss_of_parts_with_the_whole_denominator_adds_up_to_the_whole(preset):
     """Means of micro-batches are the field's most copied bug: sums over any split of the answers must agree."""
-    spec = algorithm(preset)
+    spec = made(preset)
     case = random_case(spec, 11)
     batch, order = case.batch, np.random.default_rng(0).permutation(len(case.batch)).tolist()
     whole = torch.zeros_like(case.now)
@@ -66,10 +71,10 @@ def test_loss_of_parts_with_the_whole_denominator_adds_up_to_the_whole(preset):
         torch.testing.assert_close(now.grad, whole, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL)
 def test_loss_of_own_tokens_has_ratio_one_and_the_gradient_of_the_policy(preset):
     """On-policy every trust region is open: the gradient is that of -A·log π."""
-    spec = algorithm(preset)
+    spec = made(preset)
     if spec.kl.where == "loss":
         spec = spec.model_copy(update={"kl": algorithm(preset, kl={"where": "none"}).kl})
     case = random_case(spec, 3, spread=0.0)
@@ -83,10 +88,10 @@ def test_loss_of_own_tokens_has_ratio_one_and_the_gradient_of_the_policy(preset)
     assert sums["kl_behaviour"] == sums["clipped_low"] == sums["clipped_high"] == sums["masked"] == 0.0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ALL)
 def test_loss_does_not_read_what_is_not_trained(preset):
     """Prompts, tools, answers that were left out: whatever stands there, nothing changes, not even with NaN."""
-    spec = algorithm(preset)
+    spec = made(preset)
     case = random_case(spec, 5)
     trained = case.batch.loss_mask > 0
     now = case.now.clone().requires_grad_()

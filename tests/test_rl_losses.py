@@ -199,6 +199,15 @@ def test_kl_estimators_hand_numbers_and_direction():
     torch.testing.assert_close(kl.k3(log_p, log_q), torch.tensor([0.1065307, 0.1487213]))
 
 
+def test_binary_kl_equals_that_of_two_outcomes_and_is_finite_for_a_certain_token():
+    p, q = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64), torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
+    expected = kl.categorical_kl(torch.stack((p, 1 - p), -1).log(), torch.stack((q, 1 - q), -1).log())
+    torch.testing.assert_close(kl.binary_kl(p.log(), q.log()), expected)
+    certain = kl.binary_kl(torch.tensor([0.0, -1.0, 0.0]), torch.tensor([-1.0, 0.0, 0.0]))
+    assert torch.isfinite(certain).all()
+    assert certain[2] == 0
+
+
 def test_k3_any_log_ratio_is_never_negative():
     x = torch.cat((torch.logspace(-20, 1.9, 100_000), torch.zeros(1)))
     for sign in (-1, 1):

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.rl.normalise import RewardScale, RunningMeanStd, batch_normalise, group_normalise, leave_one_out
+from palestra.rl.normalise import (
+    RewardScale,
+    RunningMeanStd,
+    batch_normalise,
+    group_normalise,
+    group_std,
+    leave_one_out,
+)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -119,6 +126,9 @@ def test_batch_normalise_has_mean_zero_and_population_std_one():
     normalised = batch_normalise(x)
     torch.testing.assert_close(normalised, (x - x.mean()) / x.std(correction=0))
     torch.testing.assert_close(batch_normalise(x, torch.ones(8, 16, dtype=torch.bool)), normalised)
+    sample = (x - x.mean()) / x.std(correction=1)
+    torch.testing.assert_close(batch_normalise(x, correction=1), sample)
+    torch.testing.assert_close(batch_normalise(x, torch.ones(8, 16, dtype=torch.bool), correction=1), sample)
 
 
 def test_batch_normalise_padding_changes_nothing_and_comes_out_zero():
@@ -134,6 +144,7 @@ def test_batch_normalise_padding_changes_nothing_and_comes_out_zero():
 def test_batch_normalise_equal_values_are_exactly_zero(dtype: torch.dtype, count: int):
     x = torch.full((count,), 0.1, dtype=dtype)
     assert torch.equal(batch_normalise(x), torch.zeros_like(x))
+    assert torch.equal(batch_normalise(x, correction=1), torch.zeros_like(x))
     assert torch.equal(batch_normalise(x, torch.ones(count, dtype=torch.bool)), torch.zeros_like(x))
     assert torch.equal(batch_normalise(x, torch.zeros(count, dtype=torch.bool)), torch.zeros_like(x))
 
@@ -166,12 +177,14 @@ def test_group_baselines_partial_groups_equal_each_group_alone(batch: tuple[Tens
     rewards, ids = batch
     centred, scaled = group_normalise(rewards, ids, scale="none"), group_normalise(rewards, ids, scale="std")
     others = leave_one_out(rewards, ids)
+    sampled = group_std(rewards, ids, correction=1)
     for i, (reward, group) in enumerate(zip(rewards.tolist(), ids.tolist(), strict=True)):
         members = rewards[ids == group].numpy()
         alike = len(set(members.tolist())) == 1
         assert centred[i].item() == pytest.approx(reward - members.mean(), abs=1e-12)
         expected = 0.0 if alike else (reward - members.mean()) / (members.std() + 1e-6)
         assert scaled[i].item() == pytest.approx(expected, abs=1e-9)
+        assert sampled[i].item() == pytest.approx(0.0 if alike else members.std(ddof=1), abs=1e-12)
         rest = np.delete(members, members.tolist().index(reward))
         assert others[i].item() == pytest.approx(reward - rest.mean() if len(rest) else 0.0, abs=1e-12)
         if alike:

@@ -362,3 +362,88 @@ def test_take_when_filters_leave_nothing_says_so_in_the_log(loop, caplog):
     with pytest.raises(InterruptedError):
         world.executor.take(work)
     assert "32 groups in a row were filtered out (zero_variance 32), and 0 of 4 are ready" in caplog.text
+
+
+def test_take_when_filters_leave_nothing_ends_with_how_many_and_why(loop):
+    world = World(loop, filter=lambda group: "zero_variance" if group.number % 4 else "too_short", max_filtered=3)
+    told = r"12 groups since the last batch .*zero_variance 9, too_short 3.*rewards: 0, 1"
+    with pytest.raises(PalestraError, match=told):
+        world.take()
+
+
+def test_take_that_trains_now_and_then_is_not_ended_by_what_filters_took_out(loop):
+    world = World(loop, filter=lambda group: "zero_variance" if group.number % 3 else None, max_filtered=3)
+    for version in range(4):
+        assert len(world.take()) == 4
+        world.executor.publish(version + 1)
+    assert world.executor.totals["filtered"] > 3 * 4
+
+
+def test_max_filtered_counts_on_after_a_resume(loop):
+    world = World(loop, filter=lambda group: "zero_variance", max_filtered=3)
+    world.executor.admit()
+    settle(world)
+    again = World(loop, filter=lambda group: "zero_variance", max_filtered=3)
+    again.executor.load_state(world.executor.state())
+    with pytest.raises(PalestraError, match="12 groups since the last batch"):
+        again.take()
+    assert again.executor.totals["filtered"] == 12
+
+
+def test_take_a_rollout_beyond_its_time_is_cancelled_and_another_prompt_takes_its_place(loop, caplog):
+    world = World(loop, timeout=0.2)
+    world.delays = lambda number: 60.0 if number == 1 else 0.0
+    assert [group.number for group in world.take()] == [0, 2, 3, 4]
+    assert world.executor.metrics()["fate/timeout"] == 1
+    assert world.executor.metrics()["fate/failed"] == 0
+    assert "took longer than 0.2 s and was cancelled" in caplog.text
+
+
+def test_take_when_every_rollout_takes_too_long_ends_the_run(loop):
+    world = World(loop, timeout=0.02, max_filtered=2)
+    world.delays = lambda number: 60.0
+    with pytest.raises(PalestraError, match=r"8 groups since the last batch are not trained on \(timeout 8\)"):
+        world.take()
+
+
+def test_take_a_timeout_that_the_workflow_raises_itself_is_a_failure(loop):
+    world = World(loop, timeout=60.0)
+
+    def own(number, attempt, version):
+        raise TimeoutError("a tool of the workflow")
+
+    world.answers = own
+    with pytest.raises(PalestraError, match="failed: TimeoutError: a tool of the workflow"):
+        world.take()
+
+
+@pytest.mark.parametrize(("on_timeout", "left"), [("zero", 2), ("exclude", 1)])
+def test_take_a_completion_the_verifier_had_no_time_for_counts_as_zero_or_not_at_all(loop, on_timeout, left, caplog):
+    world = World(loop, on_timeout=on_timeout)
+    world.answers = lambda number, attempt, version: [answer(version), answer(version, 0.0, Status.TIMEOUT)]
+    assert [len(group.trajectories) for group in world.take()] == [left] * 4
+    assert ("1 of 2 answers could not be judged" in caplog.text) == (on_timeout == "exclude")
+
+
+def test_take_a_group_without_one_completion_that_was_judged_in_time_is_replaced(loop):
+    world = World(loop, on_timeout="exclude")
+    late = [answer(0, 0.0, Status.TIMEOUT)] * 2
+    world.answers = lambda number, attempt, version: late if number == 0 else [answer(version)]
+    assert [group.number for group in world.take()] == [1, 2, 3, 4]
+    assert world.executor.metrics()["fate/timeout"] == 1
+
+
+def test_loop_that_a_workflow_blocks_is_left_behind(caplog):
+    free = threading.Event()
+
+    async def blocking() -> None:
+        free.wait()
+
+    loop = LoopThread()
+    loop.start(blocking())
+    started = time.monotonic()
+    loop.close(0.1)
+    assert time.monotonic() - started < 30
+    assert "blocks the event loop" in caplog.text
+    free.set()
+    loop.close()

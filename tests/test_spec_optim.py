@@ -5,9 +5,12 @@ from typing import Annotated
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
+from palestra.cli.show import show_check
 from palestra.spec.cadence import Cadence
+from palestra.spec.load import load
 from palestra.spec.optim import AdamWSpec, MuonSpec, OptimSpec
 from palestra.spec.schedule import Schedule, in_fractions, warmup_problems
+from palestra.spec.validate import SpecError
 
 OPTIM = TypeAdapter(Annotated[OptimSpec, Field(discriminator="name")])
 
@@ -50,3 +53,74 @@ def test_optim_warmups_are_counted_for_each_rate():
     assert warmup_problems(spec, 21) == []
     assert [path for path, _ in warmup_problems(spec, 20)] == [("lr", "warmup"), ("adam_lr", "warmup")]
     assert "'finish' (0.5 of the run)" in warmup_problems(spec, 20)[0].reason
+
+
+TEXTS = {"data": {"train": {"texts": {"path": "texts.jsonl"}}, "context": 8}, "train": {"steps": 1, "batch": 1}}
+TASKS = {"tasks": {"train": [{"task": "arithmetic"}]}, "train": {"steps": 1}}
+KINDS = {
+    "pretrain": TEXTS,
+    "sft": TEXTS,
+    "dpo": TEXTS,
+    "reward_model": TEXTS,
+    "posttrain": {**TASKS, "algorithm": {"preset": "grpo"}},
+    "distill": {**TASKS, "teacher": {"init": "teacher"}},
+}
+
+
+def of_kind(kind, model=None, **changes):
+    """A spec of a kind that starts from a trained model."""
+    return load({"kind": kind, "name": "x", "model": model or {"init": "model"}, **KINDS[kind], **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "full", "lora", "decay"),
+    [
+        ("pretrain", 3e-4, 3e-4, 0.1),
+        ("sft", 2e-5, 2e-4, 0.0),
+        ("dpo", 1e-6, 1e-5, 0.0),
+        ("reward_model", 1e-5, None, 0.0),
+        ("posttrain", 1e-6, 1e-5, 0.01),
+        ("distill", 1e-5, 1e-4, 0.0),
+    ],
+)
+def test_optim_of_a_trained_model_has_the_defaults_of_its_kind(kind, full, lora, decay):
+    loaded = of_kind(kind)
+    assert (loaded.spec.optim.lr.start, loaded.spec.optim.weight_decay) == (full, decay)
+    ours = "default" if kind == "pretrain" else f"default for {kind}"
+    assert (loaded.origin("optim.lr"), loaded.origin("optim.weight_decay")) == (ours, ours)
+    assert loaded.origin("optim.eps") == "default"
+    again = load(loaded.spec)
+    assert again.spec == loaded.spec
+    if lora is not None:
+        adapters = of_kind(kind, {"init": "model", "lora": {}})
+        assert adapters.spec.optim.lr.start == lora
+        assert adapters.origin("optim.lr") == ours + ("" if kind == "pretrain" else " with LoRA")
+
+
+def test_optim_that_is_given_and_that_of_a_new_model_stay_as_they_were():
+    given = of_kind("posttrain", optim={"name": "adamw", "lr": 3e-5})
+    assert (given.spec.optim.lr.start, given.spec.optim.weight_decay) == (3e-5, 0.01)
+    assert (given.origin("optim.lr"), given.origin("optim.weight_decay")) == ("python", "default for posttrain")
+    shape = {"layers": 1, "width": 8, "heads": 1, "mlp": 8, "context": 8}
+    new = of_kind("sft", {"shape": shape, "tokenizer": "characters"})
+    assert (new.spec.optim.lr.start, new.spec.optim.weight_decay) == (3e-4, 0.1)
+    assert new.origin("optim.lr") == "default"
+
+
+def test_optim_muon_of_a_trained_model_needs_a_rate():
+    with pytest.raises(SpecError, match=r"optim\.lr: expected a value: Muon has no default for fine-tuning"):
+        of_kind("sft", optim={"name": "muon"})
+    tuned = of_kind("sft", optim={"name": "muon", "lr": 1e-3}).spec.optim
+    assert (tuned.adam_lr.start, tuned.weight_decay) == (2e-5, 0.0)
+    assert of_kind("pretrain", optim={"name": "muon"}).spec.optim.lr.start == 0.02
+
+
+def test_check_says_that_a_rate_is_the_default_of_the_kind(tmp_path, capsys):
+    path = tmp_path / "sums.yaml"
+    path.write_text(
+        "kind: posttrain\nmodel: {init: m, lora: {}}\ntasks: {train: [{task: arithmetic}]}\n"
+        "algorithm: {preset: grpo}\ntrain: {steps: 1}\n"
+    )
+    show_check(str(path), {}, [])
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {"lr: 1e-05 # default for posttrain with LoRA", "weight_decay: 0.01 # default for posttrain"} <= lines

@@ -2,16 +2,19 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from palestra.data.chat import render
 from palestra.data.example import Example
+from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.evaluate.answers import evaluate_tasks
 from palestra.evaluate.pumping import pumped
@@ -49,6 +52,7 @@ from palestra.posttrain.metrics import no_gradient
 from palestra.posttrain.trainer import Learns, Parts, train
 from palestra.rollout.episode import Episode, encode_problem
 from palestra.rollout.executor import Executor
+from palestra.rollout.feedback import feedback_tokens
 from palestra.rollout.filters import make_filter
 from palestra.rollout.loop import LoopThread
 from palestra.rollout.replay import Replay, find_rollouts
@@ -60,10 +64,12 @@ from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
-from palestra.spec.kinds.posttrain import PosttrainSpec
+from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTurnSpec
 from palestra.spec.load import resolved
 from palestra.tasks.judging import Judges
 from palestra.tasks.stream import Prompts
+from palestra.tasks.task import Task
+from palestra.tasks.types import Problem
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
 
@@ -82,6 +88,8 @@ FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name"
 REPLAY = "replay.json"
 LOOK_AT = 1000
 """So many prompts are looked at for one that fits."""
+COUNTED = 100_000
+"""Of tasks with more prompts than this the longest is not counted."""
 
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
@@ -186,12 +194,16 @@ def assemble(
 ) -> Parts:
     """All that the loop works with, `prompts` of them answered in a batch; `stack` closes it."""
     seed = session.seed
-    judges = stack.enter_context(Judges(spec.tasks.train, workers=spec.rollout.verifiers, root=launch.root))
-    held_out = stack.enter_context(Judges(spec.tasks.eval, workers=spec.rollout.verifiers, root=launch.root))
+    judges, held_out = (
+        stack.enter_context(
+            Judges(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
+        )
+        for uses in (spec.tasks.train, spec.tasks.eval)
+    )
     # After the judges, so that it ends before them: what it runs may be judging.
     loop = stack.enter_context(LoopThread())
     asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
-    context, max_prompt = _context(spec, start)
+    context, max_prompt = _context(spec, start, judges.tasks)
     longest = max((len(question.prompt) for each in asked for question in each.questions), default=0)
     new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
     eval_context = max(context, min(start.shape.context, longest + new))
@@ -220,6 +232,9 @@ def assemble(
         running=spec.rollout.running,
         failures=spec.rollout.failures,
         total=spec.train.steps * prompts,
+        timeout=spec.rollout.timeout_seconds,
+        on_timeout=spec.rollout.on_timeout,
+        max_filtered=spec.rollout.max_filtered_batches,
         filter=filter,
     )
     if isinstance(executor, Executor):
@@ -345,13 +360,57 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Repl
     return Replay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
 
 
-def _context(spec: TasksKind, start: Start) -> tuple[int, int]:
-    """The most tokens that the model reads, and the longest prompt."""
+def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = None) -> tuple[int, int]:
+    """The most tokens of a rollout, for which the KV cache has room in every row, and the longest prompt.
+
+    Without `max_prompt_tokens` the longest prompt of `tasks` is counted, where they are given and not too many.
+    """
     rollout, reads = spec.rollout, start.shape.context
     if rollout.max_new_tokens >= reads:
         raise UsageError(
             f"rollout.max_new_tokens: {rollout.max_new_tokens} leave no room for a prompt: the model reads {reads}"
         )
-    longest = min(rollout.max_prompt_tokens or reads, reads - rollout.max_new_tokens)
-    turns = spec.rollout.workflow.name == "single_turn" and rollout.max_prompt_tokens is not None
-    return (longest + rollout.max_new_tokens if turns else reads), longest
+    most = rollout.max_prompt_tokens
+    if most is None and tasks is not None:
+        most = longest_prompt([tasks[use.label].problems(use.split) for use in spec.tasks.train], start.tokenizer)
+    longest = min(most or reads, reads - rollout.max_new_tokens)
+    further = _further_turns(spec, start, tasks)
+    context = reads if most is None or further is None else min(longest + rollout.max_new_tokens + further, reads)
+    if tasks is not None and rollout.max_prompt_tokens is None:
+        log.info("longest prompt: %s tokens; KV cache: %d tokens a row", most or "not counted", context)
+    return context, longest
+
+
+def longest_prompt(tasks: Sequence[Sequence[Problem]], tokenizer: Tokenizer) -> int | None:
+    """Tokens of the longest prompt of some tasks; None where they have too many to count."""
+    if sum(map(len, tasks)) > COUNTED:
+        return None
+
+    def size(problem: Problem) -> int:
+        """Bytes of a prompt, and two for tokens at its beginning: it has no more tokens than that."""
+        if isinstance(problem.prompt, str) or tokenizer.chat_template is None:
+            return len(str(problem.prompt).encode()) + 2
+        return len(render(tokenizer, problem.prompt, add_generation_prompt=True).encode()) + 2
+
+    longest = 0
+    sized = sorted(((size(problem), place, problem) for place, problem in enumerate(chain(*tasks))), reverse=True)
+    for most, _, problem in sized:
+        if most <= longest:
+            break
+        longest = max(longest, len(encode_problem(problem, tokenizer)))
+    return longest
+
+
+def _further_turns(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None) -> int | None:
+    """The most tokens of a rollout after its first turn; None where its workflow sets no bound."""
+    workflow = spec.rollout.workflow
+    if isinstance(workflow, SingleTurnSpec):
+        return 0
+    if not isinstance(workflow, MultiTurnSpec) or tasks is None:
+        return None
+    between = 0
+    for use in spec.tasks.train:
+        first = tasks[use.label].problems(use.split)[0]
+        told = [feedback_tokens(first, start.tokenizer, workflow.feedback, turn) for turn in range(1, workflow.turns)]
+        between = max(between, sum(map(len, told)))
+    return between + (workflow.turns - 1) * spec.rollout.max_new_tokens

@@ -84,8 +84,8 @@ def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
         assert isinstance(model, Transformer)
         scored = score(model, batch, entropy=False)
         with torch.no_grad():
-            held = _by_sequence(score(reference, batch, entropy=False).logprobs, batch)
-        answers = _by_sequence(scored.logprobs, batch)
+            held = _by_sequence(score(reference, batch, entropy=False).logprobs, batch, spec.averages)
+        answers = _by_sequence(scored.logprobs, batch, spec.averages)
         terms = dpo_terms(
             answers[0::2],
             answers[1::2],
@@ -119,7 +119,8 @@ def _summed(terms: DpoTerms | RewardTerms) -> tuple[Tensor, dict[str, Tensor]]:
     return sums.pop("loss"), sums
 
 
-def _by_sequence(logprobs: Tensor, batch: Batch) -> Tensor:
-    """The log-probability of each sequence's answer (B)."""
-    sums = torch.zeros(len(batch), dtype=logprobs.dtype, device=logprobs.device)
-    return sums.index_add(0, batch.sequence_ids, logprobs * batch.loss_mask)
+def _by_sequence(logprobs: Tensor, batch: Batch, average: bool) -> Tensor:
+    """The log-probability of each sequence's completion (B), or its mean over the completion's tokens."""
+    zeros = torch.zeros(len(batch), dtype=logprobs.dtype, device=logprobs.device)
+    sums = zeros.index_add(0, batch.sequence_ids, logprobs * batch.loss_mask)
+    return sums / zeros.index_add(0, batch.sequence_ids, batch.loss_mask.to(zeros)).clamp_min(1) if average else sums

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from palestra.rl.advantages import gae
-from palestra.rl.normalise import batch_normalise, group_normalise, leave_one_out
+from palestra.rl.normalise import batch_normalise, group_normalise, group_std, leave_one_out
 from palestra.rl.returns import discounted_returns
 from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenaliseSpec
 
@@ -47,7 +47,7 @@ def token_advantages(
     index = trained.nonzero()[:, 0]
     if not len(index):
         return Advantages(zeros, zeros)
-    rewards, places = rewards.double(), sequence_ids[index]
+    rewards, places = _normalised_rewards(algorithm, rewards.double(), groups), sequence_ids[index]
     last = torch.ones_like(places, dtype=torch.bool)
     last[:-1] = places[:-1] != places[1:]
     per_token = torch.where(last, rewards[places], 0.0)
@@ -56,12 +56,15 @@ def token_advantages(
     if algorithm.critic is not None:
         if values is None:
             raise ValueError("an algorithm with a critic needs its values")
-        found, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last)
-        found = batch_normalise(found, eps=EPS) if algorithm.scale == "batch_std" else found
+        counts = torch.bincount(places, minlength=len(rewards))[places]
+        found, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
     else:
         never = torch.zeros_like(last)[:, None]
         returns = discounted_returns(per_token[:, None], terminated=last[:, None], truncated=never, gamma=1.0)[:, 0]
         found = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
+    of_tokens = algorithm.baseline in ("batch", "critic") and algorithm.scale == "batch_std"
+    if of_tokens or algorithm.advantage_norm == "batch":  # REINFORCE++, PPO, the second stage of AReaL
+        found = batch_normalise(found, eps=EPS, correction=_correction(algorithm))
     if algorithm.ratio == "sequence":  # an answer has one ratio, so it has one advantage
         found = sequence_means(found, places, len(rewards))[places]
     return Advantages(zeros.index_copy(0, index, found), zeros.index_copy(0, index, returns))
@@ -84,23 +87,45 @@ def overlong_penalty(spec: PenaliseSpec, tokens: Tensor, truncated: Tensor, max_
     return -spec.factor * torch.where(truncated, 1.0, over)
 
 
-def _with_critic(critic: CriticSpec, rewards: Tensor, values: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """GAE over trainable tokens (N), and what the critic should have said.
+def _correction(algorithm: AlgorithmSpec) -> int:
+    """What n is lowered by in the variances of the algorithm."""
+    return 1 if algorithm.std == "sample" else 0
+
+
+def _normalised_rewards(algorithm: AlgorithmSpec, rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards (B) after the first stage of a normalisation in two stages."""
+    if algorithm.reward_norm == "group":
+        return group_normalise(rewards, groups, eps=EPS, correction=_correction(algorithm))
+    if algorithm.reward_norm == "batch":
+        return batch_normalise(rewards, eps=EPS, correction=_correction(algorithm))
+    return rewards
+
+
+def _lam(critic: CriticSpec, counts: Tensor) -> float | Tensor:
+    """λ, the same for all tokens (N) of answers with so many trained tokens each."""
+    if critic.lam_strategy == "length":  # VAPO, Yue et al. 2025, eq. 9
+        return (1 - 1 / (critic.lam * counts.double())).clamp_min(0.0)
+    if critic.lam_strategy == "position":  # of a reward at the end, the first token gets the share lam
+        return critic.lam ** (1 / (counts.double() - 1).clamp_min(1.0))
+    return critic.lam
+
+
+def _with_critic(
+    critic: CriticSpec, rewards: Tensor, values: Tensor, last: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """GAE over trainable tokens (N) of answers with `counts` (N) of them, and what the critic should have said.
 
     The end of an answer is the end of the episode, also where the limit on new tokens was: nothing follows it, and a
     value in its place would reward answers for being long.
     """
     following = torch.cat((values[1:], values.new_zeros(1)))
-    found, returns = gae(
-        rewards[:, None],
-        values[:, None],
-        following[:, None],
-        terminated=last[:, None],
-        truncated=torch.zeros_like(last)[:, None],
-        gamma=critic.gamma,
-        lam=critic.lam,
-    )
-    return found[:, 0], returns[:, 0]
+    never = torch.zeros_like(last)
+
+    def estimated(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+        return gae(rewards, values, following, terminated=last, truncated=never, gamma=critic.gamma, lam=lam)
+
+    found, returns = estimated(_lam(critic, counts))
+    return found, returns if critic.returns_lam is None else estimated(critic.returns_lam)[1]
 
 
 def _with_baseline(
@@ -110,9 +135,7 @@ def _with_baseline(
     if algorithm.baseline == "none":
         return returns
     if algorithm.baseline == "batch":  # REINFORCE++: over all tokens
-        if algorithm.scale == "batch_std":
-            return batch_normalise(returns, eps=EPS)
-        return returns - returns.mean()
+        return returns if algorithm.scale == "batch_std" else returns - returns.mean()
     # The baseline is of whole answers: their rewards and all that their tokens got.
     extra = per_token.new_zeros(len(rewards)).index_add(0, places, per_token)
     seen = torch.zeros_like(rewards, dtype=torch.bool).index_fill(0, places, True)
@@ -127,14 +150,12 @@ def _with_baseline(
 
 
 def _divisor(algorithm: AlgorithmSpec, rewards: Tensor, centred: Tensor, groups: Tensor) -> Tensor:
-    """What the advantages of each sequence (B) are divided by; standard deviations are of the population."""
+    """What the advantages of each sequence (B) are divided by."""
     if algorithm.scale == "none":
         return torch.ones_like(rewards)
     if algorithm.scale == "group_std":
-        _, group = torch.unique(groups, return_inverse=True)
-        squares = group_normalise(rewards, groups, scale="none").square()
-        deviation = sequence_means(squares, group, len(rewards))[group].sqrt()
+        deviation = group_std(rewards, groups, correction=_correction(algorithm))
     else:
         of = rewards if algorithm.scale == "batch_std" else centred
-        deviation = of.std(correction=0).expand_as(rewards)
+        deviation = of.std(correction=min(_correction(algorithm), len(of) - 1)).expand_as(rewards)
     return torch.where(deviation > EPS, deviation + EPS, 1.0)

@@ -14,7 +14,7 @@ from palestra.rl import kl
 from palestra.rl.losses import LOG_RATIO_LIMIT
 from palestra.rl.trust import second_moment_mask
 from palestra.rollout.types import Group, Trajectory
-from palestra.spec.algorithm import AlgorithmSpec, KlSpec, MaskSpec, TruncateSpec
+from palestra.spec.algorithm import AlgorithmSpec, BinaryKlMaskSpec, KlSpec, MaskSpec, TruncateSpec
 
 CUT_OFF = ("length", "abort")
 """Reasons to stop that are not the model's own."""
@@ -105,7 +105,11 @@ def with_advantages(
     }
     if reference is not None:
         added["reference"] = reference
-    if algorithm.correction.type != "none":
+    if isinstance(algorithm.correction, BinaryKlMaskSpec):
+        both = torch.maximum(kl.binary_kl(held, behaviour), kl.binary_kl(behaviour, held))
+        weights = _ratios(held - behaviour).where(both <= algorithm.correction.threshold, 0.0)
+        added["correction"] = weights.where(trained, 0.0)
+    elif algorithm.correction.type != "none":
         added["correction"] = correction(algorithm.correction, held - behaviour, places, trained, len(batch))
     if algorithm.trust.type == "m2_mask":
         stays = second_moment_mask((now - behaviour)[trained], threshold=algorithm.trust.threshold)
@@ -149,12 +153,16 @@ def correction(
         means = sequence_means(logs[trained], places[trained], sequences)
         counts = logs.new_zeros(sequences).index_add(0, places[trained], torch.ones_like(logs[trained]))
         logs = (means if spec.level == "geometric" else means * counts)[places]
-    ratios = logs.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratios = _ratios(logs)
     if isinstance(spec, TruncateSpec):
         found = ratios.clamp(max=spec.high)
     else:
         found = torch.where((ratios >= spec.low) & (ratios <= spec.high), ratios, 0.0)
     return torch.where(trained, found, 0.0)
+
+
+def _ratios(logs: Tensor) -> Tensor:
+    return logs.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _shaped_rewards(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> Tensor:

@@ -83,7 +83,7 @@ def value_loss_function(critic: CriticSpec) -> LossFunction:
         values, output = expected(model, batch)
         trained = batch.loss_mask > 0
         returns, before = (torch.where(trained, batch.per_token[name], 0.0) for name in ("returns", "values"))
-        losses = torch.where(trained, value_loss(values, returns, before, critic.clip), 0.0)
+        losses = critic.coefficient * torch.where(trained, value_loss(values, returns, before, critic.clip), 0.0)
         now = values.detach()
         clipped = torch.zeros_like(trained) if critic.clip is None else (now - before).abs() > critic.clip
         terms = {

@@ -74,6 +74,9 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
             raise ValueError("a KL in the loss needs `reference`, the log-probabilities by the reference model")
         estimate = ESTIMATORS[algorithm.kl.estimator](logprobs, held["reference"], clamp=LOG_RATIO_LIMIT)
         losses = losses + algorithm.kl.coefficient * estimate
+    if algorithm.log_ratio_penalty:
+        moved = (logprobs - held["behaviour"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        losses = losses + algorithm.log_ratio_penalty * moved.square()
     if algorithm.entropy:
         losses = losses - algorithm.entropy * entropy
     return TokenLosses(

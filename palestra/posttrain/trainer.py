@@ -193,6 +193,12 @@ class _Run:
             return [{}, before]
         judged = group_metrics(groups, filtered, self.step - 1) if groups else {}  # none where answers are given
         row = learned | judged | parts.executor.metrics() | self._lag.take()
+        if timeouts := row.get("status/timeout"):
+            log.warning(
+                "step %d: the verifier took longer than rollout.verify_seconds = %g (or its task's own limit) for "
+                "%.1f %% of the completions; they count with reward 0 (rollout.on_timeout)",
+                self.step, spec.rollout.verify_seconds, 100 * timeouts,
+            )  # fmt: skip
         self.record.rates(self.speed.since_last(self.tokens))
         if (why := parts.silence(groups, row)) is not None:
             log.warning("step %d: nothing is learned: %s", self.step, why)

@@ -22,9 +22,11 @@ def gae(
     truncated: Tensor,
     valid: Tensor | None = None,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): `(advantages, returns)`, both `(T, N)`.
+
+    λ is a number, or one of each step `(T, N)`.
 
     δ_t = r_t + γ·(1 - terminated_t)·V(s'_t) - V(s_t);  A_t = δ_t + γλ·(1 - ended_t)·A_{t+1};  return_t = A_t + V(s_t).
     """

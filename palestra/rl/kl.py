@@ -39,6 +39,15 @@ def k3(logprobs_p: Tensor, logprobs_q: Tensor, *, clamp: float | None = None) ->
     return torch.expm1(x) - x
 
 
+def binary_kl(logprobs_p: Tensor, logprobs_q: Tensor) -> Tensor:
+    """KL between Bernoulli variables, "this token or another", given by its log-probabilities: a lower bound of the KL.
+
+    Probabilities are held within [1e-6, 1 - 1e-6], so that a certain token gives a number.
+    """
+    p, q = (logprobs.double().exp().clamp(1e-6, 1 - 1e-6) for logprobs in (logprobs_p, logprobs_q))
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
 def categorical_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """Exact KL between categoricals given by logits `(..., K)`, `(...)`."""
     logprobs_p, logprobs_q = torch.log_softmax(logits_p, dim=-1), torch.log_softmax(logits_q, dim=-1)

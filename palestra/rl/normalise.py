@@ -92,20 +92,22 @@ class RewardScale:
         self.statistics.load_state_dict(state)
 
 
-def batch_normalise(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps) over all elements where `mask` is True, 0 elsewhere; population std.
+def batch_normalise(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
+    """(x - mean) / (std + eps) over all elements where `mask` is True, 0 elsewhere.
 
-    Equal values give exactly 0, so that the rounding of their mean, divided by its own size, cannot pass for a signal.
+    The std is the population's, or with `correction=1` the sample's (n - 1). Equal values, and a single one, give
+    exactly 0, so that the rounding of their mean, divided by its own size, cannot pass for a signal.
     """
     if mask is None:
-        std, mean = torch.std_mean(x, correction=0)  # Welford's: exact for equal values
+        # Welford's: exact for equal values. A sample of one has no deviation: NaN without the bound.
+        std, mean = torch.std_mean(x, correction=min(correction, x.numel() - 1))
         return (x - mean) / (std + eps)
     # A sum of equal values is not exact: subtract the smallest first, which leaves zeros to add up.
     smallest = torch.where(mask, x, torch.inf).amin()
     shifted = torch.where(mask, x - smallest, 0.0)
     count = mask.sum().clamp_min(1)
     centred = torch.where(mask, shifted - shifted.sum() / count, 0.0)
-    return centred / ((centred.square().sum() / count).sqrt() + eps)
+    return centred / ((centred.square().sum() / (count - correction).clamp_min(1)).sqrt() + eps)
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,19 +121,31 @@ def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return shifted - means[group], group, sizes[group]
 
 
+def group_std(rewards: Tensor, group_ids: Tensor, *, correction: int = 0) -> Tensor:
+    """The standard deviation of each reward's group `(B,)`: the population's, or with `correction=1` the sample's.
+
+    A group of one, and one of equal rewards, has 0.
+    """
+    centred, group, sizes = _centre(rewards, group_ids)
+    squares = torch.zeros_like(centred).index_add(0, group, centred.square())
+    return (squares[group] / (sizes - correction).clamp_min(1)).sqrt().to(rewards.dtype)
+
+
 def group_normalise(
-    rewards: Tensor, group_ids: Tensor, *, scale: Literal["none", "std"] = "std", eps: float = 1e-6
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: Literal["none", "std"] = "std",
+    correction: int = 0,
+    eps: float = 1e-6,
 ) -> Tensor:
-    """Rewards `(B,)` less their group's mean, and with "std" divided by (population std + eps) of their group.
+    """Rewards `(B,)` less their group's mean, and with "std" divided by (`group_std` + eps) of their group.
 
     "std" is GRPO (Shao et al. 2024), "none" is Dr. GRPO (Liu et al. 2025). Groups are told apart by id, in any order
     and of any size; a group of one, and one of equal rewards, gets 0.
     """
-    centred, group, sizes = _centre(rewards, group_ids)
-    if scale == "std":
-        squares = torch.zeros_like(centred).index_add(0, group, centred.square())
-        centred = centred / ((squares[group] / sizes).sqrt() + eps)
-    return centred.to(rewards.dtype)
+    centred = _centre(rewards, group_ids)[0].to(rewards.dtype)
+    return centred if scale == "none" else centred / (group_std(rewards, group_ids, correction=correction) + eps)
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -25,13 +25,17 @@ from palestra.tasks.types import Problem, Status
 log = logging.getLogger("palestra.rollout")
 
 WAIT_SECONDS = 0.05  # for judges and workflows, when there is nothing to generate
-Fate = Literal["trained", "filtered", "stale", "failed", "too_long"]
+Fate = Literal["trained", "filtered", "stale", "failed", "too_long", "timeout"]
 LONG_IN_A_ROW = 1000
 """So many prompts that are too long, one after the other, and there are no others."""
 FILTERED_BATCHES = 8
 """After so many batches of groups that filters took out, with none to train on, the log says so."""
 VERSIONS = 64
 """Fates are told apart by version for so many versions back."""
+
+
+class RolloutTimeout(PalestraError):
+    """A workflow took longer than it may."""
 
 
 @dataclass
@@ -69,9 +73,15 @@ class Executor:
         running: int | None = None,
         failures: int = 0,
         total: int | None = None,
+        timeout: float | None = None,
+        on_timeout: Literal["zero", "exclude"] = "zero",
+        max_filtered: int | None = None,
         filter: Filter = lambda group: None,
     ):
-        """`total` is how many groups the run will train on: no prompt is started that it has no use for."""
+        """`total` is how many groups the run will train on: no prompt is started that it has no use for.
+
+        `timeout` is in seconds, of a workflow; `max_filtered` is in batches.
+        """
         self.prompts, self.batch, self.samples, self.staleness = prompts, batch, samples, staleness
         self.version = 0
         """Of the weights that generate; the trainer sets it when it publishes."""
@@ -85,7 +95,9 @@ class Executor:
         """Why filters took groups out."""
         self._start, self._loop, self._filter = start, loop, filter
         self._on_stale, self._most_running, self._failures, self._total = on_stale, running, failures, total
+        self._timeout, self._on_timeout, self._max_filtered = timeout, on_timeout, max_filtered
         self._next = self._taken = self._long = 0
+        self._unused: Counter[str] = Counter()  # why groups since the last batch are not trained on
         self._again: deque[Order] = deque()
         self._attempts: Counter[int] = Counter()  # of numbers whose answers were too old
         self._running: dict[int, Order] = {}
@@ -110,7 +122,7 @@ class Executor:
                 break
             work(WAIT_SECONDS)
         taken, filtered = [self._ready.pop(number) for number in chosen], self._settled
-        self._settled = []
+        self._settled, self._unused = [], Counter()
         for group in taken:
             self._count("trained", group.version)
             self._attempts.pop(group.number, None)
@@ -134,7 +146,7 @@ class Executor:
                 order.version, order.since = self.version, time.monotonic()
                 self._running[order.number] = order
                 started.append(order)
-                workflows.append(_awaited(workflow))
+                workflows.append(_limited(workflow, self._timeout))
         finally:
             if started:
                 self._loop.start_all(workflows, lambda place, task: self._hand_in(started[place], task))
@@ -187,6 +199,7 @@ class Executor:
             "attempts": [[number, count] for number, count in sorted(self._attempts.items())],
             "ready": [group_state(group) for group in self._ready.values()],
             "settled": [group_state(group) for group in self._settled],
+            "unused": dict(sorted(self._unused.items())),
             "fates": [[fate, version, count] for (fate, version), count in sorted(self.fates.items())],
             "totals": dict(sorted(self.totals.items())),
             "reasons": dict(sorted(self.reasons.items())),
@@ -202,6 +215,7 @@ class Executor:
         self._attempts = Counter(dict(state["attempts"]))
         self._ready = {group.number: group for group in (load_group(one, find) for one in state["ready"])}
         self._settled = [load_group(one, find) for one in state["settled"]]
+        self._unused = Counter(state.get("unused", {}))  # earlier versions did not count them
         self.fates = Counter({(fate, version): count for fate, version, count in state["fates"]})
         self.totals, self.reasons = Counter(state["totals"]), Counter(state["reasons"])
 
@@ -242,17 +256,26 @@ class Executor:
         self.settled += 1
         assert order.ended is not None
         error = asyncio.CancelledError() if order.ended.cancelled() else order.ended.exception()
+        if isinstance(error, RolloutTimeout):
+            log.warning("the rollout of %s took longer than %g s and was cancelled", order.problem.id, self._timeout)
+            self._unusable("timeout", order.version, "timeout")
+            return
         if error is not None:
             self._fail(order, error)
             return
         answers = [_finite(t, order.problem.id) for t in order.ended.result()]
-        kept = tuple(t for t in answers if t.verdict.status != Status.ERROR)
+        left_out = {Status.ERROR, Status.TIMEOUT} if self._on_timeout == "exclude" else {Status.ERROR}
+        kept = tuple(t for t in answers if t.verdict.status not in left_out)
+        if not kept and any(t.verdict.status == Status.TIMEOUT for t in answers):
+            log.warning("%s: the verifier judged none of %d completions in time", order.problem.id, len(answers))
+            self._unusable("timeout", order.version, "timeout")
+            return
         if not kept:
             why = answers[0].verdict.note if answers else "its workflow gave none"
             self._fail(order, PalestraError(f"no answer to {order.problem.id} could be judged: {why}"))
             return
         if len(kept) < len(answers):
-            notes = {t.verdict.note for t in answers if t.verdict.status == Status.ERROR}
+            notes = {t.verdict.note for t in answers if t.verdict.status in left_out}
             log.warning("%s: %d of %d answers could not be judged: %s", order.problem.id, len(answers) - len(kept),
                         len(answers), "; ".join(sorted(notes))[:500])  # fmt: skip
         group = Group(order.number, order.problem, order.version, kept, self.samples, time.monotonic() - order.since)
@@ -260,16 +283,34 @@ class Executor:
         if reason is None:
             self._ready[group.number] = group
             return
-        self._count("filtered", group.version)
-        self.reasons[reason] += 1
         self._settled.append(group)
+        self.reasons[reason] += 1
+        self._unusable("filtered", group.version, reason)
         if len(self._settled) % (FILTERED_BATCHES * self.batch) == 0:
-            rewards = sorted({round(reward, 6) for one in self._settled for reward in one.rewards})
             log.warning(
                 "%d groups in a row were filtered out (%s), and %d of %d are ready to be trained on; their rewards: %s",
                 len(self._settled), ", ".join(f"{why} {n}" for why, n in self.reasons.most_common()),
-                len(self._ready), self.batch, ", ".join(f"{reward:g}" for reward in rewards[:5]),
+                len(self._ready), self.batch, self._rewards(),
             )  # fmt: skip
+
+    def _rewards(self) -> str:
+        """Some rewards of the groups that were filtered since the last batch, for people."""
+        rewards = sorted({round(reward, 6) for group in self._settled for reward in group.rewards})
+        return ", ".join(f"{reward:g}" for reward in rewards[:5]) or "none"
+
+    def _unusable(self, fate: Fate, version: int, reason: str) -> None:
+        """Count a group that is not trained on; too many in a row end the run."""
+        self._count(fate, version)
+        self._unused[reason] += 1
+        groups, most = self._unused.total(), self._max_filtered
+        if most is not None and groups >= most * self.batch:
+            reasons = ", ".join(f"{why} {n}" for why, n in self._unused.most_common())
+            raise PalestraError(
+                f"{groups} groups since the last batch are not trained on ({reasons}), and {len(self._ready)} of "
+                f"{self.batch} are ready; their rewards: {self._rewards()}. "
+                "Take easier or harder prompts, raise rollout.group, or raise rollout.max_filtered_batches = "
+                f"{most} (null sets no limit)"
+            )
 
     def _fail(self, order: Order, error: BaseException) -> None:
         self._count("failed", order.version)
@@ -322,5 +363,12 @@ def _finite(one: Trajectory, id: str) -> Trajectory:
     return replace(one, verdict=replace(one.verdict, status=Status.ERROR, note=note))
 
 
-async def _awaited(coroutine: Awaitable[list[Trajectory]]) -> list[Trajectory]:
-    return await coroutine
+async def _limited(coroutine: Awaitable[list[Trajectory]], seconds: float | None) -> list[Trajectory]:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await coroutine
+    except TimeoutError as error:
+        if not limit.expired():  # the workflow's own
+            raise
+        raise RolloutTimeout(f"took longer than {seconds:g} s") from error

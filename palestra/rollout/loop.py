@@ -1,13 +1,18 @@
 """An asyncio loop in a thread of its own, where workflows run while another thread owns the device."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
 
+log = logging.getLogger("palestra.rollout")
+
 Task = asyncio.Task[Any]
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for workflows to end once they are cancelled."""
 
 
 class LoopThread:
@@ -40,11 +45,15 @@ class LoopThread:
 
         self.start(begin()).result()
 
-    def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Cancel what runs, and end the thread; where a workflow blocks the loop, leave the thread to the exit."""
         if self.loop.is_closed():
             return
-        self.start(_cancel_all()).result()
+        try:
+            self.start(_cancel_all()).result(seconds)
+        except TimeoutError:
+            log.warning("a workflow blocks the event loop or ignores its cancellation: its thread is left behind")
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -52,8 +61,8 @@ class LoopThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self.close(0.1 if kind is not None and issubclass(kind, KeyboardInterrupt) else CLOSE_SECONDS)
 
 
 async def _cancel_all() -> None:

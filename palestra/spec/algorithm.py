@@ -126,7 +126,16 @@ class MaskSpec(Model):
     """ρ of each token, the product over the answer, or its geometric mean over the answer."""
 
 
-CorrectionSpec = NoCorrectionSpec | TruncateSpec | MaskSpec
+class BinaryKlMaskSpec(Model):
+    """Tokens are weighted by ρ where the binary KL between anchor and behaviour is small both ways (KPop)."""
+
+    type: Literal["binary_kl"]
+    """What becomes of the weights."""
+    threshold: float = Field(default=0.1, gt=0)
+    """The largest KL, of "this token or another", either way (φ)."""
+
+
+CorrectionSpec = NoCorrectionSpec | TruncateSpec | MaskSpec | BinaryKlMaskSpec
 
 
 class KlSpec(Model):
@@ -184,14 +193,20 @@ class FiltersSpec(Model):
 class CriticSpec(Model):
     """A second model that learns what to expect before each token."""
 
-    lr: Rate = Schedule(shape="constant", start=3e-4)
+    lr: Rate = Schedule(shape="constant", start=1e-5)
     """Its learning rate, with AdamW."""
     clip: float | None = Field(default=None, gt=0)
     """How far its values may move in a batch before they count no further; null sets no limit."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """The weight of its squared error; 0.5 is the ½ of AReaL and verl."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """The discount a token (γ)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of generalised advantage estimation."""
+    """λ of generalised advantage estimation, or what `lam_strategy` makes it of."""
+    lam_strategy: Literal["constant", "length", "position"] = "constant"
+    """λ = lam; 1 - 1 / (lam · n) for n trained tokens (VAPO, arXiv 2504.05118); or lam ** (1 / (n - 1)), AReaL's."""
+    returns_lam: float | None = Field(default=None, ge=0, le=1)
+    """λ of the returns that it learns (VAPO has 1); null takes that of the advantages."""
 
 
 class AlgorithmSpec(Model):
@@ -203,6 +218,12 @@ class AlgorithmSpec(Model):
     """What rewards are compared with: the group's mean, the mean of the others in it, the batch's, or a critic."""
     scale: Literal["none", "group_std", "batch_std", "advantage_std"] = "none"
     """What they are divided by then: the standard deviation of the group's or batch's rewards, or of advantages."""
+    std: Literal["sample", "population"] = "sample"
+    """Which standard deviation: the sample's (n - 1) as in AReaL, TRL and verl, or the population's (n)."""
+    reward_norm: Literal["none", "group", "batch"] = "none"
+    """Before all else bring rewards to mean 0 and standard deviation 1, within each group or the batch."""
+    advantage_norm: Literal["none", "batch"] = "none"
+    """After all else bring the advantages of all trained tokens to mean 0 and standard deviation 1."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio π / anchor of each token, or its geometric mean over each answer."""
     anchor: Literal["behaviour", "recomputed"] = "behaviour"
@@ -216,7 +237,9 @@ class AlgorithmSpec(Model):
     kl: KlSpec = KlSpec()
     """Holding the policy near the model it started from."""
     entropy: float = Field(default=0.0, ge=0)
-    """The weight of the entropy, which is added to what is maximised."""
+    """Entropy bonus coefficient."""
+    log_ratio_penalty: float = Field(default=0.0, ge=0)
+    """τ of τ·(log π / behaviour)², added to the loss of each token; prime-rl has 1e-3."""
     truncated: Annotated[TruncatedSpec, Field(discriminator="type")] = KeepSpec(type="keep")
     """What becomes of answers that were cut off."""
     filters: FiltersSpec = FiltersSpec()
@@ -244,7 +267,7 @@ class AlgorithmSpec(Model):
     def needs_group(self) -> bool:
         """Whether answers to one prompt are compared, so that there must be several."""
         of_group = self.baseline in ("group", "leave_one_out") or self.scale == "group_std"
-        return of_group or self.filters.zero_variance
+        return of_group or self.reward_norm == "group" or self.filters.zero_variance
 
     @property
     def needs_reference(self) -> bool:
@@ -275,6 +298,9 @@ class AlgorithmSpec(Model):
             found.append(Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`"))
         if self.critic is None and self.baseline == "critic":
             found.append(Conflict(("critic",), "expected a mapping, because of `baseline: critic`"))
+        if self.critic is not None and self.critic.lam_strategy != "constant" and self.critic.lam == 0:
+            reason = f"expected more than 0, because of `lam_strategy: {self.critic.lam_strategy}`"
+            found.append(Conflict(("critic", "lam"), reason))
         low, high = self.filters.min_tokens, self.filters.max_tokens
         if low is not None and high is not None and low > high:
             found.append(Conflict(("filters", "min_tokens"), f"expected at most filters.max_tokens = {high}"))

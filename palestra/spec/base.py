@@ -89,6 +89,10 @@ class NamedSpec(Model):
         """What follows from the spec, by name, for people to check before a run."""
         return {}
 
+    def default_origin(self, path: tuple[str | int, ...]) -> str:
+        """Which default a value is that was not given; a kind may have defaults of its own."""
+        return "default"
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         conflicts = self.all_conflicts()

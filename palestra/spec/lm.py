@@ -1,9 +1,9 @@
 """What the kinds of language-model training share: the model, its tokenizer, texts and how to train."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec
 from palestra.spec.cadence import Cadence, CountCadence
@@ -220,10 +220,22 @@ class LmEvery(Every):
     """When to write a row of metrics."""
 
 
+class Tuning(NamedTuple):
+    """Optimizer defaults of a kind that fine-tunes a trained model; a new model has those of the optimizer itself."""
+
+    lr: float
+    """Learning rate of all weights."""
+    lora_lr: float
+    """Learning rate of adapters."""
+    weight_decay: float
+
+
 class LanguageModelSpec(ExperimentSpec):
     """What every kind that trains a language model has."""
 
     counts: ClassVar[tuple[str, ...]] = ("steps", "tokens")
+    tuning: ClassVar[Tuning | None] = None
+    """Optimizer defaults where `model.init` is given; None takes the optimizer's own, which are for pretraining."""
 
     model: ModelSpec
     """The model."""
@@ -232,11 +244,33 @@ class LanguageModelSpec(ExperimentSpec):
     optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
     """The optimizer."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tuning(cls, data: Any) -> Any:
+        """Fill in what `tuning` says, so that a resolved spec shows it."""
+        if cls.tuning is None or not isinstance(data, Mapping):
+            return data
+        model, optim = data.get("model"), data.get("optim", {"name": "adamw"})
+        if not isinstance(model, Mapping) or model.get("init") is None or not isinstance(optim, Mapping):
+            return data
+        lr = cls.tuning.lr if model.get("lora") is None else cls.tuning.lora_lr
+        rate = {"adam_lr" if optim.get("name") == "muon" else "lr": lr}
+        return {**data, "optim": {**rate, "weight_decay": cls.tuning.weight_decay, **optim}}
+
+    def default_origin(self, path: tuple[str | int, ...]) -> str:
+        """Which default a value is that was not given."""
+        tuned = self.tuning is not None and self.model.init is not None
+        if not tuned or path not in (("optim", "lr"), ("optim", "adam_lr"), ("optim", "weight_decay")):
+            return super().default_origin(path)
+        return f"default for {self.kind}" + (" with LoRA" if self.model.lora is not None and path[1] == "lr" else "")
+
     def conflicts(self) -> list[Conflict]:
         """A model that is neither new nor trained, settings of training that do not fit."""
         found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
         if self.model.lora is not None and self.optim.name == "muon":
             found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
+        elif self.tuning and self.model.init and self.optim.name == "muon" and "lr" not in self.optim.model_fields_set:
+            found.append(Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning"))
         return found + [Conflict(("train", *path), reason) for path, reason in self.train.problems()]
 
 

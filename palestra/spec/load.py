@@ -29,7 +29,7 @@ class Loaded:
     origins: Origins
 
     def origin(self, path: str | DataPath) -> str:
-        """Where a value came from: "file.yaml:7", "override", "-s env", "python", "preset grpo" or "default"."""
+        """Where a value came from: "file.yaml:7", "override", "-s env", "python", "preset grpo" or a default."""
         parts = tuple(path.split(".")) if isinstance(path, str) else path
         here: Any = self.data
         at: DataPath = ()
@@ -48,13 +48,13 @@ class Loaded:
         preset: Any = PRESETS.get(name, {}) if isinstance(name, str) else {}
         for part in path[1:]:
             if not isinstance(preset, dict) or part not in preset:
-                return "default"
+                return self.spec.default_origin(path)
             preset, given = preset[part], given.get(part) if isinstance(given, dict) else None
             if isinstance(given, dict) and isinstance(preset, dict):
                 other = "type" in given and given["type"] != preset.get("type")
                 if other or given.get("where") == "none":  # what is given replaces all that the preset has there
-                    return "default"
-        return f"preset {name}" if preset != {} else "default"
+                    return self.spec.default_origin(path)
+        return f"preset {name}" if preset != {} else self.spec.default_origin(path)
 
     def to_yaml(self) -> str:
         """The spec in full, defaults included; loading it gives the same spec."""

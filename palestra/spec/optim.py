@@ -17,13 +17,13 @@ class AdamWSpec(Model):
     name: Literal["adamw"]
     """The optimizer."""
     lr: Rate = Schedule(shape="constant", start=3e-4)
-    """The learning rate."""
+    """The learning rate. This default is of pretraining; kinds that fine-tune `model.init` have lower ones."""
     betas: Betas = Field(default=[0.9, 0.95])
     """The decay of the means of gradients and of their squares (β₁, β₂)."""
     eps: float = Field(default=1e-8, gt=0)
     """ε, added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices and embeddings, times the learning rate; norms and biases never decay."""
+    """Decay of matrices and embeddings, times the learning rate; norms and biases never decay. Default as of `lr`."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """The norm of all gradients together to which they are clipped; null does not clip."""
 
@@ -36,7 +36,7 @@ class MuonSpec(Model):
     lr: Rate = Schedule(shape="constant", start=0.02)
     """The learning rate of the matrices; an update has singular values around lr · √max(1, rows / columns)."""
     adam_lr: Rate = Schedule(shape="constant", start=3e-4)
-    """The learning rate of AdamW, for everything else."""
+    """The learning rate of AdamW, for everything else; kinds that fine-tune `model.init` have lower defaults."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """The decay of the mean of gradients that is orthogonalised (μ)."""
     nesterov: bool = True

@@ -17,7 +17,7 @@ class Status(StrEnum):
     UNPARSABLE = "unparsable"
     """There is no answer in the text."""
     TIMEOUT = "timeout"
-    """The answer could not be judged in time, which is the answer's fault: it counts as wrong."""
+    """The completion could not be verified in time: in training `rollout.on_timeout` says what becomes of it."""
     ERROR = "error"
     """The judge failed, which is not the answer's fault: nothing is learned from it."""
 

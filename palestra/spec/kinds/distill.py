@@ -1,13 +1,13 @@
 """The spec of kind `distill`: a language model that learns from what a teacher says of its own answers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.base import Conflict
 from palestra.spec.kinds.posttrain import PosttrainEvery, RolloutSpec, TaskEval
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import ComputeSpec, LanguageModelSpec
+from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
 from palestra.spec.suites import SuiteUse, suite_conflicts
@@ -86,6 +86,8 @@ class DistillTrain(ComputeSpec):
 
 class DistillSpec(LanguageModelSpec):
     """Distillation: a student answers, a teacher reads it, and the student moves towards what the teacher would say."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-5, lora_lr=1e-4, weight_decay=0.0)  # between sft and posttrain
 
     kind: Literal["distill"]
     """The kind of experiment."""

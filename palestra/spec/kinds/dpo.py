@@ -1,12 +1,12 @@
 """The spec of kind `dpo`: a language model trained on preferences, without a reward model."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.base import Conflict
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import WritingSpec
+from palestra.spec.lm import Tuning, WritingSpec
 from palestra.spec.model import Model
 
 
@@ -19,10 +19,19 @@ class DpoLossSpec(Model):
     """The loss of the margin between the chosen and the rejected answer."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """How often a label is taken to be wrong (conservative DPO); only for sigmoid."""
+    average_logprobs: bool | None = None
+    """Average log-probabilities over each completion's tokens in place of their sum; null does for ipo, as TRL."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether log-probabilities are averaged."""
+        return self.type == "ipo" if self.average_logprobs is None else self.average_logprobs
 
 
 class DpoSpec(WritingSpec):
     """Preference optimisation: make the chosen answer more likely than the rejected one."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.0)  # as TRL
 
     kind: Literal["dpo"]
     """The kind of experiment."""

@@ -1,6 +1,6 @@
 """The spec of kind `posttrain`: reinforcement learning of language models with rewards that can be checked."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,7 +9,7 @@ from palestra.spec.base import Conflict, Every, Function
 from palestra.spec.cadence import Cadence, CountCadence
 from palestra.spec.execution import Execution
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import ComputeSpec, LanguageModelSpec
+from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
 from palestra.spec.suites import SuiteUse, suite_conflicts
@@ -80,6 +80,14 @@ class RolloutSpec(Model):
     """Prompts at work at the same time at most; null sets no limit besides staleness."""
     failures: int = Field(default=0, ge=0)
     """Prompts that may fail with an error before the run does."""
+    timeout_seconds: float = Field(default=3600.0, gt=0)
+    """The longest that a prompt's workflow may take; then it is cancelled, and another prompt takes its place."""
+    verify_seconds: Execution[float] = Field(default=10.0, gt=0)
+    """The longest that the verifier of a completion may take in a process of its own; then the status is `timeout`."""
+    on_timeout: Literal["zero", "exclude"] = "zero"
+    """Completions with the status `timeout` have reward 0, or are left out of their group like verifier errors."""
+    max_filtered_batches: int | None = Field(default=10, ge=1)
+    """End the run with an error after so many batches of groups without one to train on; null goes on sampling."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
     record: Execution[bool] = True
@@ -153,6 +161,8 @@ class PosttrainEvery(Every):
 
 class PosttrainSpec(LanguageModelSpec):
     """Reinforcement learning with verifiable rewards: draw answers, judge them, make the good ones more likely."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.01)  # as verl
 
     kind: Literal["posttrain"]
     """The kind of experiment."""

@@ -1,12 +1,12 @@
 """The spec of kind `reward_model`: a language model with a scalar head, trained on preferences."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.base import Conflict
 from palestra.spec.kinds.sft import ChatData
-from palestra.spec.lm import LmSpec
+from palestra.spec.lm import LmSpec, Tuning
 from palestra.spec.model import Model
 
 
@@ -21,6 +21,8 @@ class RewardLossSpec(Model):
 
 class RewardModelSpec(LmSpec):
     """Reward modelling: a score for each conversation, higher for the chosen answer than for the rejected one."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=1e-5, lora_lr=1e-4, weight_decay=0.0)  # as OpenRLHF
 
     kind: Literal["reward_model"]
     """The kind of experiment."""

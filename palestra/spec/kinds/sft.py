@@ -1,10 +1,10 @@
 """The spec of kind `sft`: a language model trained on conversations."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.lm import LmData, Source, TrainSource, WritingSpec
+from palestra.spec.lm import LmData, Source, TrainSource, Tuning, WritingSpec
 
 
 class ChatSource(Source):
@@ -33,6 +33,8 @@ class ChatData(LmData):
 
 class SftSpec(WritingSpec):
     """Supervised fine-tuning: predict the assistant's turns of conversations, and where they end."""
+
+    tuning: ClassVar[Tuning | None] = Tuning(lr=2e-5, lora_lr=2e-4, weight_decay=0.0)  # as TRL
 
     kind: Literal["sft"]
     """The kind of experiment."""
