@@ -8,16 +8,17 @@ INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --pyth
 # What failed beside other tests is asked once more, alone: a busy machine is no defect, one that fails twice is.
 AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
-.PHONY: quickstart test test-slow lint docs bench clean
+.PHONY: quickstart test test-all lint docs bench clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" || $(AGAIN)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" || $(AGAIN)
 
-test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow || $(AGAIN)
+# Everything: the slow tests too, and as many examples of each property as its test asks for.
+test-all: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --hypothesis-profile full || $(AGAIN) --hypothesis-profile full
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,7 +1,10 @@
 """The real `palestra` command in a scratch folder, and small specs for it."""
 
+import contextlib
 import fcntl
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -84,6 +87,30 @@ class Scratch:
         process = self.start(*arguments, before=before, **environment)
         out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def here(self, *arguments: str) -> subprocess.CompletedProcess:
+        """The same in this process, which has imported already what a new one takes seconds for."""
+        from palestra.cli import main  # here: most tests need no command
+
+        root, code = logging.getLogger(), None
+        handlers, before = {handler: handler.level for handler in root.handlers}, signal.getsignal(signal.SIGTERM)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            patch.chdir(self.path)
+            patch.setattr(sys, "argv", ["palestra", *arguments])
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+            finally:  # what `main` sets for a whole process
+                signal.signal(signal.SIGTERM, before)
+                logging.captureWarnings(False)
+                for handler, level in handlers.items():
+                    handler.setLevel(level)
+        return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
     def trial(self, name: str = "short") -> Path:
         """The folder of the only run of this name."""

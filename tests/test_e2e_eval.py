@@ -64,10 +64,10 @@ def show(run: Run) -> str:
 def test_train_runs_a_spec_of_kind_evaluate_and_shows_the_same_table(scratch, saved):
     spec = spec_of(saved, {"task": "arithmetic", "args": {"digits": 1}}, eval__problems=6)
     path = scratch.spec("scores", base=spec)
-    checked = scratch("check", path)
+    checked = scratch.here("check", path)
     assert checked.returncode == 0, checked.stderr
     assert "estimator" not in checked.stdout
-    result = scratch("train", path, "--quiet")
+    result = scratch.here("train", path, "--quiet")
     assert result.returncode == 0, result.stderr
     assert cells(result.stdout, "arithmetic")["problems"] == "6 of 20"
     assert scratch.status("scores")["state"] == "done"
@@ -88,7 +88,7 @@ def test_train_runs_a_spec_of_kind_evaluate_and_shows_the_same_table(scratch, sa
     ],
 )  # fmt: skip
 def test_eval_of_what_is_not_there_is_one_paragraph_and_no_folder(scratch, saved, arguments, message):
-    result = scratch("eval", str(saved), *arguments)
+    result = scratch.here("eval", str(saved), *arguments)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -93,15 +93,18 @@ def finish(scratch: Scratch, spec: str) -> None:
     assert process.returncode == 0, out + err
 
 
-def test_run_killed_at_ten_moments_equals_one_that_was_not(scratch, finished):
+@pytest.mark.parametrize(
+    ("kills", "saving"), [(1, (57,)), pytest.param(7, (57, 60), marks=pytest.mark.slow)], ids=["three", "ten"]
+)
+def test_run_killed_at_so_many_moments_equals_one_that_was_not(scratch, finished, kills, saving):
     spec, moments = scratch.spec(), random.Random(20)
     process = begin(scratch, spec)
     session = session_of(scratch, process)
     kill(process)  # before there is anything to resume from
     assert not metas(session)
-    for i in range(7):
+    for i in range(kills):
         kill_at(scratch, spec, 8 * i + moments.randint(1, 7), moments.uniform(0, 0.06))
-    for step in (57, 60):
+    for step in saving:
         kill_in_checkpoint(scratch, spec, step)
     finish(scratch, spec)
     assert_equal_runs(scratch.rows(), finished.rows())
@@ -204,6 +207,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_run_of_another_family_killed_three_times_equals_one_that_was_not(scratch, reference_root, family):
+    if family == "replayed":
+        pytest.importorskip("Box2D", reason="needs Box2D: see CONTRIBUTING.md")
     changes = {"train": {"frames": 64 * 30}, "eval": {"episodes": 2, "num_envs": 2}, **FAMILIES[family]}
     spec = scratch.spec(**changes)
     reference = numbers(palestra.run(scratch.path / spec, root=reference_root, quiet=True).sessions[0].path)

@@ -97,15 +97,17 @@ def assert_equal_trees(found: Any, expected: Any) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
 @pytest.mark.parametrize("case", CASES)
-def test_run_killed_twice_equals_one_that_was_not(lab, case):
+def test_run_killed_equals_one_that_was_not(lab, case, again):
     kind, changes = case_of(lab, case)
     reference = lab.run(kind, **changes, name="reference")
     kill_at(lab, 5, kind, {**changes, "name": "killed"})
     killed = open_run("killed", lab.root)
     assert killed.state == "killed"
     assert metas(session_of(killed))[-1].step == 3
-    kill_at(lab, 11, kind, changes, resume="killed")
+    if again:
+        kill_at(lab, 11, kind, changes, resume="killed")
     lab.resume("killed")
     assert killed.state == "done"
     assert_equal_runs(killed, reference)

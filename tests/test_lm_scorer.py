@@ -7,7 +7,7 @@ import torch
 from small_lm import CONTEXT, small_model, small_tokenizer
 
 from palestra.errors import UsageError
-from palestra.lm.batch import Batch
+from palestra.lm.batch import Batch, forward
 from palestra.lm.scorer import LANES, TOKENS, Scorer
 from palestra.lm.value_head import ScalarModel
 
@@ -24,7 +24,8 @@ def scorer_of(**changes: object) -> Scorer:
 @torch.no_grad()
 def said(scorer: Scorer, given: list[list[int]]) -> list[float]:
     """What the model gives for each by itself, with nothing filled up."""
-    return [float(scorer.model.sequence_scores(Batch.pack([tokens]))) for tokens in given]
+    batches = [Batch.pack([tokens]) for tokens in given]
+    return [float(scorer.model.scores_of(forward(scorer.model.transformer, batch), batch)) for batch in batches]
 
 
 def sequences(count: int, longest: int = CONTEXT, seed: int = 0) -> list[list[int]]:

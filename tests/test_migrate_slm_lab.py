@@ -492,13 +492,13 @@ def test_import_every_spec_of_slm_lab_is_valid_here_or_refused_with_a_reason():
 def test_import_command_says_what_did_not_come_along_and_does_not_overwrite(scratch):
     data = changed("agent.algorithm.clip_val_loss", True)
     (scratch.path / "slm.json").write_text(as_json(mine=data))
-    first = scratch("import", "slm-lab", "slm.json", "mine")
+    first = scratch.here("import", "slm-lab", "slm.json", "mine")
     assert first.returncode == 0
     assert "algorithm.clip_val_loss: SLM-Lab ignores this key" in first.stderr
     text = Path(scratch.path / "mine.yaml").read_text()
     assert "# agent.algorithm.clip_val_loss" in text
-    checked = scratch("check", "mine.yaml")
+    checked = scratch.here("check", "mine.yaml")
     assert checked.returncode == 0, checked.stderr
-    again = scratch("import", "slm-lab", "slm.json", "mine")
+    again = scratch.here("import", "slm-lab", "slm.json", "mine")
     assert again.returncode == 2
     assert "exists" in again.stderr

@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 from pipeline_runs import address, files, lines_in, start
@@ -164,9 +163,7 @@ def test_lease_that_is_taken_over_ends_the_step_here_and_waits_for_the_other(out
             (outputs.path(name) / "value.txt").write_text("other")
             write_json(outputs.path(name) / "status.json", {"address": name, "name": "number", "finished": ""})
 
-    started = time.monotonic()
     outcome = run([target], outputs, watch=watch)
-    assert time.monotonic() - started < 25.0
     assert outcome.states == {name: "done"}
     assert (outputs.path(name) / "value.txt").read_text() == "other"
 

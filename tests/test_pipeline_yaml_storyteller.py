@@ -1,7 +1,6 @@
 """The example `examples/pipelines/storyteller.yaml`: from text to a model that has learned from rewards."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -83,9 +82,7 @@ def test_storyteller_learns_from_rewards_and_the_second_run_does_nothing(scratch
         (folder,) = (scratch.path / "outputs").glob(f"{name}-*")
         scores[name] = open_run(folder).summary()["eval/accuracy"]
     assert scores["after"] > scores["before"] + 0.1
-    began = time.perf_counter()
     second = scratch("pipeline", "run", STORYTELLER, PALESTRA_DATA=nothing)
     assert second.stdout.count("done before") == len(ALL)
-    assert time.perf_counter() - began < 30
     page = (scratch.path / "outputs" / "report-storyteller.html").read_text()
     assert page.count("data:image/png;base64,") >= 3

@@ -117,20 +117,24 @@ ASYNCHRONOUS: dict[int, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("staleness", ASYNCHRONOUS)
-def test_asynchronous_run_killed_at_random_moments_trains_every_prompt_exactly_once(lab, staleness):
+@pytest.mark.parametrize(
+    ("staleness", "kills"),
+    [(4, 2), *(pytest.param(staleness, 4, marks=pytest.mark.slow) for staleness in ASYNCHRONOUS)],
+)
+def test_asynchronous_run_killed_at_random_moments_trains_every_prompt_exactly_once(lab, staleness, kills):
     changes = {"name": "killed", "train__steps": 20, "tasks": letters(pause=0.02), **ASYNCHRONOUS[staleness]}
     changes |= {"every__checkpoint": "2 steps", "every__eval": "5 steps"}
-    run = kill_at_random(lab, changes, random.Random(staleness), kills=4)
+    run = kill_at_random(lab, changes, random.Random(staleness), kills)
     assert_once_each(lab, run, changes, 20)
     assert all(row["staleness_max"] <= staleness for row in rows_of(run)[1:])
 
 
-def test_synchronous_run_killed_at_random_moments_equals_one_that_was_not(lab):
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_synchronous_run_killed_at_random_moments_equals_one_that_was_not(lab, kills):
     changes: dict[str, Any] = {"train__steps": 12, "tasks": letters(pause=0.02), "every__checkpoint": "3 steps"}
     changes |= {"algorithm__filters": {"zero_variance": True}, "train__minibatches": 2}
     reference = lab.run(name="reference", **changes)
-    run = kill_at_random(lab, {"name": "killed", **changes}, random.Random(7), kills=3)
+    run = kill_at_random(lab, {"name": "killed", **changes}, random.Random(7), kills)
     assert_equal_runs(run, reference)
     assert_once_each(lab, run, changes, 12)
 

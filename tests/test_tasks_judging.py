@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import time
 
 import psutil
 import pytest
@@ -116,11 +115,9 @@ def test_judges_that_are_closed_leave_no_process_and_cancel_what_waits():
         await asyncio.to_thread(judges.close)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    before = time.monotonic()
     outcomes = asyncio.run(close_in_the_middle())
     assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert time.monotonic() - before < 30
     with pytest.raises(PalestraError, match="closed"):  # and no new processes for those that are late
         judged(judges, "good")
 

@@ -1,6 +1,5 @@
 r"""Final answers in texts and numbers as people write them: `\boxed`, "the answer is", signs, thousands, fractions."""
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -157,10 +156,9 @@ def test_stated_number_is_what_follows_the_last_mark(text, found):
     "piece", ["1", "1,", "111,", "-", "$", " ", "1 ", "1/", "\\frac{1", "1e", ".1", "#### ", "\\boxed{", "{", "1 1/ "]
 )
 def test_rules_for_numbers_on_a_long_text_take_linear_time(piece):
-    # Judged on the event loop itself: a text that takes seconds would stop all others.
-    text, started = piece * (200_000 // len(piece)), time.process_time()
+    # Judged on the event loop itself. What grows with the square of the length does not end within the test's limit.
+    text = piece * (200_000 // len(piece))
     last_number(text), stated_number(text), parse_number(text), last_boxed(text)
-    assert time.process_time() - started < 5.0
 
 
 @pytest.mark.timeout(60)

@@ -35,14 +35,12 @@ def test_span_left_by_exception_is_recorded(tmp_path):
     assert [event["name"] for event in events(tmp_path / "t.json")] == ["fails"]
 
 
-def test_counter_and_instant_are_written_and_nan_left_out(tmp_path):
+def test_counter_is_written_and_nan_left_out(tmp_path):
     with Tracer(tmp_path / "t.json") as tracer:
         tracer.counter("fps", 5.0)
         tracer.counter("fps", float("nan"))
-        tracer.instant("published", version=2)
-    counter, instant = events(tmp_path / "t.json")
+    (counter,) = events(tmp_path / "t.json")
     assert (counter["ph"], counter["args"]) == ("C", {"value": 5.0})
-    assert (instant["ph"], instant["s"], instant["args"]) == ("i", "t", {"version": 2})
 
 
 def test_threads_have_own_named_tracks_and_lose_nothing(tmp_path):
@@ -102,10 +100,10 @@ def test_append_any_torn_ending_keeps_whole_events(tmp_path, ending):
     path = tmp_path / "t.json"
     with Tracer(path) as tracer:
         for i in range(3):
-            tracer.instant(f"before {i}")
+            tracer.counter(f"before {i}", 1.0)
     path.write_text(path.read_text().removesuffix("\n]\n") + ending)
     with Tracer(path, append=True) as tracer:
-        tracer.instant("after")
+        tracer.counter("after", 1.0)
     assert [e["name"] for e in events(path)] == ["before 0", "before 1", "before 2", "after"]
 
 
@@ -114,7 +112,7 @@ def test_append_file_cut_inside_header_starts_anew(tmp_path, start):
     path = tmp_path / "t.json"
     path.write_text(start)
     with Tracer(path, append=True) as tracer:
-        tracer.instant("x")
+        tracer.counter("x", 1.0)
     assert [e["name"] for e in events(path)] == ["x"]
 
 
@@ -132,7 +130,6 @@ def test_memory_more_events_than_may_wait_are_written_by_the_recorder(tmp_path, 
 def test_disabled_writes_no_file(tmp_path):
     with Tracer(tmp_path / "t.json", enabled=False) as tracer, tracer.span("x"):
         tracer.counter("y", 1)
-        tracer.instant("z")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +137,7 @@ def test_disabled_writes_no_file(tmp_path):
 def test_full_disk_warns_once_and_goes_on(caplog):
     with Tracer(Path("/dev/full")) as tracer:
         for _ in range(3):
-            tracer.instant("x")
+            tracer.counter("x", 1.0)
             tracer.flush()
     assert [record.message for record in caplog.records] == [
         "no more trace: cannot write /dev/full (No space left on device)"

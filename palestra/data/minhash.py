@@ -71,8 +71,3 @@ class MinHash:
     def found(self, similarity: Floats | float) -> Floats | float:
         """The probability that texts of a Jaccard similarity become candidates."""
         return 1 - (1 - similarity**self.rows) ** self.bands
-
-
-def estimated(left: Hashes, right: Hashes) -> Floats:
-    """The Jaccard similarity as far as signatures tell: the share of permutations with the same minimum."""
-    return np.mean(left == right, axis=-1)

@@ -32,11 +32,7 @@ class ScalarModel(nn.Module):
         """What each token and those before it are worth (T), in FP32."""
         return self.value(forward(self.transformer, batch).hidden)
 
-    def sequence_scores(self, batch: Batch) -> Tensor:
-        """What each sequence is worth (B), read at its last token, in FP32."""
-        return self.scores_of(forward(self.transformer, batch), batch)
-
     def scores_of(self, output: Output, batch: Batch) -> Tensor:
-        """The same from the transformer's own output for the batch."""
+        """What each sequence is worth (B), read at its last token, in FP32; `output` is of the batch."""
         last = batch.cu_seqlens[1:].long() - 1
         return self.value(output.hidden[last])

@@ -62,8 +62,6 @@ class Watchdog:
 
         `describe` is called in the watchdog's thread and must wait for nothing.
         """
-        self.stalls = 0
-        """How often nothing moved for so long."""
         self._seconds, self._describe, self._loop = seconds, describe, loop
         self._last = time.monotonic()
         self._end = threading.Event()
@@ -89,7 +87,6 @@ class Watchdog:
             if last == told or time.monotonic() - last < self._seconds:
                 continue
             told = last
-            self.stalls += 1
             # The stacks first: they cannot fail, and what is said last stands last in the terminal.
             log.warning("no progress for %.1f s; all stacks follow\n%s", time.monotonic() - last, stacks(self._loop))
             try:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from palestra.runs.run import Run
 from palestra.runs.store import read_json
@@ -31,14 +30,6 @@ class Measured:
 def measured(run: Run) -> list[Measured]:
     """All that suites have measured of a run, by seed, suite, step and task; empty where it has none."""
     return [one for session in run.sessions for one in _of_session(session.path / RESULTS, session.seed)]
-
-
-def final_results(run: Run) -> dict[str, float]:
-    """The last value of every task of every suite, a mean over seeds: by `<suite>/<task>`."""
-    last: dict[str, dict[int, float]] = {}
-    for one in measured(run):
-        last.setdefault(f"{one.suite}/{one.task}", {})[one.seed] = one.value  # steps grow
-    return {name: fmean(by_seed.values()) for name, by_seed in last.items()}
 
 
 def _of_session(path: Path, seed: int) -> Iterator[Measured]:

@@ -89,11 +89,6 @@ class Tracer:
         if self.enabled and math.isfinite(value):
             self._add(("C", name, self._track.id, time.perf_counter_ns(), 0, {"value": value}))
 
-    def instant(self, name: str, **args: Any) -> None:
-        """Record that something happened now."""
-        if self.enabled:
-            self._add(("i", name, self._track.id, time.perf_counter_ns(), 0, args))
-
     def flush(self) -> None:
         """Write everything recorded so far."""
         with self._writing:
@@ -146,8 +141,6 @@ class Tracer:
             line += f',"ts":{(start - self._origin) / 1000:.3f}'  # µs
         if phase == "X":
             line += f',"dur":{duration / 1000:.3f}'
-        elif phase == "i":
-            line += ',"s":"t"'  # drawn on its thread's track
         return line + (f',"args":{json.dumps(args, default=str)}}}' if args else "}")
 
 

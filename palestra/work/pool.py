@@ -61,11 +61,6 @@ class Task(Future):
                 self._asked = True
                 self._process.terminate()
 
-    def silent_for(self) -> float:
-        """Seconds since the worker last gave a sign of life."""
-        process = self._process
-        return 0.0 if process is None else time.monotonic() - process.heard
-
     def begin(self) -> bool:
         """Take the task from waiting to running; False if it was cancelled."""
         with self._lock:
@@ -154,10 +149,6 @@ class Pool:
         task = Task(name, pack((fn, args, kwargs)), timeout, log)
         self._waiting.put(task)
         return task
-
-    def silent(self, seconds: float) -> list[Task]:
-        """Return the running tasks whose worker has given no sign of life for `seconds`."""
-        return [task for task in self._running.copy() if task.silent_for() > seconds]
 
     def stop(self, grace: float = 10.0) -> None:
         """Cancel what waits, ask what runs to save and end (SIGTERM), kill what is left after `grace` seconds."""
