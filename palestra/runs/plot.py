@@ -80,7 +80,7 @@ def trial_plots(run: Run) -> list[Path]:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
     x, first = _counted_by({key for row in rows for key in row}), headline(run)
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
-    leading = _leading(metrics) if run.spec["kind"] in ("posttrain", "distill") else []
+    leading = _leading(metrics) if "reward" in metrics else []  # of completions: post-training
     others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]  # drawn apart
     if leading:
         others.sort(key=lambda key: key.startswith("eval/"))  # details of evaluations last
