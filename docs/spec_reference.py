@@ -25,7 +25,7 @@ several named specs (`file.yaml:name`); keys that begin with `_` hold anchors on
 
 Any spec may have `extends`: a file relative to this one (`base.yaml`, `base.yaml:name`, or `:name` in the same file),
 or a list of them. Mappings merge, everything else replaces, and `name` is not inherited. `${var}` is filled by
-`-s var=value`, `$${` is a literal `${`. Then come overrides such as `algorithm.lr=3e-4`.
+`-s var=value`, `${var:default}` need not be, `$${` is a literal `${`. Then come overrides such as `algorithm.lr=3e-4`.
 """
 
 _CADENCES = """\

@@ -216,6 +216,17 @@ def test_variables_fill_strings_and_whole_scalars_get_types(write):
     assert loaded.origin("name") == "-s env, -s n"
 
 
+def test_variables_with_a_default_need_no_value_and_take_one(write):
+    write(v=VARIABLES.replace("${lr}", "${lr:1e-3}").replace("name: ppo_${env}_${n}", "name: ppo_${n:7}"))
+    loaded = load("v.yaml", variables={"env": "Acrobot-v1", "frames": 1000})
+    data = plain(loaded.spec)
+    assert (data["name"], data["algorithm"]["lr"], data["env"]["kwargs"]["list"]) == ("ppo_7", 1e-3, [7])
+    assert loaded.origin("algorithm.lr").startswith("v.yaml:")
+    given = {"env": "Acrobot-v1", "frames": 1000, "lr": "3e-4", "n": "8"}
+    data = plain(load("v.yaml", variables=given).spec)
+    assert (data["name"], data["algorithm"]["lr"]) == ("ppo_8", 3e-4)
+
+
 def test_variables_unfilled_are_all_listed_with_their_lines(write):
     write(v=VARIABLES)
     with pytest.raises(UsageError) as caught:

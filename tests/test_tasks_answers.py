@@ -65,6 +65,19 @@ def test_problems_with_shots_show_solutions_or_answers(tmp_path):
     assert told[0].prompt == "Count.\n\nQ: 1?\nA: It is 1.\nThe answer is 1.\n\nQ: 0?\nA:"
 
 
+def test_problems_are_put_as_the_template_says(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "0?", "answer": "0"}\n{"question": "1?", "answer": "1"}\n')
+    own = answers(str(tmp_path)).problems("train")[0].prompt
+    assert "\\boxed{}" in own[-1]["content"]
+    told = answers(str(tmp_path), template="Say {question} Now {}!", shots=1).problems("train")[0].prompt
+    assert [message["content"] for message in told] == ["Say 1? Now {}!", "The answer is \\boxed{1}.", "Say 0? Now {}!"]
+    plain = answers(str(tmp_path), template="<{question}>", format="plain").problems("train")[0].prompt
+    assert plain == "<0?>"
+    use = TaskUse.model_validate({"task": "answers", "args": {"source": "x", "template": "no place for it"}})
+    assert use.problems()[0].path == ("args", "template")
+    assert "{question" in use.problems()[0].reason.replace("\\", "")
+
+
 @pytest.mark.parametrize(
     ("compare", "answer", "right", "wrong"),
     [

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from palestra.data.chat import render
 from palestra.data.example import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
@@ -385,20 +384,7 @@ def longest_prompt(tasks: Sequence[Sequence[Problem]], tokenizer: Tokenizer) -> 
     """Tokens of the longest prompt of some tasks; None where they have too many to count."""
     if sum(map(len, tasks)) > COUNTED:
         return None
-
-    def size(problem: Problem) -> int:
-        """Bytes of a prompt, and two for tokens at its beginning: it has no more tokens than that."""
-        if isinstance(problem.prompt, str) or tokenizer.chat_template is None:
-            return len(str(problem.prompt).encode()) + 2
-        return len(render(tokenizer, problem.prompt, add_generation_prompt=True).encode()) + 2
-
-    longest = 0
-    sized = sorted(((size(problem), place, problem) for place, problem in enumerate(chain(*tasks))), reverse=True)
-    for most, _, problem in sized:
-        if most <= longest:
-            break
-        longest = max(longest, len(encode_problem(problem, tokenizer)))
-    return longest
+    return max((len(encode_problem(problem, tokenizer)) for problem in chain(*tasks)), default=0)
 
 
 def _further_turns(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None) -> int | None:

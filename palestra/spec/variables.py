@@ -1,7 +1,7 @@
-"""Filling `${var}` in a spec with the values of `-s var=value`."""
+"""Filling `${var}`, or `${var:default}`, in a spec with the values of `-s var=value`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -10,7 +10,7 @@ from palestra.errors import UsageError
 from palestra.spec.source import DataPath, Origin, Tree, dotted, read_value
 
 # `$${` is a literal `${`.
-_TOKEN = re.compile(r"\$\$\{|\$\{([^{}]+)\}")
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}:]+)(?::([^{}]+))?\}")
 _WHOLE = re.compile(r"\$\{[^{}]+\}")
 
 
@@ -20,13 +20,17 @@ class Filled:
 
     tree: Tree
     variables: list[tuple[DataPath, str]]
+    defaults: Mapping[str, str]
+    """Values of the spec itself, for variables that are not given."""
 
     def require_values(self, given: Mapping[str, Any], replaced: Iterable[DataPath] = ()) -> None:
         """Raise if a variable has no value, naming all of them; one inside a `replaced` path needs none."""
         missing = [
             (path, name)
             for path, name in self.variables
-            if name not in given and not any(path[: len(other)] == other for other in replaced)
+            if name not in given
+            and name not in self.defaults
+            and not any(path[: len(other)] == other for other in replaced)
         ]
         if not missing:
             return
@@ -49,6 +53,8 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
     """Replace every `${var}` that has a value; a scalar that is nothing but `${var}` gets the value's YAML type."""
     found: list[tuple[DataPath, str]] = []
     origins = dict(tree.origins)
+    defaults = dict(_defaults(tree.data))
+    values = {**defaults, **given}
 
     def visit(value: Any, path: DataPath) -> Any:
         if isinstance(value, dict):
@@ -58,22 +64,31 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
         return text(value, path) if isinstance(value, str) else value
 
     def text(value: str, path: DataPath) -> Any:
-        names = [name for name in _TOKEN.findall(value) if name]
+        names = [name for name, _ in _TOKEN.findall(value) if name]
         found.extend((path, name) for name in names)
         used = [name for name in dict.fromkeys(names) if name in given]
         if used:
             how = ", ".join(f"-s {name}" for name in used)
             origins[path] = replace(origins.get(path, Origin()), how=how)
-        if _WHOLE.fullmatch(value) and used:
-            return read_value(given[used[0]], f"-s {used[0]}") if isinstance(given[used[0]], str) else given[used[0]]
+        if _WHOLE.fullmatch(value) and names[0] in values:
+            whole = values[names[0]]
+            return read_value(whole, f"-s {names[0]}") if isinstance(whole, str) else whole
         return _TOKEN.sub(lambda match: literal(match[0], match[1]), value)
 
     def literal(token: str, name: str | None) -> str:
         if name is None:
             return "${"
-        return str(given[name]) if name in given else token
+        return str(values[name]) if name in values else token
 
-    return Filled(Tree(visit(tree.data, ()), origins), found)
+    return Filled(Tree(visit(tree.data, ()), origins), found, defaults)
+
+
+def _defaults(data: Any) -> Iterator[tuple[str, str]]:
+    """Variables that have a default somewhere in the data, which holds wherever they stand."""
+    if isinstance(data, str):
+        yield from ((name, default) for name, default in _TOKEN.findall(data) if default)
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _defaults(value)
 
 
 def escape(data: Any) -> Any:

@@ -20,6 +20,8 @@ class PromptArgs(TaskArgs):
     """Ask in a conversation, for models with a chat template; or as plain text, for base models."""
     system: str | None = None
     """The system prompt, or in plain text what stands first; null means none."""
+    template: str | None = Field(default=None, pattern=r"\{question\}")
+    """How a question is put, with `{question}` where it belongs; null takes the task's own."""
     shots: int = Field(default=0, ge=0, le=64)
     """How many worked examples come before the question: the first of the train split."""
 
@@ -42,14 +44,15 @@ class Example:
 
 def ask(args: PromptArgs, layout: Layout, question: str, examples: Sequence[Example] = ()) -> str | tuple[Message, ...]:
     """A question as a prompt, after worked examples."""
+    template = args.template or (layout.plain if args.format == "plain" else layout.chat)
     if args.format == "plain":
-        worked = [f"{_put(layout.plain, one.question)} {one.answer}" for one in examples]
-        return "\n\n".join([*([args.system] if args.system else []), *worked, _put(layout.plain, question)])
+        worked = [f"{_put(template, one.question)} {one.answer}" for one in examples]
+        return "\n\n".join([*([args.system] if args.system else []), *worked, _put(template, question)])
     messages = [{"role": "system", "content": args.system}] if args.system else []
     for one in examples:
-        messages.append({"role": "user", "content": _put(layout.chat, one.question)})
+        messages.append({"role": "user", "content": _put(template, one.question)})
         messages.append({"role": "assistant", "content": one.answer})
-    return (*messages, {"role": "user", "content": _put(layout.chat, question)})
+    return (*messages, {"role": "user", "content": _put(template, question)})
 
 
 def shown(args: PromptArgs, examples: Sequence[Example], question: str) -> list[Example]:
