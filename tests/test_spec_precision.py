@@ -7,6 +7,7 @@ import torch
 from eval_lab import TOKENIZER, save_model
 from small_lm import small_model
 
+from palestra.api import check
 from palestra.cli.show import show_check
 from palestra.generate.engine import Engine
 from palestra.generate.types import Request, Sampling
@@ -14,7 +15,6 @@ from palestra.kinds.serving import open_engine
 from palestra.kinds.start import Start, build_model
 from palestra.spec import precision as module
 from palestra.spec.lm import LmSpec
-from palestra.spec.load import load_spec
 from palestra.spec.precision import described, precision
 
 CPUS = {
@@ -60,7 +60,7 @@ def test_forced_cpu_feature_is_printed_by_check_and_trained_with(forced_cpu, cap
     show_check(path, {}, overrides)
 
     assert f"\nprecision: {forced_cpu}\n" in capsys.readouterr().out
-    spec = load_spec(path, overrides=overrides).spec
+    spec = check(path, overrides=overrides).spec
     assert isinstance(spec, LmSpec)
     expected = {"bf16": torch.bfloat16, "fp32": torch.float32}[forced_cpu]
     assert spec.derived()["precision"] == forced_cpu

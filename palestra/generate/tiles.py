@@ -141,7 +141,8 @@ class TiledLinear(nn.Module):
     def _product(self, x: Tensor, out: Tensor) -> Tensor:
         """All rows by our own kernel, in FP32."""
         assert self._packed is not None
-        return native.product(x.float(), self._packed, None if self.bias is None else self.bias.float(), out)
+        native.product(x.float(), self._packed, out)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class TiledGate(TiledLinear):

@@ -41,7 +41,7 @@ KERNELS = {
     "gate_backward": "p p p ii",
 }
 """What each takes: pointers, integers, floats; and at last how many threads may help."""
-SINGLE = {"draw": "p i p p p p p ii", "product": "p p p p iii"}
+SINGLE = {"draw": "p i p p p p p ii", "product": "p p p iii"}
 """Those of FP32 alone."""
 
 
@@ -98,9 +98,9 @@ def in_panels(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, -len(weight) % 16)).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
 
 
-def product(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def product(x: Tensor, panels: Tensor, out: Tensor) -> Tensor:
     """Rows (T, inputs, FP32) times a matrix, into `out` (T, outputs): the bits of a row depend on nothing else."""
-    _call("product", x.contiguous(), panels, bias, out, *x.shape, out.shape[1])
+    _call("product", x.contiguous(), panels, out, *x.shape, out.shape[1])
     return out
 
 
@@ -186,7 +186,7 @@ def _size(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _call(name: str, *given: Tensor | float | None) -> None:
+def _call(name: str, *given: Tensor | float) -> None:
     """Call a kernel for the type of its first argument."""
     kernels, first = library(), given[0]
     assert kernels is not None

@@ -209,7 +209,7 @@ typedef float Four __attribute__((vector_size(16), aligned(4)));
 
 // COUNT rows of x times a panel of 16 columns that lie side by side: each sum adds its products one after the other,
 // whatever COUNT is. Four numbers of a row are loaded at once, because ARM multiplies vectors by an element of another.
-template <int COUNT> static void tile(const float* x, const float* panel, const float* bias, float* out, int64_t inputs,
+template <int COUNT> static void tile(const float* x, const float* panel, float* out, int64_t inputs,
                                       int64_t outputs, int columns) {
     constexpr int PARTS = PANEL / LANES;
     Vector sums[COUNT][PARTS] = {}, part[PARTS];
@@ -230,22 +230,20 @@ template <int COUNT> static void tile(const float* x, const float* panel, const 
         float whole[PANEL], *to = columns == PANEL ? out : whole;
         for (int p = 0; p < PARTS; p++) *reinterpret_cast<Vector*>(to + p * LANES) = sums[row][p];
         if (to == whole) std::copy_n(whole, columns, out);
-        for (int i = 0; bias && i < columns; i++) out[i] += bias[i];
     }
 }
 
-// out (rows, outputs) = x (rows, inputs) · weight + bias, the weight in panels (outputs / 16, inputs, 16). For any number
+// out (rows, outputs) = x (rows, inputs) · weight, the weight in panels (outputs / 16, inputs, 16). For any number
 // of rows as fast as memory or arithmetic allow, and a row has the same bits in all.
-extern "C" void product_fp32(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
+extern "C" void product_fp32(const float* x, const float* weight, float* out, int64_t rows,
                              int64_t inputs, int64_t outputs, int threads) {
     int64_t panels = (outputs + PANEL - 1) / PANEL;
     shared_out(panels, 2 * rows * inputs, threads, [=](int64_t begin, int64_t end, int) {
         for (int64_t first = 0; first < rows; first += HEIGHT)  // so many rows of x stay in the cache
             for (int64_t p = begin; p < end; p++) {
                 auto some = [&](auto count, int64_t row) {
-                    tile<count>(x + row * inputs, weight + p * PANEL * inputs, bias ? bias + p * PANEL : nullptr,
-                                out + row * outputs + p * PANEL, inputs, outputs,
-                                int(std::min<int64_t>(PANEL, outputs - p * PANEL)));
+                    tile<count>(x + row * inputs, weight + p * PANEL * inputs, out + row * outputs + p * PANEL, inputs,
+                                outputs, int(std::min<int64_t>(PANEL, outputs - p * PANEL)));
                 };
                 int64_t row = first, last = std::min(rows, first + HEIGHT);
                 for (; row + 4 <= last; row += 4) some(std::integral_constant<int, 4>(), row);
