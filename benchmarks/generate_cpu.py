@@ -1,22 +1,25 @@
-"""Tokens a second on the CPU: the engine beside `transformers.generate`, on SmolLM2-135M in bf16.
+"""Tokens a second on the CPU: the engine beside `transformers.generate`, on SmolLM2-135M.
 
-    palestra model fetch smollm2-135m models/smollm2-135m
+    palestra model fetch smollm2-135m
     python benchmarks/generate_cpu.py --model models/smollm2-135m
 
-32 prompts of 128 tokens, 128 new tokens each, no early stop, sampling at temperature 1; the two take turns in one
-process, and the best round of each counts. Without --model the weights are random, of the same shape.
-`ceiling_tokens_per_s` is what the engine's matrix products of the decode steps alone would give, with nothing between
-them and no prompts: every weight is read once a step. On a machine that others use too, OMP_WAIT_POLICY=passive keeps
-threads from spinning while they wait for each other. One JSON line.
+Batches of 1, 8 and 32 prompts of 128 tokens, 128 new tokens each, no early stop, sampling at temperature 1. The engine
+computes in the precision that Palestra chooses for the CPU, `transformers` in the faster of bf16 and FP32 by a short
+trial. The two take turns in one process, and the best round of each counts. Without --model the weights are random,
+of the same shape. `ceiling_tokens_per_s` is what the engine's matrix products of the decode steps alone would give,
+with nothing between them and no prompts: every weight is read once a step. On a machine that others use too,
+OMP_WAIT_POLICY=passive keeps threads from spinning while they wait for each other. A JSON line for each batch.
 """
 
 import argparse
 import json
+import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -24,8 +27,10 @@ import transformers
 from palestra.generate.engine import Engine
 from palestra.generate.tiles import TiledLinear
 from palestra.generate.types import Request, Sampling
+from palestra.kinds.models import named_dtype
 from palestra.lm.hf import save_pretrained
 from palestra.lm.model import Transformer
+from palestra.spec.precision import precision
 from palestra.spec.shape import Shape
 
 SMOLLM2 = Shape(
@@ -36,20 +41,51 @@ SMOLLM2 = Shape(
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--model", type=Path, help="a model folder; without it random weights")
-    arguments.add_argument("--batch", type=int, default=32)
+    arguments.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     arguments.add_argument("--prompt", type=int, default=128)
     arguments.add_argument("--new", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = arguments.parse_args()
     torch.set_num_threads(given.threads)
+    chosen = precision("auto", "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.model or random_model(Path(scratch) / "model")
         engine = Engine.from_folder(
-            folder, dtype=torch.bfloat16, context=given.prompt + given.new, max_running=given.batch
+            folder, dtype=named_dtype(chosen), context=given.prompt + given.new, max_running=max(given.batches)
         )
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    prompts = torch.randint(3, 40000, (given.batch, given.prompt), generator=torch.Generator().manual_seed(0))
+        theirs = {
+            name: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=named_dtype(name)).eval()
+            for name in ("bf16", "fp32")
+        }
+    # An emulated precision takes minutes for more than a few tokens.
+    few = torch.ones(1, 8, dtype=torch.int64)
+    trial = alternating({name: lambda model=model: generate(model, few, 4) for name, model in theirs.items()}, 2)
+    better = min(trial, key=lambda name: min(trial[name]))
+    for batch in given.batches:
+        found = compared(given, batch, engine, theirs[better])
+        print(json.dumps({**found, "dtype": chosen, "transformers_dtype": better}), flush=True)
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: torch.Tensor, new: int) -> None:
+    """Sample with transformers."""
+    with torch.backends.mkldnn.flags(enabled=True):  # as torch comes
+        out = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=0,
+        )
+    assert out.shape[1] == prompts.shape[1] + new
+
+
+def compared(given: argparse.Namespace, batch: int, engine: Engine, theirs: Any) -> dict[str, Any]:
+    """Both with one batch."""
+    prompts = torch.randint(3, 40000, (batch, given.prompt), generator=torch.Generator().manual_seed(0))
     sampling = Sampling(max_new_tokens=given.new, ignore_eos=True, seed=0)
     requests = [Request(tuple(prompt), sampling) for prompt in prompts.tolist()]
 
@@ -57,45 +93,25 @@ def main() -> None:
         for result in engine.run(requests):
             assert len(result.generations[0].tokens) == given.new
 
-    @torch.inference_mode()
-    def peer() -> None:
-        out = theirs.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=given.new,
-            min_new_tokens=given.new,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=0,
-        )
-        assert out.shape[1] == given.prompt + given.new
-
-    seconds = alternating({"ours": ours, "transformers": peer}, given.rounds)
-    tokens = given.batch * given.new
-    rates = {name: tokens / min(times) for name, times in seconds.items()}
-    ceiling = given.batch / products(engine, given.batch)
-    print(
-        json.dumps(
-            {
-                "benchmark": "generate_cpu",
-                "model": str(given.model or "random"),
-                "dtype": "bfloat16",
-                "batch": given.batch,
-                "prompt": given.prompt,
-                "new": given.new,
-                "threads": given.threads,
-                "tokens_per_s": round(rates["ours"], 1),
-                "transformers_tokens_per_s": round(rates["transformers"], 1),
-                "ratio": round(rates["ours"] / rates["transformers"], 2),
-                "ratio_of_medians": round(
-                    statistics.median(seconds["transformers"]) / statistics.median(seconds["ours"]), 2
-                ),
-                "ceiling_tokens_per_s": round(ceiling, 1),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            }
-        )
-    )
+    seconds = alternating({"ours": ours, "transformers": lambda: generate(theirs, prompts, given.new)}, given.rounds)
+    rates = {name: batch * given.new / min(times) for name, times in seconds.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        "benchmark": "generate_cpu",
+        "architecture": platform.machine(),
+        "model": str(given.model or "random"),
+        "batch": batch,
+        "prompt": given.prompt,
+        "new": given.new,
+        "threads": given.threads,
+        "tokens_per_s": round(rates["ours"], 1),
+        "transformers_tokens_per_s": round(rates["transformers"], 1),
+        "ratio": round(rates["ours"] / rates["transformers"], 2),
+        "ratio_of_medians": round(medians["transformers"] / medians["ours"], 2),
+        "ceiling_tokens_per_s": round(batch / products(engine, batch), 1),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def random_model(folder: Path) -> Path:
@@ -122,7 +138,7 @@ def products(engine: Engine, batch: int) -> float:
     """Seconds of a step's matrix products, at best."""
     matrices = [module for module in engine.model.modules() if isinstance(module, TiledLinear)]
     matrices.append(matrices[0].tiles.head)
-    inputs = [torch.randn(batch, matrix.weight.shape[1], dtype=torch.bfloat16) for matrix in matrices]
+    inputs = [torch.randn(batch, matrix.weight.shape[1], dtype=engine.model.dtype) for matrix in matrices]
     best = float("inf")
     for _ in range(8):
         start = time.perf_counter()

@@ -175,7 +175,7 @@ def fetch_model(name: str, target: str | Path) -> Path:
 def convert_model(source: str | Path, target: str | Path, *, dtype: str | None = None) -> None:
     """Write a GGUF file, a llama2.c file or a Hugging Face folder as a Hugging Face folder."""
     with _missing_extra("converting a model"):
-        from palestra.kinds.serving import named_dtype
+        from palestra.kinds.models import named_dtype
         from palestra.lm.convert import convert
     convert(Path(source), Path(target), dtype=None if dtype is None else named_dtype(dtype))
 

@@ -22,6 +22,7 @@ from palestra.runs.run import Run
 from palestra.spec.kinds.evaluate import EvaluateSpec, evaluation
 from palestra.spec.load import resolved
 from palestra.spec.lora import LoraSpec
+from palestra.spec.precision import precision
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -338,7 +339,7 @@ def test_evaluation_without_a_file_is_the_same_as_the_spec(tmp_path, model):
     mine = {"tasks": [letters("mine", size=2)], "likelihood": suites(tmp_path)[1:], "seed": 7, "name": "mine"}
     seeded = run(tmp_path, evaluation(model, **mine))
     assert (seeded.name, seeded.seeds, report_of(seeded, 7)["tasks"]["mine"]["problems"]) == ("mine", [7], 2)
-    assert report_of(seeded, 7)["model"]["dtype"] == "bf16"
+    assert report_of(seeded, 7)["model"]["dtype"] == precision("auto", "cpu")
     assert r"args.sizes" in problems(evaluation(model, tasks=["eval_tasks:Letters"], args={"sizes": 5}))
 
 

@@ -56,7 +56,7 @@ RUNS = Path("runs")
 Model = Annotated[
     str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.", metavar="MODEL")
 ]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto is bf16.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto is what the device computes fast.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU where there is one.")]
 
 

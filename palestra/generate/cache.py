@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.errors import UsageError
-from palestra.lm import native
 from palestra.spec.shape import Shape
 
 COLUMNS = 64
@@ -97,10 +96,7 @@ class DecodeAttention:
         batch, (padded, heads, dim) = len(self.lengths), q.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for cached, new in ((keys, k[:batch]), (values, v[:batch])):
-            if native.available(new):
-                native.keep(new, cached, self.lengths)
-            else:
-                cached.view(-1, dim).index_copy_(0, self.places, new.reshape(-1, dim))
+            cached.view(-1, dim).index_copy_(0, self.places, new.reshape(-1, dim))
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
         keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]

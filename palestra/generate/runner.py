@@ -124,7 +124,10 @@ class Runner:
         return wide(self.tiles.head(hidden, self._room))
 
     def _padded(self, count: int) -> int:
-        return count if self.tiles is None else -(-count // ROWS) * ROWS
+        # Our own kernels go row by row. What torch computes beside them are angles, and those fill whole vectors.
+        if self.tiles is None or (self.tiles.whole and count <= PORTION and self.model.shape.dim % ROWS == 0):
+            return count
+        return -(-count // ROWS) * ROWS
 
 
 def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

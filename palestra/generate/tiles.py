@@ -1,5 +1,6 @@
 """Products on the CPU whose result for a row does not depend on how many rows there are."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.lm import native
 from palestra.lm.head import logits
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
 from palestra.lm.ops import MLP, Linear
+from palestra.spec.precision import precision
 
 PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
@@ -28,6 +31,13 @@ class Tiles:
 
     def __init__(self, model: Transformer):
         self.dtype = model.dtype
+        self.whole = precision("auto", "cpu") == "fp32" and model.dtype in native.NAMES and model.shape.moe is None
+        self.whole = self.whole and native.library() is not None
+        """Whether our own product computes all rows at once, with the same bits for any number of them. With AVX-512
+        the library's are faster; elsewhere they take up to 0.4 ms for a call, and as long for one row as for many."""
+        half = model.dtype == torch.bfloat16
+        known = torch.backends.mkldnn.is_available() and (not half or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self.worth_packing = WORTH_PACKING.get(model.dtype, math.inf) if known else math.inf
         self.for_prefill()
         self.head = TiledHead(model.unembed, self)
         self._matrices: list[TiledLinear] = [self.head]
@@ -68,6 +78,8 @@ class Tiles:
 
         Whether it does is tried out once for each number of rows: which kernel is taken depends on shapes alone.
         """
+        if self.whole:
+            return product(x)
         if len(x) <= self.rows or key is None:
             return self._tiled(product, x)
         case = (key, self.rows, len(x))
@@ -108,9 +120,10 @@ class TiledLinear(nn.Module):
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
-        """Lay the weights out for the library, which would otherwise do it in every product."""
-        worth = WORTH_PACKING.get(self.weight.dtype)
-        if worth is not None and torch.backends.mkldnn.is_available() and self.weight.numel() >= worth:
+        """Lay the weights out as products read them, which would otherwise be done in each."""
+        if self.tiles.whole:
+            self._packed = native.in_panels(self.weight.detach().float())
+        elif self.weight.numel() >= self.tiles.worth_packing:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +134,15 @@ class TiledLinear(nn.Module):
         """The same for one tile."""
         if self._packed is None:
             return F.linear(tile, self.weight, self.bias)
+        if self.tiles.whole:
+            return self._product(tile, torch.empty(len(tile), len(self.weight))).to(tile.dtype)
         return torch.ops.mkldnn._linear_pointwise(tile, self._packed, self.bias, "none", [], "")
+
+    def _product(self, x: Tensor, out: Tensor) -> Tensor:
+        """All rows by our own kernel, in FP32."""
+        assert self._packed is not None
+        native.product(x.float(), self._packed, out)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class TiledGate(TiledLinear):
@@ -160,7 +181,7 @@ class TiledHead(TiledLinear):
 
     def pack(self) -> None:
         """Take over new weights."""
-        if self.weight.dtype == torch.float32:
+        if self.weight.dtype == torch.float32 or self.tiles.whole:
             super().pack()
         else:
             self._wide = self.weight.detach().float()
@@ -171,9 +192,11 @@ class TiledHead(TiledLinear):
 
     def forward(self, x: Tensor, room: Tensor | None = None) -> Tensor:
         """(T, D) → (T, V), which may lie in `room`, if it is given, and are lost when it is used again."""
+        room = self.room(len(x)) if room is None else room
+        if self.tiles.whole:
+            return self._product(x, room[: len(x)])
         if self._wide is None:
             return super().forward(x)
-        room = self.room(len(x)) if room is None else room
         for tile, scores in zip(self.tiles.of(x), room.split(self.tiles.rows), strict=False):
             logits(tile, self._wide, out=scores)
         return room[: len(x)]

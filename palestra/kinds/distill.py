@@ -13,7 +13,7 @@ from palestra.errors import UsageError
 from palestra.kinds.lm import check_data, load_lm
 from palestra.kinds.models import find_model, open_model
 from palestra.kinds.posttrain import assemble, run_tasks, run_tasks_session
-from palestra.kinds.start import DTYPES, Start, build_model, device_of, keep_start
+from palestra.kinds.start import Start, build_model, device_of, keep_start
 from palestra.kinds.trial import Launch
 from palestra.lm.compiling import compile_for_training
 from palestra.lm.datasets import Data, chat_data, mixture_of
@@ -122,7 +122,7 @@ def _parts(
 
 def _teacher(spec: DistillSpec, session: Session, start: Start, engine: TrainEngine, folder: Path | None) -> Teacher:
     """The model in a folder, which is written down at the first start, or a copy of the student as it starts."""
-    dtype, device = DTYPES[spec.train.precision], engine.device
+    dtype, device = engine.transformer.dtype, engine.device
     if folder is None:
         model = empty_model(start.shape, dtype, dtype, device)
         model.load_state_dict(engine.weights())

@@ -30,8 +30,7 @@ from palestra.evaluate.setup import SETUP, files_sha256, settled, write_report
 from palestra.evaluate.texts import TextOutcome, Texts, TextScore, load_texts, score_texts, text_metrics, text_outcome
 from palestra.generate.local import LocalGenerator
 from palestra.kinds.lm import summary
-from palestra.kinds.models import find_model, open_model
-from palestra.kinds.serving import named_dtype
+from palestra.kinds.models import find_model, named_dtype, open_model
 from palestra.kinds.start import Start, device_of, trained_start
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.model import Transformer
@@ -44,6 +43,7 @@ from palestra.runs.store import read_json, write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
+from palestra.spec.precision import precision
 from palestra.tasks.judging import Judges
 from palestra.track.hooks import Moment, call_hooks, load_hooks
 from palestra.track.recorder import Recorder
@@ -137,13 +137,13 @@ class _Evaluating:
 
     def run(self, setup: dict[str, Any]) -> None:
         """All of it; the report comes last."""
-        precision, start = named_dtype(self.spec.dtype), self.asked.start
+        dtype, start = _dtype(self.spec), self.asked.start
         assert start.folder is not None
         for one in self.asked.questions:
             prompt = setup["tasks"][one.label]
             shown = (one.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(start.folder, self.launch.root, dtype=precision, param_dtype=precision)
+        loaded, _ = open_model(start.folder, self.launch.root, dtype=named_dtype(dtype), param_dtype=named_dtype(dtype))
         scores = self._scores(loaded.model) if self.asked.suites else {}
         texts = self._texts(loaded.model) if self.asked.texts else {}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
@@ -223,7 +223,7 @@ class _Evaluating:
                 self.asked.questions,
                 settings,
                 device=device_of(self.spec),
-                dtype=named_dtype(self.spec.dtype),
+                dtype=named_dtype(_dtype(self.spec)),
             )
             generator = LocalGenerator(engine, drive="caller")
             work = evaluate_tasks(
@@ -255,6 +255,10 @@ class _Evaluating:
             )
 
 
+def _dtype(spec: EvaluateSpec) -> str:
+    return precision(spec.dtype, device_of(spec).type)
+
+
 def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
@@ -275,7 +279,7 @@ def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[
         "chat_template": start.tokenizer.chat_template if any(one.chat for one in asked.questions) else None,
         "end_tokens": list(start.eos),
         "context": start.shape.context,
-        "dtype": spec.dtype,
+        "dtype": _dtype(spec),
         "device": device_of(spec).type,
     }
     return {

@@ -15,6 +15,15 @@ from palestra.lm.peft import load_peft
 from palestra.runs.run import open_run
 from palestra.runs.store import read_json
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """The precision that people call by a short name."""
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: expected {', '.join(DTYPES)}, or to leave it out")
+    return DTYPES[name]
+
 
 @dataclass(frozen=True)
 class Found:

@@ -24,7 +24,6 @@ from palestra.generate.types import Sampling
 from palestra.kinds.keeper import Keeper
 from palestra.kinds.lm import check_data, load_lm, summary
 from palestra.kinds.start import (
-    DTYPES,
     Start,
     build_model,
     device_of,
@@ -319,7 +318,7 @@ def _learner(
 
 def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) -> Engine:
     """The engine that generates, with weights of its own in the precision of the arithmetic."""
-    dtype, device = DTYPES[spec.train.precision], engine.device
+    dtype, device = engine.transformer.dtype, engine.device
     model = empty_model(start.shape, dtype, dtype, device)
     model.load_state_dict(engine.weights())
     rollout, prompts = spec.rollout, spec.train.prompts_per_step

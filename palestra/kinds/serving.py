@@ -11,16 +11,8 @@ from palestra.generate.chat import chat_loop
 from palestra.generate.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
-from palestra.kinds.models import open_model
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """The precision that people call by a short name."""
-    if name not in DTYPES:
-        raise UsageError(f"--dtype {name}: expected {', '.join(DTYPES)}, or to leave it out")
-    return DTYPES[name]
+from palestra.kinds.models import named_dtype, open_model
+from palestra.spec.precision import precision
 
 
 def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **settings: Any) -> Engine:
@@ -30,14 +22,12 @@ def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **setti
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda, but torch sees no GPU here: use --device cpu, or a torch built for your GPU")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    precision = torch.bfloat16 if dtype == "auto" else named_dtype(dtype)
+    chosen = named_dtype(precision(dtype, where))
     # On the CPU first: the engine makes its own copy on the device, and takes what that leaves free for its cache.
-    loaded, tokenizer = open_model(ref, root, dtype=precision, param_dtype=precision)
+    loaded, tokenizer = open_model(ref, root, dtype=chosen, param_dtype=chosen)
     if loaded.score is not None:
         raise UsageError(f"{ref} is a reward model: it scores conversations and cannot write")
-    return Engine(
-        loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, dtype=precision, device=where, **settings
-    )
+    return Engine(loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, dtype=chosen, device=where, **settings)
 
 
 def chat(

@@ -12,7 +12,7 @@ from palestra.data.chat import end_of_turn
 from palestra.data.shuffle import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.kinds.models import find_model, open_model
+from palestra.kinds.models import find_model, named_dtype, open_model
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import kept_tokenizer, made_tokenizer
 from palestra.lm.hf import read_eos, read_folder
@@ -25,11 +25,11 @@ from palestra.runs.store import read_json, write_json
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import LanguageModelSpec, LmSpec, ModelSpec
+from palestra.spec.precision import precision
 from palestra.spec.shape import Shape
 
 INIT = "init.json"
 VOCAB_MULTIPLE = 64  # a vocabulary that is a multiple of it multiplies faster
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 log = logging.getLogger("palestra.lm")
 
@@ -151,7 +151,7 @@ def writes_chat(spec: LmSpec) -> bool:
 
 def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.device) -> Transformer:
     """The model as it is before the first step."""
-    dtype = DTYPES[spec.train.precision]
+    dtype = named_dtype(precision(spec.train.precision, device.type))
     draws = torch.Generator().manual_seed(stream_key(seed, "weights") >> 1)
     if start.folder is not None:
         model = open_model(start.folder, dtype=dtype, device=device)[0].model

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from palestra.lm import native
 from palestra.lm.moe import MoE
 from palestra.lm.ops import MLP, Linear, RMSNorm, doubled, rotate
 from palestra.lm.rope import frequencies
@@ -92,6 +93,7 @@ class Transformer(nn.Module):
         super().__init__()
         if shape.vocab is None:
             raise ValueError("a model needs to know its vocabulary: shape.vocab is null")
+        native.settle_products()
         self.shape, self.dtype = shape, dtype
         self.checkpointing: Callable[[int], bool] = lambda layer: False
         """Which layers forget their activations and compute them again in the backward pass."""

@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import tempfile
 from functools import cache
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.data.cache import cache_root
@@ -27,7 +27,9 @@ log = logging.getLogger("palestra.lm")
 
 SOURCE = Path(__file__).with_name("rows.cpp")
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17"]
-FLAGS += ["-shared", "-fPIC", "-pthread"]
+FLAGS += ["-shared", "-fPIC"]
+THREADS = [str(path) for path in Path(torch.__file__).parent.glob("lib/libgomp*")]
+"""The library for threads that came with torch: linked to, so that both use the same threads."""
 COMPILE_SECONDS = 300.0
 """Where it takes longer, something hangs."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -35,12 +37,11 @@ KERNELS = {
     "norm": "p iii p f p p ii",
     "norm_backward": "p p iii p p p p ii",
     "turn": "p iii p p f p ii",
-    "keep": "p iii p p iiii",
     "gate": "p p ii",
     "gate_backward": "p p p ii",
 }
 """What each takes: pointers, integers, floats; and at last how many threads may help."""
-SINGLE = {"draw": "p i p p p p p ii"}
+SINGLE = {"draw": "p i p p p p p ii", "product": "p p p iii"}
 """Those of FP32 alone."""
 
 
@@ -48,6 +49,16 @@ def available(x: Tensor) -> bool:
     """Whether rows like `x` are computed here."""
     known = x.device.type == "cpu" and x.dtype in NAMES and x.stride(-1) == 1 and not torch.compiler.is_compiling()
     return known and library() is not None
+
+
+def settle_products() -> None:
+    """Leave torch's products to OpenBLAS on ARM, in all of the process.
+
+    Those with a transposed factor go to the Arm Compute Library otherwise, which takes 0.3 ms for a call at least and
+    starts threads of its own: the Gram matrices of eight 64 × 64 ones 14 ms on a busy machine, OpenBLAS 0.2.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        setattr(torch.backends.mkldnn, "enabled", False)  # noqa: B010 (the type stubs do not know it)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,12 +83,6 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     return out
 
 
-def keep(fresh: Tensor, cache: Tensor, lengths: Tensor) -> None:
-    """Put rows (B, K, dim) into a cache (rows, K, context, dim), behind the `lengths` (B) positions that are there."""
-    _, heads, context, dim = cache.shape
-    _call("keep", fresh, *_view(fresh), cache, lengths, len(fresh), heads, context, dim)
-
-
 def draw(scores: Tensor, heats: Tensor, seeds: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row of scores (B, V, FP32) and its log-probability, as `palestra.generate.sampler` has them.
 
@@ -86,6 +91,17 @@ def draw(scores: Tensor, heats: Tensor, seeds: Tensor, draws: Tensor) -> tuple[T
     tokens, logprobs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
     _call("draw", scores, scores.stride(0), heats, seeds, draws, tokens, logprobs, *scores.shape)
     return tokens, logprobs
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """A matrix (outputs, inputs) as `product` reads it: (outputs / 16, inputs, 16), filled up with zeros."""
+    return F.pad(weight, (0, 0, 0, -len(weight) % 16)).unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
+
+
+def product(x: Tensor, panels: Tensor, out: Tensor) -> Tensor:
+    """Rows (T, inputs, FP32) times a matrix, into `out` (T, outputs): the bits of a row depend on nothing else."""
+    _call("product", x.contiguous(), panels, out, *x.shape, out.shape[1])
+    return out
 
 
 def gate(both: Tensor) -> Tensor:
@@ -122,17 +138,19 @@ def library() -> Kernels | None:
 def _loaded(path: Path) -> Kernels:
     opened, types = ctypes.CDLL(str(path)), {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
     found: Kernels = {}
-    both, single = product(KERNELS.items(), NAMES.items()), product(SINGLE.items(), [(torch.float32, "fp32")])
-    for (name, takes), (dtype, suffix) in chain(both, single):
-        kernel = found[name, dtype] = getattr(opened, f"{name}_{suffix}")
-        kernel.argtypes, kernel.restype = [*(types[one] for one in takes.replace(" ", "")), ctypes.c_int], None
+    for dtype, suffix in NAMES.items():
+        for name, takes in (KERNELS | SINGLE if dtype == torch.float32 else KERNELS).items():
+            kernel = found[name, dtype] = getattr(opened, f"{name}_{suffix}")
+            kernel.argtypes, kernel.restype = [*(types[one] for one in takes.replace(" ", "")), ctypes.c_int], None
     return found
 
 
 def _built(compiler: str) -> Path:
     """The library in the cache; it is made for a processor, and homes are shared between machines."""
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([source, *(part.encode() for part in (compiler, *FLAGS, _processor()))]))
+    link = ["-Wl,--no-as-needed", *THREADS] if THREADS else []
+    parts = (compiler, *FLAGS, *link, _processor())
+    key = hashlib.sha256(b"\0".join([source, *(part.encode() for part in parts)]))
     path = cache_root() / "native" / f"rows-{key.hexdigest()[:16]}.so"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = path.parent.stat()
@@ -143,7 +161,7 @@ def _built(compiler: str) -> Path:
     if not _ours(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *FLAGS, "-o", made, SOURCE]
+            command = [compiler, *FLAGS, "-o", made, SOURCE, *link]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             made.chmod(0o700)
             os.replace(made, path)

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <cmath>
-#include <system_error>
-#include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 struct bf16 { uint16_t bits; };
@@ -59,21 +59,22 @@ static inline float exponential(float x) {
 }
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// The threads that torch's own operations use; not there where torch has another library for them.
+extern "C" __attribute__((weak)) void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+extern "C" __attribute__((weak)) int omp_get_thread_num();
+extern "C" __attribute__((weak)) int omp_get_num_threads();
+
 // Calls work(begin, end, share) for shares of the rows, one a thread where there is enough to do.
 template <class Work> static void shared_out(int64_t rows, int64_t width, int threads, Work work) {
-    int64_t worth = rows * width >> 16;
-    int shares = int(worth < threads ? (worth < 1 ? 1 : worth) : threads);
-    std::vector<std::thread> others;
-    for (int share = 1; share < shares; share++) {
-        auto mine = [=] { work(rows * share / shares, rows * (share + 1) / shares, share); };
-        try {
-            others.emplace_back(mine);
-        } catch (const std::system_error&) {  // the machine gives no more threads
-            mine();
-        }
-    }
-    work(0, rows / shares, 0);
-    for (auto& other : others) other.join();
+    int64_t shares = std::min<int64_t>(rows * width >> 16, threads);
+    if (shares < 2 || !GOMP_parallel) return work(0, rows, 0);
+    std::pair<Work*, int64_t> job(&work, rows);
+    auto mine = [](void* data) {
+        auto [work, rows] = *static_cast<std::pair<Work*, int64_t>*>(data);
+        int64_t share = omp_get_thread_num(), shares = omp_get_num_threads();  // maybe fewer than asked for
+        (*work)(rows * share / shares, rows * (share + 1) / shares, int(share));
+    };
+    GOMP_parallel(mine, &job, unsigned(shares), 0);
 }
 
 // A view (outer, inner, width) whose last dimension is contiguous.
@@ -188,19 +189,67 @@ template <class T> static void gate_backward(const T* grads, const T* both, T* t
     });
 }
 
-// Puts the key or value of each row's new token behind those that its heads have in a cache (rows, heads, context, dim).
-template <class T> static void keep(Rows<T> fresh, T* cache, const int64_t* lengths, int64_t rows, int64_t heads,
-                                    int64_t context, int64_t dim) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t head = 0; head < heads; head++)
-            std::copy_n(fresh[row * heads + head], dim, cache + ((row * heads + head) * context + lengths[row]) * dim);
-}
-
 static inline uint64_t mixed(uint64_t x) {  // SplitMix64
     x += 0x9E3779B97F4A7C15;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
     return x ^ (x >> 31);
+}
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int PANEL = 16, HEIGHT = 64;
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float Four __attribute__((vector_size(16), aligned(4)));
+
+// COUNT rows of x times a panel of 16 columns that lie side by side: each sum adds its products one after the other,
+// whatever COUNT is. Four numbers of a row are loaded at once, because ARM multiplies vectors by an element of another.
+template <int COUNT> static void tile(const float* x, const float* panel, float* out, int64_t inputs,
+                                      int64_t outputs, int columns) {
+    constexpr int PARTS = PANEL / LANES;
+    Vector sums[COUNT][PARTS] = {}, part[PARTS];
+    auto add = [&](int64_t k, auto value) {
+        for (int p = 0; p < PARTS; p++) part[p] = *reinterpret_cast<const Vector*>(panel + k * PANEL + p * LANES);
+        for (int row = 0; row < COUNT; row++)
+            for (int p = 0; p < PARTS; p++) sums[row][p] += part[p] * value(row);
+    };
+    int64_t k = 0;
+    for (; k + 4 <= inputs; k += 4) {
+        Four four[COUNT];
+        for (int row = 0; row < COUNT; row++) four[row] = *reinterpret_cast<const Four*>(x + row * inputs + k);
+        #pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) add(k + i, [&](int row) { return four[row][i]; });
+    }
+    for (; k < inputs; k++) add(k, [&](int row) { return x[row * inputs + k]; });
+    for (int row = 0; row < COUNT; row++, out += outputs) {
+        float whole[PANEL], *to = columns == PANEL ? out : whole;
+        for (int p = 0; p < PARTS; p++) *reinterpret_cast<Vector*>(to + p * LANES) = sums[row][p];
+        if (to == whole) std::copy_n(whole, columns, out);
+    }
+}
+
+// out (rows, outputs) = x (rows, inputs) · weight, the weight in panels (outputs / 16, inputs, 16). For any number
+// of rows as fast as memory or arithmetic allow, and a row has the same bits in all.
+extern "C" void product_fp32(const float* x, const float* weight, float* out, int64_t rows,
+                             int64_t inputs, int64_t outputs, int threads) {
+    int64_t panels = (outputs + PANEL - 1) / PANEL;
+    shared_out(panels, 2 * rows * inputs, threads, [=](int64_t begin, int64_t end, int) {
+        for (int64_t first = 0; first < rows; first += HEIGHT)  // so many rows of x stay in the cache
+            for (int64_t p = begin; p < end; p++) {
+                auto some = [&](auto count, int64_t row) {
+                    tile<count>(x + row * inputs, weight + p * PANEL * inputs, out + row * outputs + p * PANEL, inputs,
+                                outputs, int(std::min<int64_t>(PANEL, outputs - p * PANEL)));
+                };
+                int64_t row = first, last = std::min(rows, first + HEIGHT);
+                for (; row + 4 <= last; row += 4) some(std::integral_constant<int, 4>(), row);
+                for (; row < last; row++) some(std::integral_constant<int, 1>(), row);
+            }
+    });
 }
 
 // One token of each row of scores, from softmax(scores / heat) by the row's own random number, or the likeliest where
@@ -266,10 +315,6 @@ extern "C" void draw_fp32(const float* scores, int64_t apart, const float* heats
     extern "C" void turn_##NAME(T* x, int64_t inner, int64_t by_outer, int64_t by_inner, float* cos, float* sin,      \
                                 float sign, T* out, int64_t rows, int64_t width, int threads) {                       \
         turn<T>({x, inner, by_outer, by_inner}, cos, sin, sign, out, rows, width, threads);                           \
-    }                                                                                                                 \
-    extern "C" void keep_##NAME(T* fresh, int64_t inner, int64_t by_outer, int64_t by_inner, T* cache,                \
-                                int64_t* lengths, int64_t rows, int64_t heads, int64_t context, int64_t dim, int) {   \
-        keep<T>({fresh, inner, by_outer, by_inner}, cache, lengths, rows, heads, context, dim);                       \
     }                                                                                                                 \
     extern "C" void gate_##NAME(T* both, T* out, int64_t rows, int64_t width, int threads) {                          \
         gate<T>(both, out, rows, width, threads);                                                                     \

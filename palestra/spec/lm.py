@@ -12,6 +12,7 @@ from palestra.spec.execution import Execution
 from palestra.spec.lora import LoraSpec
 from palestra.spec.model import Model
 from palestra.spec.optim import AdamWSpec, OptimSpec
+from palestra.spec.precision import described
 from palestra.spec.schedule import warmup_problems
 from palestra.spec.shape import Shape
 from palestra.spec.suites import SuiteUse, suite_conflicts
@@ -160,8 +161,9 @@ class ComputeSpec(Model):
     """Optimizer steps."""
     micro_tokens: Execution[int] = Field(default=16384, ge=1)
     """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """The precision of the arithmetic; weights and optimizer state are FP32."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """The precision of the arithmetic; weights and optimizer state are FP32. Auto is what the device computes fast:
+    bf16 on a GPU and on a CPU with AVX-512, FP32 on others."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """Compile the model; auto does on a GPU when the run is long enough to pay for it."""
     compile_cache: Execution[str | None] = Field(default=None, min_length=1)
@@ -273,6 +275,10 @@ class LanguageModelSpec(ExperimentSpec):
             found.append(Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning"))
         return found + [Conflict(("train", *path), reason) for path, reason in self.train.problems()]
 
+    def derived(self) -> dict[str, int | float | str]:
+        """The precision of the arithmetic."""
+        return {"precision": described(self.train.precision, self.device)}
+
 
 class LmSpec(LanguageModelSpec):
     """What every kind that trains on examples has."""
@@ -304,8 +310,8 @@ class LmSpec(LanguageModelSpec):
         """Parameters, where the shape and the vocabulary are given."""
         shape = self.model.shape
         if shape is None or shape.vocab is None:
-            return {}
-        found: dict[str, int | float | str] = {"parameters": shape.parameters()}
+            return super().derived()
+        found = super().derived() | {"parameters": shape.parameters()}
         if shape.moe is not None:
             found["active parameters"] = shape.parameters(active=True)
         return found

@@ -4,11 +4,11 @@ import time
 
 import torch
 
+from palestra.kinds.models import named_dtype
 from palestra.lm.speed import peak_flops
 
 SIZE = 1024
 SECONDS = 0.5
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -27,7 +27,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float, str]:
 def measured_peak(device: torch.device, precision: str) -> float:
     """The fastest of the products that fit into half a second: others at work on the machine only slow some down."""
     size = SIZE if device.type == "cpu" else 8 * SIZE
-    a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
+    a = torch.ones(size, size, dtype=named_dtype(precision), device=device)
     best, since = 0.0, time.perf_counter()
     while best == 0 or time.perf_counter() - since < SECONDS:
         start = time.perf_counter()

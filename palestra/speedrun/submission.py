@@ -16,6 +16,7 @@ from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.kinds.pretrain import PretrainSpec
 from palestra.spec.load import Source, resolved
 from palestra.spec.plain import plain
+from palestra.spec.precision import precision
 from palestra.speedrun.cost import cost, pretraining, shape_of
 
 NAME = "speedrun.json"
@@ -98,7 +99,8 @@ def _info(done: Run, seed: int, author: Author, description: str, peak: float | 
     if manifest["host"] != socket.gethostname():
         raise UsageError(f"{folder} was trained on {manifest['host']}: write it up there, where its device can be seen")
     device = device_of(spec)
-    flops, source = (peak, "given") if peak is not None else peak_of(device, spec.train.precision)
+    chosen = precision(spec.train.precision, device.type)
+    flops, source = (peak, "given") if peak is not None else peak_of(device, chosen)
     devices = spec.devices or 1
     trained = cost(spec, shape_of(spec, done.trial.path.parent.parent))
     training, wall = seconds(rows)

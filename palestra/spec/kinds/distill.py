@@ -160,7 +160,7 @@ class DistillSpec(LanguageModelSpec):
     def derived(self) -> dict[str, int | float | str]:
         """Answers and tokens of a step, and of the run."""
         drawn = self.answered * self.rollout.group
-        return {
+        return super().derived() | {
             "answers drawn per step": drawn,
             "answers given per step": self.given,
             "new tokens per step, at most": drawn * self.rollout.max_new_tokens,

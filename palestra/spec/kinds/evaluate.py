@@ -13,6 +13,7 @@ from palestra.spec.execution import Execution
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
 from palestra.spec.lm import TextSource
 from palestra.spec.model import Model
+from palestra.spec.precision import described
 from palestra.spec.tasks import TaskUse
 
 
@@ -113,8 +114,8 @@ class EvaluateSpec(ExperimentSpec):
     """Rows with given answers."""
     texts: list[TextUse] = Field(default=[])
     """Whole texts, for bits a byte."""
-    dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
-    """The precision of the weights and the arithmetic."""
+    dtype: Literal["auto", "bf16", "fp32", "fp16"] = "auto"
+    """The precision of the weights and the arithmetic; auto is what the device computes fast."""
 
     def conflicts(self) -> list[Conflict]:
         """Nothing to evaluate on, a name for two things, settings that do not fit together or do nothing."""
@@ -134,6 +135,10 @@ class EvaluateSpec(ExperimentSpec):
         if self.every != Every():
             found.append(Conflict(("every",), "expected nothing: every answer is saved at once, and there is one row"))
         return found
+
+    def derived(self) -> dict[str, int | float | str]:
+        """The precision."""
+        return {"precision": described(self.dtype, self.device)}
 
 
 def evaluation(
@@ -159,7 +164,7 @@ def evaluation(
         args: For the tasks that are given by name.
         name: The folder under runs/; by default `eval_` and the last part of the model's name.
         seed: Of what is drawn.
-        dtype: fp32, bf16 or fp16; auto is bf16.
+        dtype: fp32, bf16 or fp16; auto is what the device computes fast.
         device: cpu or cuda; auto takes the GPU where there is one.
         settings: Those of `eval`, such as `problems=200, samples=8, k=[1, 8]`; null leaves the default, which for k is
             1 and all of the samples.
@@ -176,6 +181,6 @@ def evaluation(
         "tasks": [{"task": one, **named} if isinstance(one, str) else dict(one) for one in tasks],
         "likelihood": [{"path": one} if isinstance(one, str) else dict(one) for one in likelihood],
         "eval": chosen,
-        "dtype": "bf16" if dtype == "auto" else dtype,
+        "dtype": dtype,
         "device": device,
     }

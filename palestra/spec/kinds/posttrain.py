@@ -212,7 +212,7 @@ class PosttrainSpec(LanguageModelSpec):
     def derived(self) -> dict[str, int | float | str]:
         """Answers and tokens of a step, and of the run."""
         answers = self.train.prompts_per_step * self.rollout.group
-        return {
+        return super().derived() | {
             "answers per step": answers,
             "new tokens per step, at most": answers * self.rollout.max_new_tokens,
             "answers in all": answers * self.train.steps,
