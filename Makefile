@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# Bytecode is kept: compiling torch's modules anew takes as long as importing them, at every start.
+unexport PYTHONDONTWRITEBYTECODE
 # uv looks where pip is told to look (PIP_FIND_LINKS), so a local torch build is found.
 INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt
 
