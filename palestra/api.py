@@ -1,9 +1,11 @@
 """The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
 
+import hashlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
 from palestra.runs.redact import REDACTED
 from palestra.runs.run import Run, open_run
-from palestra.spec.kinds import loader, runner
-from palestra.spec.load import Loaded, Source, resolved
+from palestra.runs.store import write_bytes
+from palestra.spec.imports import OBJECT, known_objects
+from palestra.spec.kinds import loader, runner, spec_type
+from palestra.spec.load import Loaded, Source, read, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.overrides import parse
+from palestra.spec.plain import plain
 from palestra.spec.validate import SpecError
+from palestra.work.worker import pack
 
 log = logging.getLogger("palestra")
 
@@ -30,6 +36,9 @@ def run(
     root: str | Path = "runs",
     quiet: bool = False,
     overrides: Iterable[str] | Mapping[str, Any] = (),
+    reward: Callable[..., Any] | str | None = None,
+    data: Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
+    hooks: Sequence[Callable[..., Any] | str] = (),
     **fields: Any,
 ) -> Run:
     """Run a spec to its end, or resume a run, and return what came of it.
@@ -42,27 +51,39 @@ def run(
         root: The folder of all runs.
         quiet: Show no progress.
         overrides: Fields of the spec as on the command line: `["algorithm.lr=1e-3"]`, or a mapping of paths to values.
+        reward: A function that verifies completions in place of all training tasks: see docs/recipes/add_reward.md.
+        data: Rows to train on, such as a list of dicts or a `datasets.Dataset`; or the spec's field `data`.
+        hooks: Functions called at every row of metrics, after those that the spec names.
         fields: Fields of the spec by path, with `__` for the dot: `algorithm__lr=1e-3`. `env` may be an
-            environment's id, its class, or a function that makes one.
+            environment's id, its class, or a function that makes one; where the spec names a function or a class, it
+            may be the function or the class itself.
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     allow = [allow] if isinstance(allow, str) else list(allow)
     given = {**dict(parse(overrides)), **{path.replace("__", "."): value for path, value in fields.items()}}
-    data, given, objects = _without_objects(spec, given)
+    spec, given, objects = _without_env(spec, given)
+    spec, given, reward, hooks = (_named(value, objects) for value in (spec, given, reward, hooks))
     trial = None
-    if resume is not None:
-        existing = resume if isinstance(resume, Run) else open_run(resume, root)
-        trial = resumed_trial(existing)
-        if data is None:
-            _require_whole(existing)
-            data = resolved(existing.spec)
-    if data is None:
-        raise UsageError("give a spec to run, or a run to resume")
-    loaded = _load_to_run(data, variables, given)
-    launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
-    with _missing_extra():
-        runs = runner(loaded.spec.kind)
-    return runs(loaded.spec, launch)
+    with known_objects(objects):
+        if resume is not None:
+            existing = resume if isinstance(resume, Run) else open_run(resume, root)
+            trial = resumed_trial(existing)
+            if spec is None:
+                _require_whole(existing)
+                spec = resolved(existing.spec)
+        if spec is None:
+            raise UsageError("give a spec to run, or a run to resume")
+        if data is not None:
+            given |= {"data": data} if isinstance(data, Mapping) else _data_fields(spec, given, data, Path(root))
+        loaded = _load_to_run(spec, variables, given)
+        if added := _added_fields(loaded, reward, hooks):
+            loaded = _load_to_run(spec, variables, given | added)
+        if len(loaded.spec.seeds) > 1:  # what cannot go to another process is refused before there is a folder
+            pack({name: value for name, value in objects.items() if name != "env"})
+        launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
+        with _missing_extra():
+            runs = runner(loaded.spec.kind)
+        return runs(loaded.spec, launch)
 
 
 def _load_to_run(data: Source, variables: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Loaded:
@@ -191,9 +212,64 @@ def _missing_extra(what: str = "training") -> Iterator[None]:
         raise
 
 
-def _without_objects(
-    spec: Source | None, given: dict[str, Any]
-) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
+def _named(value: Any, objects: dict[str, Any]) -> Any:
+    """The value with names for the functions and classes in it, which `objects` gets by name."""
+    if isinstance(value, Mapping):
+        return {key: _named(item, objects) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(item, objects) for item in value]
+    if not callable(value):
+        return value
+    name = OBJECT + re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__))
+    names = [name, *(f"{name}_{number}" for number in range(2, len(objects) + 2))]  # two lambdas have one name
+    name = next(one for one in names if objects.get(one, value) is value)
+    objects[name] = value
+    return name
+
+
+def _added_fields(loaded: Loaded, reward: str | None, hooks: Sequence[str]) -> dict[str, Any]:
+    """The overrides for a reward of all training tasks, and for hooks after those of the spec."""
+    fields: dict[str, Any] = {"hooks": list(dict.fromkeys([*loaded.spec.hooks, *hooks]))} if hooks else {}
+    if reward is not None:
+        uses = getattr(getattr(loaded.spec, "tasks", None), "train", None)
+        if uses is None:
+            raise UsageError(f"reward: kind {loaded.spec.kind} trains on no tasks whose completions it could verify")
+        fields |= {f"tasks.train.{number}.reward": {"function": reward} for number in range(len(uses))}
+    return fields
+
+
+def _data_fields(spec: Source, given: Mapping[str, Any], rows: Iterable[Any], root: Path) -> dict[str, Any]:
+    """The overrides for training on rows. They become a file named by its content, which a resume finds again."""
+    tree, listed = read(spec).data, list(rows)
+    kind = given.get("kind", tree.get("kind"))
+    on_rows = "data" in spec_type(kind).model_fields
+    if not listed or not (on_rows or kind in ("posttrain", "distill")):
+        raise UsageError(
+            "data: there are no rows to train on" if not listed else f"data: kind {kind} trains on no rows"
+        )
+    content = "".join(_json_line(row, number) for number, row in enumerate(listed, 1)).encode()
+    path = root.absolute() / ".data" / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    write_bytes(path, content)
+    if on_rows:
+        return {"data.train": {"rows": {"path": str(path)}}}
+    uses = given.get("tasks.train") or (tree.get("tasks") or {}).get("train") or ()
+    use = next((use for use in uses if isinstance(use, Mapping)), {})
+    columns = {} if "question" in listed[0] else {"question": ["prompt"], "template": "{question}"}
+    columns |= {} if "answer" in listed[0] else {"answer": None}
+    args = {**columns, **use.get("args", {}), "source": str(path)}
+    return {"tasks.train": [{"task": "answers", **use, "args": args}]}
+
+
+def _json_line(row: Any, number: int) -> str:
+    if not isinstance(row, Mapping):
+        raise UsageError(f"data: row {number} is of type {type(row).__name__}: expected dicts, one a row")
+    try:
+        return json.dumps(plain(row), ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"data: row {number} has what JSON cannot hold: {error}") from error
+
+
+def _without_env(spec: Source | None, given: dict[str, Any]) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
     """The spec, the overrides by dotted path, and the environment if it was given as an object."""
     given, objects = dict(given), {}
     if isinstance(spec, Mapping) and "env" in spec and not isinstance(spec["env"], Mapping):

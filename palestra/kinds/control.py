@@ -25,20 +25,20 @@ from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
+from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
 from palestra.track.hooks import load_hooks
 from palestra.track.sinks import require_sinks
 
 RANDOM_EPISODES = 100
-OBJECT = "object:"  # begins the id of an environment that was given as a Python object
 
 
 def run(spec: ControlSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarise and plot the trial."""
     factory = _factory(spec, launch)
     if factory is not None:  # sent to other processes, where a made environment may not be able to go
-        launch = replace(launch, objects={"env": factory})
+        launch = replace(launch, objects={**launch.objects, "env": factory})
     # A spec that cannot run ends here, before there is a folder for it.
     if spec.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")

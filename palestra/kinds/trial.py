@@ -19,6 +19,7 @@ from palestra.runs.stop import stop_signals
 from palestra.runs.store import LocalStore
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.difference import spec_hash
+from palestra.spec.imports import known_objects
 from palestra.spec.load import to_yaml
 from palestra.spec.plain import plain
 from palestra.track.progress import Progress
@@ -40,7 +41,7 @@ class Launch:
     allow: Sequence[str] = ()
     show: bool = True
     objects: dict[str, Any] = field(default_factory=dict)
-    """What a spec file cannot hold: an environment given as a Python object."""
+    """What a spec file cannot hold: functions and classes by the names the spec has for them, and `env`."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The spec as plain data, for the sessions: the one in their folders is without secrets."""
     init: str | None = None
@@ -123,7 +124,7 @@ def _run_in_parallel(
     quiet = replace(launch, show=False)
     stop: list[bool] = []
     with progress, pool, stop_signals(lambda: stop.append(True)):
-        tasks = {folder: pool.submit(session, folder, quiet, log=folder / "log.txt") for folder in folders}
+        tasks = {folder: pool.submit(_session, session, folder, quiet, log=folder / "log.txt") for folder in folders}
         while not all(task.done() for task in tasks.values()) and not stop:
             time.sleep(LOOK_SECONDS)
             for folder in folders:
@@ -135,6 +136,12 @@ def _run_in_parallel(
     if stop:
         raise Interrupted(_stopped(tasks) + f" Continue with: palestra train --resume {trial.path}")
     _raise_failures(tasks)
+
+
+def _session(session: Callable[[Path, Launch], None], folder: Path, launch: Launch) -> None:
+    """In a worker."""
+    with known_objects(launch.objects):
+        session(folder, launch)
 
 
 def _stopped(tasks: dict[Path, Task]) -> str:

@@ -2,7 +2,10 @@
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Iterator
+from html import escape
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,6 +30,16 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a table, and the learning curve once there is one."""
+        progress = self.progress()
+        headline = {metric: f"{value:.4g}" for metric, value in progress.pop("headline").items()}
+        shown = {"run": self.name, "state": self.state, "seeds": self.seeds, **progress, **headline, "path": self.path}
+        rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in shown.items())
+        curve = self.path / "plots" / "learning_curve.png"
+        image = b64encode(curve.read_bytes()).decode() if curve.exists() else ""
+        return f"<table>{rows}</table>" + (image and f'<img src="data:image/png;base64,{image}">')
 
     @property
     def trial(self) -> Trial:
@@ -82,6 +95,14 @@ class Run:
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of all sessions or of one seed, each with its "seed"."""
         return [row for session in self.sessions if seed in (None, session.seed) for row in _rows(session)]
+
+    def dataframe(self, seed: int | None = None) -> Any:
+        """The same rows as a pandas DataFrame."""
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise UsageError("Run.dataframe needs pandas: pip install pandas; Run.metrics has the same rows") from error
+        return pandas.DataFrame(self.metrics(seed))
 
     def progress(self) -> dict[str, Any]:
         """How far it is: the least step, frame and tokens over its sessions, and the mean of each headline metric."""

@@ -69,7 +69,7 @@ def load(
 ) -> Loaded:
     """Load and validate a spec; texts in `variables` and `overrides` get YAML typing, Python values stay."""
     given = plain(variables or {})
-    filled = spec_variables.fill(with_step_specs(_read(source)), given)
+    filled = spec_variables.fill(with_step_specs(read(source)), given)
     pairs = [(path, plain(value)) for path, value in dotted_overrides.parse(overrides)]
     tree, replaced = dotted_overrides.apply(filled.tree, pairs)
     filled.require_values(given, replaced)
@@ -87,7 +87,8 @@ def to_yaml(spec: NamedSpec) -> str:
     return write_text(spec_variables.escape(plain(spec)))
 
 
-def _read(source: Source) -> Tree:
+def read(source: Source) -> Tree:
+    """A spec as it is given, with what it extends: variables are not filled in, and nothing is checked."""
     if isinstance(source, NamedSpec):
         return Tree(spec_variables.escape(plain(source)), {(): Origin(how="python")})
     if isinstance(source, Mapping):

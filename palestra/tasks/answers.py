@@ -29,8 +29,10 @@ class AnswersArgs(PromptArgs):
     """A file, or a folder, URL or name on the Hub with files for the splits, such as train.jsonl and test.jsonl."""
     question: list[str] = Field(default=["question"], min_length=1)
     """The columns of the question, put together in this order; `a.b` is inside of `a`, `a.0` its first."""
-    answer: str = Field(default="answer", min_length=1)
-    """The column of the answer."""
+    template: str | None = None
+    """How a question is put, with {question}; null asks for a boxed answer, or in plain text writes `Q:` and `A:`."""
+    answer: str | None = Field(default="answer", min_length=1)
+    """The column of the answer; null where there is none and a `reward` judges."""
     solution: str | None = None
     """The column of a worked solution, for `shots`; null shows the answer alone."""
     id: str | None = None
@@ -72,6 +74,8 @@ class Answers(Task[AnswersArgs]):
 
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether the answer ends with what the row says."""
+        if self.args.answer is None:
+            raise UsageError(f"{self.name}: `answer` is null: without the right answers, give the task a `reward`")
         with memory_capped(self._capped):
             text, gold = cut(answer.text, self.stops), problem.row["answer"]
             if self.args.compare == "math":
@@ -94,8 +98,11 @@ class Answers(Task[AnswersArgs]):
         where = f"{self.name}, split train"
         return Example(self._question(row, number, where), self._solution(row, number, where))
 
+    def _answer(self, row: Row, number: int, where: str) -> str:
+        return "" if self.args.answer is None else text_of(row, self.args.answer, number, where).strip()
+
     def _solution(self, row: Row, number: int, where: str) -> str:
-        answer = text_of(row, self.args.answer, number, where).strip()
+        answer = self._answer(row, number, where)
         said = f"The answer is {answer}." if self.args.format == "plain" else f"The answer is \\boxed{{{answer}}}."
         if self.args.solution is None:
             return said
@@ -104,12 +111,13 @@ class Answers(Task[AnswersArgs]):
     def _problem(self, split: str, number: int, row: Row, examples: Sequence[Example]) -> Problem:
         where = f"{self.name}, split {split}"
         question = self._question(row, number, where)
-        answer = text_of(row, self.args.answer, number, where).strip()
-        if self.args.compare == "number" and number_of(answer) is None:
+        answer = self._answer(row, number, where)
+        if self.args.answer and self.args.compare == "number" and number_of(answer) is None:
             raise UsageError(
                 f"{where}, row {number + 1}: the answer {answer!r:.60} is no number; `compare` can be math or words"
             )
         name = number if self.args.id is None else text_of(row, self.args.id, number, where)
-        known = {"question": question, "answer": answer, "solution": self._solution(row, number, where)}
-        prompt = ask(self.args, LAYOUT, question, shown(self.args, examples, question))
+        known = {**row, "question": question, "answer": answer, "solution": self._solution(row, number, where)}
+        layout = LAYOUT if self.args.template is None else Layout(self.args.template, self.args.template)
+        prompt = ask(self.args, layout, question, shown(self.args, examples, question))
         return Problem(self.id(split, name), prompt, known)

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import pickle
 import threading
 import time
 import traceback
@@ -20,11 +21,13 @@ from typing import Any, Self
 
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.folder import ROOT
+from palestra.spec.imports import known_objects, objects_in
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.registry import make_task
 from palestra.tasks.task import Task
 from palestra.tasks.types import Answer, Problem, Status, Verdict
 from palestra.work.pool import Pool, TaskFailed, TaskTimeout, WorkerDied
+from palestra.work.worker import pack
 
 log = logging.getLogger("palestra.tasks")
 
@@ -38,9 +41,10 @@ class Recipe:
         reward = None if use.reward is None else use.reward.model_dump(mode="json")
         known = {"task": use.task, "args": use.args, "name": use.label} if use.reward is None else {"reward": reward}
         self.text = json.dumps({**known, "root": str(root)}, sort_keys=True)
+        self.objects = pack(objects_in(self.text))
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _made, (self.text,)
+    def __reduce__(self) -> tuple[Any, tuple[str, bytes]]:
+        return _made, (self.text, self.objects)
 
 
 class Judges:
@@ -141,7 +145,8 @@ class Judges:
         self._uses[label] = use
         self.tasks[label] = make_task(use.task, use.args, label)
         self._judges[label] = self.tasks[label] if use.reward is None else _reward(use.reward, root)
-        self._recipes[label] = Recipe(use, root)
+        if self._judges[label].isolated:
+            self._recipes[label] = Recipe(use, root)
 
     def _processes(self) -> Pool:
         with self._lock:
@@ -177,13 +182,14 @@ def _timed(verdict: Verdict, started: float) -> Verdict:
 
 
 @cache
-def _made(text: str) -> Any:
+def _made(text: str, objects: bytes) -> Any:
     """A judge from its recipe, once a process; what a task does only once it does in `warm_up`, if it has that."""
     known = json.loads(text)
-    if "reward" in known:
-        judge = _reward(RewardSpec.model_validate(known["reward"]), Path(known["root"]))
-    else:
-        judge = make_task(known["task"], known["args"], known["name"])
+    with known_objects(pickle.loads(objects)):
+        if "reward" in known:
+            judge = _reward(RewardSpec.model_validate(known["reward"]), Path(known["root"]))
+        else:
+            judge = make_task(known["task"], known["args"], known["name"])
     if (warm_up := getattr(judge, "warm_up", None)) is not None:
         warm_up()
     return judge

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.spec.imports import import_named
+from palestra.spec.imports import load_named
 from palestra.tasks.task import Task
 
 TASKS: dict[str, str] = {
@@ -37,10 +37,7 @@ def task_type(name: str) -> type[Task]:
             f"unknown task {name!r}.{hint} The tasks are: {', '.join(sorted(TASKS | _installed()))}; "
             "your own is named as 'module:Class'"
         )
-    module, _, cls = reference.partition(":")
-    found = getattr(import_named(module, "task"), cls, None)
-    if found is None:
-        raise UsageError(f"task: {module} has no class {cls!r}")
+    found = load_named(reference, "task", "class")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise UsageError(f"the task {name!r} is {reference}, which is no subclass of palestra.tasks.task.Task")
     return found

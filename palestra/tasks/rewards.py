@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, overload
 
 from palestra.errors import UsageError
-from palestra.spec.imports import import_named
+from palestra.spec.imports import load_function
 from palestra.spec.tasks import RewardSpec
 from palestra.tasks.asked import text_of
 from palestra.tasks.judge_models import OpenGenerator, open_generator
@@ -76,7 +76,7 @@ class FunctionReward:
 
     def __init__(self, name: str):
         self.name = name
-        self.function = _load(name)
+        self.function = load_function(name, "reward.function")
         self.isolated: bool = getattr(self.function, ISOLATED, True)
         self._parameters = inspect.signature(self.function).parameters.values()
         for one in self._parameters:
@@ -127,11 +127,3 @@ class FunctionReward:
     def _refused(self, what: str) -> Verdict:
         note = f"{self.name} gave {what}: expected a finite number or a palestra.tasks.types.Verdict"
         return Verdict(0.0, Status.ERROR, note=note)
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found = getattr(import_named(module, "reward.function"), attribute, None)
-    if not callable(found):
-        raise UsageError(f"reward.function: {module} has no function {attribute!r}")
-    return found
