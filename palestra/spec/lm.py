@@ -162,8 +162,7 @@ class ComputeSpec(Model):
     micro_tokens: Execution[int] = Field(default=16384, ge=1)
     """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The precision of the arithmetic; weights and optimizer state are FP32. Auto is what the device computes fast:
-    bf16 on a GPU and on a CPU with AVX-512, FP32 on others."""
+    """Of the arithmetic; weights stay FP32. Auto is bf16 on a GPU and on a CPU with AVX-512, FP32 on others."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """Compile the model; auto does on a GPU when the run is long enough to pay for it."""
     compile_cache: Execution[str | None] = Field(default=None, min_length=1)

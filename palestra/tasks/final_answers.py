@@ -41,7 +41,8 @@ def judge_math(reference: str, text: str, extraction: Extraction, question: str 
     strict = final_answer(text, flexible=False)
     said = strict or final_answer(text)
     same = None if said is None else same_answer(reference, said)
-    if not same and said is not None and _is_sentence(said) and (number := number_in(said)) is not None:
+    worded = said is not None and _is_sentence(said) and said.strip() != question.strip()
+    if not same and worded and (number := number_in(said or "")) is not None:
         said, same = number, same_answer(reference, number)
     if same and said is not None and echoes(question, reference, said):
         same = False

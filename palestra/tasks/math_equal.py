@@ -106,6 +106,8 @@ def _same(gold: Form, answer: Form) -> bool | None:
         return _same(*(one.parts[0] if one.kind == "assignment" else one for one in (gold, answer)))
     if set(kinds) <= {"number", "percent"}:
         return _same_number(gold, answer)
+    if answer.kind == "list" and gold.kind in ("number", "percent", *VALUES):  # one value, written in several ways
+        return all(_same(gold, part) for part in answer.parts)
     if "text" in kinds:  # also `\text{AB}` and `AB`, never an anagram
         return _words(gold) == _words(answer) != ""
     if "digits" in kinds:
