@@ -71,7 +71,7 @@ SUITES = {
             "Classic control",
             (
                 _cartpole("ppo_cartpole", 498.94, "–"),
-                _cartpole("a2c_cartpole", 496.68, "normalized rewards and advantages"),
+                _cartpole("a2c_cartpole", 496.68, "normalized observations, rewards and advantages"),
                 _cartpole("reinforce_cartpole", 483.31, "–"),
                 _cartpole("sarsa_cartpole", 430.95, "SARSA(λ), ε-greedy (Boltzmann there), normalized observations"),
                 _cartpole("dqn_cartpole", 239.94, "4-step returns, layer norm, ε-greedy (Boltzmann there)"),
