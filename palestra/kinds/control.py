@@ -20,6 +20,7 @@ from palestra.control.trial_metrics import summarise
 from palestra.control.watch import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, run_sessions
+from palestra.lm.native import settle_products
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
@@ -72,6 +73,7 @@ def run_session(folder: Path, launch: Launch) -> None:
     assert isinstance(spec, ControlSpec)
     threads = torch.get_num_threads()
     torch.set_num_threads(session.manifest["threads"])
+    settle_products()  # on ARM the products of one library depend on what else the process has computed before
     # The moments of a unit that has died decay through numbers too small to be normal, with which a CPU computes ten
     # times as slowly: they are 0 instead.
     torch.set_flush_denormal(True)
