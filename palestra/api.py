@@ -78,7 +78,7 @@ def run(
         loaded = _load_to_run(spec, variables, given)
         if added := _added_fields(loaded, reward, hooks):
             loaded = _load_to_run(spec, variables, given | added)
-        if len(loaded.spec.seeds) > 1:  # what cannot go to another process is refused before there is a folder
+        if len(getattr(loaded.spec, "seeds", ())) > 1:  # what other processes cannot take is refused before anything
             pack({name: value for name, value in objects.items() if name != "env"})
         launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
         with _missing_extra():

@@ -29,8 +29,6 @@ class AnswersArgs(PromptArgs):
     """A file, or a folder, URL or name on the Hub with files for the splits, such as train.jsonl and test.jsonl."""
     question: list[str] = Field(default=["question"], min_length=1)
     """The columns of the question, put together in this order; `a.b` is inside of `a`, `a.0` its first."""
-    template: str | None = None
-    """How a question is put, with {question}; null asks for a boxed answer, or in plain text writes `Q:` and `A:`."""
     answer: str | None = Field(default="answer", min_length=1)
     """The column of the answer; null where there is none and a `reward` judges."""
     solution: str | None = None
@@ -118,6 +116,5 @@ class Answers(Task[AnswersArgs]):
             )
         name = number if self.args.id is None else text_of(row, self.args.id, number, where)
         known = {**row, "question": question, "answer": answer, "solution": self._solution(row, number, where)}
-        layout = LAYOUT if self.args.template is None else Layout(self.args.template, self.args.template)
-        prompt = ask(self.args, layout, question, shown(self.args, examples, question))
+        prompt = ask(self.args, LAYOUT, question, shown(self.args, examples, question))
         return Problem(self.id(split, name), prompt, known)
