@@ -98,7 +98,7 @@ def palestra_minhash(source: Path, out: Path, workers: int) -> list[str]:
 
 
 def datasketch_shard(path: Path) -> list[tuple[str, Any]]:
-    from palestra.data.shingles import normalised
+    from palestra.data.duplicates import normalised
 
     datasketch = importlib.import_module("datasketch")
     found = []

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 import transformers
 
-from palestra.generate.engine import Engine
-from palestra.generate.tiles import TiledLinear
+from palestra.generate.engine.cpu import TiledLinear
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import named_dtype
 from palestra.lm.hf import save_pretrained
 from palestra.lm.model import Transformer
-from palestra.spec.precision import precision
-from palestra.spec.shape import Shape
+from palestra.spec.shape import Shape, precision
 
 SMOLLM2 = Shape(
     layers=30, width=576, heads=9, kv_heads=3, mlp=1536, context=8192, vocab=49152, rope_theta=100000.0, tied=True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.lm.batch import Batch, score
 from palestra.lm.hf import load_pretrained

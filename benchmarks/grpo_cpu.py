@@ -85,7 +85,7 @@ def prepare(folder: Path, name: str, taught: str | None) -> None:
     from palestra.lm.hf import save_pretrained
     from palestra.lm.model import Transformer
     from palestra.spec.shape import Shape
-    from palestra.tasks.registry import make_task
+    from palestra.tasks.task import make_task
 
     size = SIZES[name]
     if name == "small":
@@ -154,7 +154,7 @@ def tick(moment: Any) -> None:
 
 def ours(folder: Path, name: str, threads: int, precision: str) -> None:
     import palestra
-    from palestra.tasks.rewards import reward
+    from palestra.tasks.rewards.rewards import reward
 
     size, reward_of = SIZES[name], None
     if name == "small":

@@ -16,14 +16,12 @@ from collections.abc import Callable
 import torch
 
 from palestra.lm.batch import Batch, score
-from palestra.lm.compiling import compile_for_training
-from palestra.lm.engine import Loss, TrainEngine
+from palestra.lm.engine import Loss, TrainEngine, compile_for_training
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
-from palestra.lm.speed import peak_flops
-from palestra.spec.lm import LmTrainSpec
-from palestra.spec.optim import AdamWSpec
+from palestra.lm.trainer import peak_flops
+from palestra.spec.lm import AdamWSpec, LmTrainSpec
 from palestra.spec.shape import Shape
 
 SHAPE = Shape(layers=30, width=576, heads=9, kv_heads=3, mlp=1536, context=2048, vocab=49152, rope_theta=1e5)

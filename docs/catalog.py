@@ -9,11 +9,11 @@ from typing import Any, get_args
 import typer
 from typer.main import get_command
 
-from palestra.cli.new import STARTERS, examples, summary
+from palestra.cli.lab import STARTERS, examples, summary
+from palestra.spec.algorithm import PRESETS
 from palestra.spec.kinds import KINDS, spec_type
 from palestra.spec.kinds.control import AlgorithmSpec
-from palestra.spec.presets import PRESETS
-from palestra.tasks.registry import TASKS, task_type
+from palestra.tasks.task import TASKS, task_type
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -8,11 +8,10 @@ from pydantic.fields import FieldInfo
 
 from palestra.spec.base import NamedSpec
 from palestra.spec.kinds import kinds, spec_type
-from palestra.spec.model import Model
-from palestra.spec.place import models
-from palestra.spec.plain import plain
+from palestra.spec.model import Model, plain
 from palestra.spec.schedule import Schedule
 from palestra.spec.source import write_text
+from palestra.spec.validate import models
 from palestra.spec.words import field_words
 
 _INTRODUCTION = """\

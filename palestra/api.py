@@ -15,12 +15,12 @@ from palestra.kinds.trial import Launch, resumed_trial
 from palestra.runs.redact import REDACTED
 from palestra.runs.run import Run, open_run
 from palestra.runs.store import write_bytes
+from palestra.spec.compose import parse
 from palestra.spec.imports import OBJECT, known_objects
 from palestra.spec.kinds import loader, runner, spec_type
 from palestra.spec.load import Loaded, Source, read, resolved
 from palestra.spec.load import load as load_spec
-from palestra.spec.overrides import parse
-from palestra.spec.plain import plain
+from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 from palestra.work.worker import pack
 

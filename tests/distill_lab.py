@@ -8,8 +8,8 @@ import pytest
 
 import palestra
 from palestra.runs.run import Run
-from palestra.tasks.demonstrations import demonstrations
-from palestra.tasks.registry import make_task
+from palestra.tasks.prompts import demonstrations
+from palestra.tasks.task import make_task
 
 TASK: dict[str, Any] = {"task": "reverse", "args": {"length": 3, "alphabet": "abcdef"}}
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.02, "adam_lr": 5e-3, "weight_decay": 0.0}

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.tasks.task import Task, TaskArgs
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -2,7 +2,7 @@
 
 import os
 
-from palestra.lm.next_token import NextToken
+from palestra.lm.objectives import NextToken
 
 
 def hook(moment) -> None:

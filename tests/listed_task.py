@@ -5,8 +5,7 @@ from typing import Any
 
 from palestra.spec.tasks import TasksSpec
 from palestra.tasks.stream import Prompts
-from palestra.tasks.task import Task, TaskArgs
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
 
 
 class ListedArgs(TaskArgs):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from palestra.data.chat import end_of_turn
-from palestra.data.shuffle import Permutation, stream_key
-from palestra.generate.engine import Engine
+from palestra.data.mixture import Permutation, stream_key
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch
@@ -22,9 +22,8 @@ from palestra.posttrain.loss import policy_loss
 from palestra.rollout.episode import trajectory
 from palestra.rollout.types import Group
 from palestra.spec.kinds.posttrain import PosttrainSpec
-from palestra.tasks.registry import make_task
 from palestra.tasks.stream import Prompts
-from palestra.tasks.types import Answer
+from palestra.tasks.task import Answer, make_task
 
 
 def plain_loop(

@@ -11,7 +11,7 @@ from palestra.lm.batch import Batch
 from palestra.posttrain.batch import pack, with_advantages
 from palestra.rollout.types import Group, Trajectory
 from palestra.spec.algorithm import AlgorithmSpec
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict
 
 MAX_NEW_TOKENS = 6
 

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.rollout.single_turn import single_turn
-from palestra.tasks.task import Task, TaskArgs
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.rollout.workflows import single_turn
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

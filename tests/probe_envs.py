@@ -9,15 +9,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms import ALGORITHMS
 from palestra.control.algorithms.base import Algorithm, Parts
 from palestra.control.algorithms.ppo import PPO
 from palestra.control.envs.stepping import Stepper
-from palestra.control.nets import ActorCritic
+from palestra.control.nets.actor_critic import ActorCritic
+from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy, observation_shape
-from palestra.spec.control.net import NetSpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, NetSpec
 
 
 class Scripted(gym.Env):

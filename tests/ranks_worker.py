@@ -18,14 +18,12 @@ from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.lora import add_lora
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
+from palestra.lm.objectives import reward_loss
 from palestra.lm.optim import Ema, Optimiser
-from palestra.lm.preferences import reward_loss
-from palestra.lm.ranks import Ranks
-from palestra.lm.sharding import whole
-from palestra.lm.value_head import ScalarModel
-from palestra.spec.kinds.reward_model import RewardLossSpec
-from palestra.spec.lora import LoraSpec
-from palestra.spec.optim import AdamWSpec, MuonSpec
+from palestra.lm.ranks import Ranks, whole
+from palestra.lm.scorer import ScalarModel
+from palestra.spec.kinds.lm import RewardLossSpec
+from palestra.spec.lm import AdamWSpec, LoraSpec, MuonSpec
 from palestra.spec.schedule import Schedule
 from palestra.spec.shape import MoESpec, Shape
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from palestra.rollout.types import Group, Trajectory
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict
 
 
 def trajectory(reward: float = 0.0, drawn: int = 3, prompt: int = 2, **changes: Any) -> Trajectory:

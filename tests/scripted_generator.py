@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
-from palestra.data.shuffle import stream_key
+from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
-from palestra.generate.text import GrowingText
+from palestra.generate.engine.request import GrowingText
 from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
 
 Script = Callable[[str, int], str]

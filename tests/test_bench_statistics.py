@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.bench.statistics import bootstrap_interval, interquartile_mean
+from palestra.bench.results import bootstrap_interval, interquartile_mean
 
 numbers = st.floats(-1e6, 1e6)
 

@@ -13,8 +13,7 @@ import pytest
 import yaml
 from conftest import SHORT
 
-from palestra.bench.finished import Shipped, find
-from palestra.bench.records import Record, Result, append, measure, read
+from palestra.bench.results import Record, Result, Shipped, append, find, measure, read
 from palestra.bench.run import Job, bench, plan
 from palestra.bench.suites import SEEDS, SUITES, Entry, chosen, parse_seeds, suite
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page

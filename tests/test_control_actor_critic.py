@@ -13,14 +13,13 @@ from probe_envs import Scripted, Walk, learner_on, sync
 
 from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.a2c import Rates as A2CRates
-from palestra.control.algorithms.imitation import SelfImitation
-from palestra.control.algorithms.on_policy import OnPolicy
+from palestra.control.algorithms.on_policy import OnPolicy, SelfImitation
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
 from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.envs.make import make_vector
+from palestra.control.episodes import WholeEpisodes
 from palestra.control.scaling import ObsScale
-from palestra.control.whole_episodes import WholeEpisodes
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 torch.set_num_threads(1)
 

@@ -17,9 +17,9 @@ from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
 from palestra.control.memory.replay import Batch
-from palestra.control.renorm import warmth_after
+from palestra.control.nets.values import warmth_after
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 
 def batch_for(algorithm: Any, rows: int = 16) -> Batch:

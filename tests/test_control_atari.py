@@ -15,7 +15,7 @@ from palestra.control.envs.snapshot import restore_vector, vector_exactness, vec
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import Episodes
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 pytest.importorskip("ale_py")
 PLAIN = {"repeat_action_probability": 0.0, "noop_max": 1, "use_fire_reset": False}

@@ -5,9 +5,13 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from palestra.control.envs.classic import NumpyVector
-from palestra.control.envs.mountain_car import MountainCarContinuousVector, MountainCarVector
-from palestra.control.envs.swing import AcrobotVector, PendulumVector
+from palestra.control.envs.classic import (
+    AcrobotVector,
+    MountainCarContinuousVector,
+    MountainCarVector,
+    NumpyVector,
+    PendulumVector,
+)
 from palestra.errors import UsageError
 
 ENVS: dict[str, type[NumpyVector]] = {

@@ -11,7 +11,7 @@ from probe_envs import Walk, ppo_on, sync
 from torch._dynamo.utils import counters
 
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
-from palestra.control.layers import THIN, affine, product
+from palestra.control.nets.trunks import THIN, affine, product
 
 torch.set_num_threads(1)
 

@@ -15,17 +15,16 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hanging_envs import Hanging
 
-from palestra.control.envs import choice
-from palestra.control.envs.choice import cores
-from palestra.control.envs.copies import Copies
-from palestra.control.envs.hang import EnvironmentHung, Patience
-from palestra.control.envs.make import make_vector
+from palestra.control.envs import make as choice
+from palestra.control.envs.make import cores, make_vector
 from palestra.control.envs.snapshot import restore_vector, vector_exactness, vector_state
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper
+from palestra.control.envs.vector import Copies
+from palestra.control.envs.watchdog import EnvironmentHung, Patience
 from palestra.control.episodes import Episodes
 from palestra.control.evaluation import random_episodes
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 WAYS = ("sync", "async")
 LUNAR = pytest.param(
@@ -231,7 +230,7 @@ def test_compiled_code_that_never_returns_ends_the_process_with_the_message():
         import gymnasium as gym
         from palestra.control.envs import hang
         from palestra.control.envs.make import make_vector
-        from palestra.spec.control.env import EnvSpec
+        from palestra.spec.kinds.control import EnvSpec
 
         hang.GRACE = 0.5
 
@@ -266,7 +265,7 @@ def test_trainer_that_is_killed_leaves_no_process():
     script = """
         import os, signal, psutil
         from palestra.control.envs.make import make_vector
-        from palestra.spec.control.env import EnvSpec
+        from palestra.spec.kinds.control import EnvSpec
 
         env = make_vector(EnvSpec(id="CartPole-v1", vectorize="async"), 4)
         env.reset(seed=0)

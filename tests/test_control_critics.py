@@ -8,14 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from palestra.control.actions import ActionHead
-from palestra.control.critics import Critics, RenormCritics
-from palestra.control.precision import products
-from palestra.control.renorm import EPS, MOST_SCALE, MOST_SHIFT, Running, normalised, renormalised, warmth_after
-from palestra.control.squashed import DeterministicActor, SoftActor, check_bounds
-from palestra.control.vectors import Shaped, Trained, gradient, pace, put_back, taken
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.values import (
+    EPS,
+    MOST_SCALE,
+    MOST_SHIFT,
+    Critics,
+    DeterministicActor,
+    RenormCritics,
+    Running,
+    SoftActor,
+    check_bounds,
+    normalised,
+    renormalised,
+    warmth_after,
+)
+from palestra.control.optim import Shaped, Trained, gradient, pace, products, put_back, taken
 from palestra.errors import UsageError
-from palestra.spec.control.net import NetSpec
+from palestra.spec.kinds.control import NetSpec
 
 BOX = ActionHead.of(gym.spaces.Box(-2, 2, (2,), np.float32))
 DISCRETE = ActionHead.of(gym.spaces.Discrete(3))

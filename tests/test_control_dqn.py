@@ -18,7 +18,7 @@ from palestra.control.envs.snapshot import Snapshot
 from palestra.control.episodes import NotFinite
 from palestra.control.memory.replay import Batch
 from palestra.errors import UsageError
-from palestra.rl.quantiles import quantile_loss
+from palestra.rl.losses import quantile_loss
 
 torch.set_num_threads(1)
 

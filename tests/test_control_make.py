@@ -9,12 +9,12 @@ from hanging_envs import Hanging
 
 import palestra
 from palestra.control.envs.classic import NumpyVector
-from palestra.control.envs.copies import Copies
-from palestra.control.envs.hang import EnvironmentHung
 from palestra.control.envs.make import NUMPY, make_single, make_vector
 from palestra.control.envs.snapshot import restore_vector, vector_exactness, vector_state
+from palestra.control.envs.vector import Copies
+from palestra.control.envs.watchdog import EnvironmentHung
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 
 @pytest.mark.parametrize("name", NUMPY)

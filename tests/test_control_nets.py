@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 from probe_envs import ppo_on, sync
 
-from palestra.control.actions import ActionHead
-from palestra.control.nets import ActorCritic, Flat
+from palestra.control.nets.actor_critic import ActorCritic, Flat
+from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import NetSpec

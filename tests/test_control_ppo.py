@@ -11,10 +11,10 @@ from envs import Identity
 from gymnasium.vector import AutoresetMode
 from probe_envs import Scripted, ppo_on, sync
 
-from palestra.control.adam import Adam, adam_step, clip_norm
 from palestra.control.algorithms.on_policy import Batch
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
-from palestra.control.nets import Flat
+from palestra.control.nets.actor_critic import Flat
+from palestra.control.optim import Adam, adam_step, clip_norm
 from palestra.control.trainer import Learner
 from palestra.rl.distributions import Categorical
 from palestra.spec.kinds.control import ControlSpec

@@ -15,7 +15,7 @@ from palestra.control.envs.make import make_vector
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 torch.set_num_threads(1)
 

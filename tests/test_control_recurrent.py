@@ -11,17 +11,15 @@ from on_policy_envs import Cue, TwoStep
 from probe_envs import Scripted, learner_on, sync
 from pydantic import ValidationError
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
 from palestra.control.envs.make import make_vector
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate
+from palestra.control.nets.actor_critic import Cell, Recurrent, unroll
+from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
-from palestra.control.recurrent import Cell, Recurrent, unroll
 from palestra.errors import UsageError
-from palestra.spec.control.env import EnvSpec
-from palestra.spec.control.net import NetSpec, RecurrentSpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, EnvSpec, NetSpec, RecurrentSpec
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from probe_envs import Scripted, scripted_action, sync
 
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Batch, Replay
-from palestra.spec.control.off_policy import PrioritisedSpec
+from palestra.spec.kinds.control import PrioritisedSpec
 
 MODES = list(AutoresetMode)
 GAMMA = 0.9

@@ -5,10 +5,10 @@ import torch
 from conftest import SHORT
 from torch import nn
 
-from palestra.control import sanity
+from palestra.control import smoke_test as sanity
 from palestra.control.algorithms import ALGORITHMS
 from palestra.control.episodes import NotFinite
-from palestra.control.sanity import Insane, check_learning, tiny, try_out
+from palestra.control.smoke_test import Insane, check_learning, tiny, try_out
 from palestra.control.trainer import Learner
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec

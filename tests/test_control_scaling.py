@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
-from palestra.spec.control.env import EnvSpec
+from palestra.spec.kinds.control import EnvSpec
 
 
 def env(**given) -> EnvSpec:

@@ -9,10 +9,11 @@ from gymnasium.vector import AutoresetMode
 from probe_envs import Scripted, sync
 
 from palestra.control.envs.stepping import Stepper
-from palestra.control.memory import replay, shards
+from palestra.control.memory import replay
+from palestra.control.memory import storage as shards
 from palestra.control.memory.replay import Replay
-from palestra.control.memory.shards import DamagedShard
-from palestra.spec.control.off_policy import PrioritisedSpec
+from palestra.control.memory.storage import DamagedShard
+from palestra.spec.kinds.control import PrioritisedSpec
 
 
 @pytest.fixture(autouse=True)

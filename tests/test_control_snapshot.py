@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.control.envs.classic import CartPoleVector
-from palestra.control.envs.plain import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
 from palestra.control.envs.snapshot import Snapshot, restore_vector, vector_exactness, vector_state
+from palestra.control.envs.values import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
 from palestra.errors import UsageError
 from palestra.runs.tree import flatten, unflatten
 

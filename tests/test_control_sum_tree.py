@@ -10,8 +10,8 @@ from probe_envs import Scripted, sync
 
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Replay
-from palestra.control.memory.sum_tree import SumTree
-from palestra.spec.control.off_policy import PrioritisedSpec
+from palestra.control.memory.storage import SumTree
+from palestra.spec.kinds.control import PrioritisedSpec
 
 
 @settings(max_examples=40, deadline=None)

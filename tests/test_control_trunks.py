@@ -8,10 +8,10 @@ import torch
 from gymnasium import spaces
 from probe_envs import policy_for
 
+from palestra.control.nets.trunks import Images, make_trunk
 from palestra.control.scaling import ObsScale
-from palestra.control.trunks import Images, make_trunk
 from palestra.errors import UsageError
-from palestra.spec.control.net import NetSpec
+from palestra.spec.kinds.control import NetSpec
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data import chat_template
+from palestra.data import chat as chat_template
 from palestra.data.chat import encode_chat, end_of_turn, render
 from palestra.data.tokenizers import CHATML, Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError

@@ -8,8 +8,7 @@ from example_specs import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.data.chat_encoders import ChatEncoder
-from palestra.data.conversations import conversation, pair
+from palestra.data.encoders import ChatEncoder, conversation, pair
 from palestra.data.readers import read_rows, shards
 from palestra.data.tokenizers import CHATML, Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError

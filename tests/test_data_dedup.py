@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.shingles import normalised
+from palestra.data.duplicates import normalised
 from palestra.data.steps import dedup as dedup_module
 from palestra.data.steps.dedup import dedup_exact, dedup_fuzzy
 from palestra.errors import UsageError

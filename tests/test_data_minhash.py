@@ -5,11 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data import shingles as shingles_module
-from palestra.data.components import Components
-from palestra.data.duplicates import candidates, first_of_equal, first_of_similar
-from palestra.data.minhash import BLOCK, MinHash
-from palestra.data.shingles import Shingles, jaccard, normalised
+from palestra.data import duplicates as shingles_module
+from palestra.data.duplicates import (
+    BLOCK,
+    Components,
+    MinHash,
+    Shingles,
+    candidates,
+    first_of_equal,
+    first_of_similar,
+    jaccard,
+    normalised,
+)
 from palestra.errors import UsageError
 
 TEXTS = st.lists(st.text(alphabet="ab cé漢", max_size=40).map(normalised), min_size=1, max_size=12)

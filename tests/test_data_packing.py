@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.packing import balanced, first_fit_decreasing, micro_batches
+from palestra.data.store import balanced, first_fit_decreasing, micro_batches
 from palestra.errors import UsageError
 
 lengths_up_to_60 = st.lists(st.integers(1, 60), max_size=80)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.shuffle import Epochs, Permutation, fold, permute, stream_key
+from palestra.data.mixture import Epochs, Permutation, fold, permute, stream_key
 
 
 def deviation(counts: np.ndarray) -> float:

@@ -22,11 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from s3_server import S3Server, s3_server
 
-from palestra.data import wheels
-from palestra.data.cache import MARKER, File, Record, entry_folder, partial_folder, read_entry
-from palestra.data.download import fill
-from palestra.data.sources import SourceNotFound, mirror_url, push, resolve
-from palestra.data.wheels import fetch_wheel_file
+from palestra.data import sources as wheels
+from palestra.data.cache import MARKER, File, Record, entry_folder, fill, partial_folder, read_entry
+from palestra.data.sources import SourceNotFound, fetch_wheel_file, mirror_url, push, resolve
 from palestra.errors import PalestraError, UsageError
 
 RESOLVE = "import sys; from palestra.data.sources import resolve; print(resolve(sys.argv[1], kind='model'))"
@@ -496,7 +494,7 @@ class Failing(Endless):
 
 
 def test_fill_broken_off_says_what_is_kept_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("palestra.data.download.STREAMS", 1)
+    monkeypatch.setattr("palestra.data.cache.STREAMS", 1)
     source, record = Failing(), Record("there", None, (File("a", 4, "1"), File("b", 4, "1")))
     with pytest.raises(PalestraError, match=r"ConnectionResetError: reset by peer\. 1 of its 2 files"):
         fill(tmp_path / "entry", record, source)

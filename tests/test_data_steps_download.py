@@ -16,8 +16,7 @@ from s3_server import s3_server
 from palestra.data.steps.download import download
 from palestra.errors import PalestraError, UsageError
 from palestra.pipeline.data import download as download_step
-from palestra.pipeline.explanation import explain
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.graph import Graph, explain
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.report import write_report
 from palestra.pipeline.runner import PipelineFailed, run

@@ -17,9 +17,9 @@ from palestra.data.steps.filters import (
     broken_rule,
     duplicate_characters,
     filter_documents,
+    language_of,
     repeated,
 )
-from palestra.data.steps.languages import language_of
 from palestra.errors import UsageError
 
 DATA = Path(os.environ.get("PALESTRA_DATA") or Path(__file__).parent.parent.parent / "shared" / "data")

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palestra.data.duplicates import WORD, ngram_hashes, word_hashes
 from palestra.data.readers import Row
-from palestra.data.steps.consolidate import consolidate
 from palestra.data.steps.decontaminate import decontaminate
-from palestra.data.steps.ngrams import WORD, ngram_hashes, word_hashes
 from palestra.data.steps.shards import sources
-from palestra.data.steps.transform import transform
+from palestra.data.steps.transform import consolidate, transform
 from palestra.errors import PalestraError, UsageError
 
 DATA = Path(os.environ.get("PALESTRA_DATA") or Path(__file__).parent.parent.parent / "shared" / "data")

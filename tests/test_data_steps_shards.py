@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.data.readers import Row
-from palestra.data.steps.documents import Compression, Drop, map_documents
-from palestra.data.steps.shards import sources
+from palestra.data.steps.shards import Compression, Drop, map_documents, sources
 from palestra.errors import PalestraError, UsageError
 
 

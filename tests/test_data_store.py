@@ -14,12 +14,11 @@ from byte_encoder import ByteEncoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data import tokenise
+from palestra.data import tokenize as tokenise
 from palestra.data.encoders import TextEncoder
-from palestra.data.example import Documents, Example, Windows
 from palestra.data.readers import shards
-from palestra.data.store import TokenStore
-from palestra.data.tokenise import build_store
+from palestra.data.store import Documents, Example, TokenStore, Windows
+from palestra.data.tokenize import build_store
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import PalestraError, UsageError
 
@@ -198,7 +197,7 @@ SCRIPT = """
 import sys
 from byte_encoder import ByteEncoder
 from palestra.data.readers import shards
-from palestra.data.tokenise import build_store
+from palestra.data.tokenize import build_store
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 build_store(sys.argv[2], shards(sys.argv[1]), ByteEncoder(masked=True, seconds=0.1), workers=2)
 """

@@ -15,9 +15,16 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.pretokenizers import added_token, bpe_model
-from palestra.data.tokenizer_import import from_gguf, from_llama2c
-from palestra.data.tokenizers import SPECIAL_TOKENS, Detokenizer, Tokenizer, character_tokenizer, train_bpe
+from palestra.data.tokenizer_files import added_token, bpe_model
+from palestra.data.tokenizers import (
+    SPECIAL_TOKENS,
+    Detokenizer,
+    Tokenizer,
+    character_tokenizer,
+    from_gguf,
+    from_llama2c,
+    train_bpe,
+)
 from palestra.errors import UsageError
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")

@@ -21,10 +21,10 @@ from typer.main import get_command
 from palestra.api import check
 from palestra.cli.main import app
 from palestra.errors import UsageError
+from palestra.spec.algorithm import PRESETS
 from palestra.spec.kinds import KINDS
 from palestra.spec.kinds.control import AlgorithmSpec
-from palestra.spec.presets import PRESETS
-from palestra.tasks.registry import TASKS
+from palestra.tasks.task import TASKS
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")

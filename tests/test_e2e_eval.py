@@ -10,7 +10,7 @@ import pytest
 from eval_lab import save_model, spec_of
 from tiny_lm import write_rows
 
-from palestra.cli.evaluation import show_evaluation
+from palestra.cli.show import show_evaluation
 from palestra.errors import UsageError
 from palestra.runs.folder import new_trial
 from palestra.runs.run import Run, open_run

@@ -17,8 +17,8 @@ from conftest import SHORT, Scratch, last_step, numbers, wait_until
 import palestra
 from palestra.runs.checkpoint import load, metas
 from palestra.runs.folder import new_trial
-from palestra.runs.status import state_of
-from palestra.spec.plain import plain
+from palestra.runs.session import state_of
+from palestra.spec.model import plain
 
 STEPS = SHORT["train"]["frames"] // 128
 

@@ -15,8 +15,8 @@ compiler = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if na
 assert not compiler, compiler
 """
 IMPORTS = """
-import palestra.kinds.control, palestra.kinds.dpo, palestra.kinds.distill, palestra.kinds.evaluate
-import palestra.kinds.posttrain, palestra.kinds.pretrain, palestra.kinds.serving
+import palestra.kinds.control, palestra.kinds.lm, palestra.kinds.distill, palestra.kinds.evaluate
+import palestra.kinds.posttrain, palestra.kinds.serving
 """
 LANGUAGE = """
 from pathlib import Path

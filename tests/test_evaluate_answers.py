@@ -13,21 +13,18 @@ import torch
 from eval_tasks import Letters
 from small_lm import CONTEXT, small_model, small_tokenizer
 
-from palestra.data.shuffle import stream_key
+from palestra.data.mixture import stream_key
 from palestra.errors import PalestraError, UsageError
-from palestra.evaluate.answers import Evaluation, evaluate_tasks
-from palestra.evaluate.estimates import pass_at_k
-from palestra.evaluate.pumping import pumped
-from palestra.evaluate.questions import ask
-from palestra.evaluate.records import Judged, Record, line, read_records, write_records
-from palestra.generate.engine import Engine
+from palestra.evaluate.completions import Evaluation, ask, evaluate_tasks, pumped
+from palestra.evaluate.records import Judged, Record, line, pass_at_k, read_records, write_records
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Request, Result, Sampling
-from palestra.rollout.single_turn import single_turn
+from palestra.rollout.workflows import single_turn
 from palestra.spec.kinds.posttrain import TaskEval
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.judging import Judges
-from palestra.tasks.types import Answer, Status, Verdict
+from palestra.tasks.task import Answer, Status, Verdict
+from palestra.tasks.verify.workers import Judges
 
 TOKENIZER = small_tokenizer()
 BOTH = TaskEval(problems=100, greedy=True, samples=4, k=[1, 2, 4], temperature=1.3)

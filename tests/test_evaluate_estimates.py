@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.evaluate.estimates import estimate, pass_at_k
+from palestra.evaluate.records import estimate, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 9))

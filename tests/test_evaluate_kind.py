@@ -16,13 +16,12 @@ import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.evaluate.records import read_records
 from palestra.lm.hf import load_pretrained
-from palestra.lm.lora import add_lora
-from palestra.lm.peft import save_peft
+from palestra.lm.lora import add_lora, save_peft
 from palestra.runs.run import Run
 from palestra.spec.kinds.evaluate import EvaluateSpec, evaluation
+from palestra.spec.lm import LoraSpec
 from palestra.spec.load import resolved
-from palestra.spec.lora import LoraSpec
-from palestra.spec.precision import precision
+from palestra.spec.shape import precision
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -27,7 +27,7 @@ from palestra.evaluate.likelihood import (
     likelihood_outcome,
     score_suite,
 )
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.lm.batch import Batch, forward
 from palestra.lm.hf import load_pretrained

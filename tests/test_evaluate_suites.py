@@ -18,9 +18,18 @@ import palestra
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.evaluate import likelihood
-from palestra.evaluate import texts as texts_module
+from palestra.evaluate import likelihood as texts_module
 from palestra.evaluate.choices import Item, Option, Suite
-from palestra.evaluate.likelihood import encode_item, likelihood_outcome, score_suite
+from palestra.evaluate.likelihood import (
+    Texts,
+    encode_item,
+    likelihood_outcome,
+    load_texts,
+    score_suite,
+    score_texts,
+    text_outcome,
+    windows,
+)
 from palestra.evaluate.suites import (
     add_result,
     begin_results,
@@ -29,13 +38,12 @@ from palestra.evaluate.suites import (
     open_suite,
     suite_metrics,
 )
-from palestra.evaluate.texts import Texts, load_texts, score_texts, text_outcome, windows
 from palestra.lm.batch import Batch, forward
 from palestra.lm.model import Transformer
 from palestra.runs.store import read_json
 from palestra.spec.kinds.evaluate import EvaluateSpec, LikelihoodUse, TextUse
 from palestra.spec.load import resolved
-from palestra.spec.suites import SUITES, SuiteUse, suite_conflicts, suite_spec
+from palestra.spec.tasks import SUITES, SuiteUse, suite_conflicts, suite_spec
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = small_tokenizer()
@@ -200,7 +208,7 @@ def test_texts_of_lines_and_rows_are_read_and_empty_ones_left_out(tmp_path):
 def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     import eval_lab
 
-    from palestra.cli.evaluation import show_evaluation
+    from palestra.cli.show import show_evaluation
 
     monkeypatch.setattr(likelihood, "CHUNK", 2)
     path = write_rows(tmp_path / "tales.jsonl", [{"text": word * 3} for word in WORDS])
@@ -249,7 +257,7 @@ def letters() -> Tokenizer:
 
 
 def test_suite_has_the_value_of_every_task_and_their_centred_mean(tmp_path):
-    from palestra.tasks.judging import Judges
+    from palestra.tasks.verify.workers import Judges
 
     spec, tokenizer = write_suite(tmp_path), letters()
     model = small_model(vocab=tokenizer.vocab_size, deviation=0.3)

@@ -17,17 +17,15 @@ from palestra.errors import Interrupted, UsageError
 from palestra.evaluate.suites import measure, open_suite, suite_metrics
 from palestra.kinds.models import open_model
 from palestra.lm.model import Transformer
-from palestra.runs.compare import diff
 from palestra.runs.plot import suite_plots
-from palestra.runs.results import measured
-from palestra.runs.run import Run, open_run
+from palestra.runs.run import Run, diff, measured, open_run
 from palestra.runs.store import read_json
-from palestra.spec.suites import SuiteUse, suite_spec
-from palestra.tasks.judging import Judges
+from palestra.spec.tasks import SuiteUse, suite_spec
+from palestra.tasks.verify.workers import Judges
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["palestra.kinds.pretrain", "torch._dynamo", "pytest"])
+PROCESSES.set_forkserver_preload(["palestra.kinds.lm", "torch._dynamo", "pytest"])
 
 BPE: dict[str, Any] = {"bpe": 300}
 

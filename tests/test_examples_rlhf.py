@@ -10,8 +10,7 @@ from example_specs import ROOT
 
 import palestra
 from examples.posttrain.rlhf.manners import POLITE, RUDE, VERBS, Manners, questions
-from palestra.tasks.task import TaskArgs
-from palestra.tasks.types import Answer, Status
+from palestra.tasks.task import Answer, Status, TaskArgs
 
 FOLDER = ROOT / "examples/posttrain/rlhf"
 TASK = Manners(TaskArgs(), "manners")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from small_lm import small_model
 
 from palestra.errors import UsageError
-from palestra.generate.cache import Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
-from palestra.generate.runner import Runner
+from palestra.generate.engine.cpu import Runner
+from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
 from palestra.spec.shape import Shape
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from tiny_server import ALPHABET, CONTEXT, KEY, TOKENIZER, running, serving, tin
 from palestra.data.tokenizers import character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import HttpGenerator
-from palestra.generate.engine import Engine, PromptTooLong, QueueFull
+from palestra.generate.engine.engine import Engine, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
-from palestra.generate.server import create_app
+from palestra.generate.serve.server import create_app
 from palestra.generate.types import Chunk, Generator, Request, Sampling, StopReason
 
 PROMPT = tuple(TOKENIZER.encode("Once upon a time"))

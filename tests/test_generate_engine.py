@@ -7,8 +7,8 @@ from small_lm import CONTEXT, VOCAB, overflowing, small_model, small_tokenizer
 from tiny_models import FAMILIES, tiny_checkpoint
 
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.cache import COLUMNS
-from palestra.generate.engine import Engine, EngineFailed, PromptTooLong, QueueFull
+from palestra.generate.engine.engine import Engine, EngineFailed, PromptTooLong, QueueFull
+from palestra.generate.engine.kv_cache import COLUMNS
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 

@@ -7,7 +7,7 @@ from small_lm import overflowing, small_model
 from test_generate_engine import engine_of, prompt_of
 
 from palestra.errors import PalestraError
-from palestra.generate.engine import PromptTooLong
+from palestra.generate.engine.engine import PromptTooLong
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Request, Sampling, StopReason
 

@@ -6,7 +6,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.generate.sampler import Needs, Settings, sample, uniform
+from palestra.generate.engine.sampler import Needs, Settings, sample, uniform
 
 INF = float("inf")
 
@@ -87,7 +87,7 @@ def test_draws_many_follow_the_distribution_and_report_its_logprobs(values):
 @given(u=st.sampled_from([0.0, 2.0**-53, 0.5, 1 - 2.0**-53]), seed=st.integers(0, 1000), heat=st.floats(0.01, 2))
 @settings(max_examples=100, deadline=None)
 def test_draw_at_any_number_never_gives_a_token_of_probability_zero(u, seed, heat):
-    from palestra.generate import sampler
+    from palestra.generate.engine import sampler
 
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(200, generator=generator) * 30 / heat
@@ -135,7 +135,7 @@ def test_draw_of_a_given_number_is_the_token_of_the_running_sum():
     for size in (1, 63, 64, 65, 300):
         probabilities = torch.randn(200, size, generator=generator).mul(3).softmax(-1)
         u = torch.rand(200, generator=generator, dtype=torch.float64)
-        from palestra.generate import sampler
+        from palestra.generate.engine import sampler
 
         found = sampler._inverse_cdf(probabilities, u)
         until = probabilities.double().cumsum(-1)

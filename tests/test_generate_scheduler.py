@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
-from palestra.generate.scheduler import TURN
+from palestra.generate.engine.batch import TURN
 from palestra.generate.types import Request, Sampling, StopReason
 
 

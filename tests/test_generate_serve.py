@@ -20,8 +20,8 @@ from tiny_server import KEY, NAME, TOKENIZER, tiny_engine, tiny_model
 
 from palestra.data.chat import encode_chat
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine import Engine
-from palestra.generate.server import serve_engine
+from palestra.generate.engine.engine import Engine
+from palestra.generate.serve.server import serve_engine
 from palestra.generate.types import Request, Sampling
 from palestra.lm.hf import save_pretrained
 

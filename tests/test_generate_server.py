@@ -20,17 +20,15 @@ from small_lm import overflowing
 from tiny_server import ALPHABET, CONTEXT, KEY, NAME, TOKENIZER, serving, tiny_engine, tiny_model
 
 from palestra.data.chat import encode_chat
-from palestra.generate import server as server_module
-from palestra.generate.engine import Engine
-from palestra.generate.gate import Gate
-from palestra.generate.openai import HARMLESS, UNSUPPORTED, token_text
-from palestra.generate.prometheus import Counter, Histogram
+from palestra.generate.client import SamplingBody
+from palestra.generate.engine.engine import Engine
+from palestra.generate.serve import server as server_module
+from palestra.generate.serve.gate import Counter, Gate, Histogram
+from palestra.generate.serve.openai import HARMLESS, UNSUPPORTED, token_text
 from palestra.generate.types import Generation, Request, Sampling
-from palestra.generate.wire import SamplingBody
 from palestra.lm.hf import save_pretrained
-from palestra.lm.lora import add_lora
-from palestra.lm.peft import save_peft
-from palestra.spec.lora import LoraSpec
+from palestra.lm.lora import add_lora, save_peft
+from palestra.spec.lm import LoraSpec
 
 QUESTION = [{"role": "user", "content": "Who goes there?"}]
 LONG = {"max_tokens": 150, "ignore_eos": True}

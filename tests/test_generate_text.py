@@ -5,7 +5,7 @@ from small_lm import small_tokenizer
 from test_generate_engine import Listener, engine_of
 
 from palestra.data.tokenizers import train_bpe
-from palestra.generate.text import GrowingText, StopStrings
+from palestra.generate.engine.request import GrowingText, StopStrings
 from palestra.generate.types import Request, Sampling, StopReason
 
 few_letters = st.text("ab", max_size=12)

@@ -2,7 +2,7 @@
 
 import torch
 
-from palestra.generate.tiles import Tiles
+from palestra.generate.engine.cpu import Tiles
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import token_logprobs
+from palestra.lm.layers import rotate, swiglu
 from palestra.lm.model import Transformer
-from palestra.lm.ops import rotate, swiglu
 from palestra.rl.kl import k3
 from palestra.spec.shape import Shape
 
@@ -65,7 +65,7 @@ def test_fused_operations_equal_the_plain_ones():
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, dtype):
-    from palestra.generate.decode_kernel import attend
+    from palestra.generate.engine.decode_kernel import attend
 
     draws = torch.Generator("cuda").manual_seed(0)
     keys, values = (torch.randn(rows + 2, kv, context, dim, device="cuda", generator=draws).to(dtype) for _ in range(2))
@@ -84,7 +84,7 @@ def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, 
 
 
 def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible():
-    from palestra.generate.decode_kernel import draw
+    from palestra.generate.engine.decode_kernel import draw
 
     draws = torch.Generator("cuda").manual_seed(0)
     scores = (torch.randn(1, 5000, device="cuda", generator=draws) * 3).repeat(4096, 1)

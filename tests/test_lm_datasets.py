@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_lm import write_rows
 
-from palestra.data.example import Example
+from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer, character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.datasets import (
@@ -24,8 +24,7 @@ from palestra.lm.datasets import (
     pair_data,
     text_data,
 )
-from palestra.spec.kinds.pretrain import PretrainData
-from palestra.spec.kinds.sft import ChatData
+from palestra.spec.kinds.lm import ChatData, PretrainData
 from palestra.spec.lm import BpeSpec
 
 LETTERS = "abcdefghij"

@@ -23,12 +23,11 @@ from torch import Tensor
 from palestra.data.tokenizers import character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.batch import Batch, forward
-from palestra.lm.families import FAMILIES as FAMILY_ROWS
 from palestra.lm.head import logits
-from palestra.lm.hf import checked_names, load_pretrained, save_pretrained, save_weights, slots
+from palestra.lm.hf import DamagedModel, Shards, checked_names, load_pretrained, save_pretrained, save_weights, slots
+from palestra.lm.hf_config import FAMILIES as FAMILY_ROWS
 from palestra.lm.hf_config import UnsupportedModel, canonical, family_of, own_config, read_config, write_config
 from palestra.lm.model import Transformer
-from palestra.lm.shards import DamagedModel, Shards
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
 transformers.utils.logging.disable_progress_bar()

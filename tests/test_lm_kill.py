@@ -21,7 +21,7 @@ from palestra.runs.run import Run, open_run
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["palestra.kinds.sft", "palestra.kinds.dpo", "torch._dynamo", "pytest"])
+PROCESSES.set_forkserver_preload(["palestra.kinds.lm", "torch._dynamo", "pytest"])
 
 SAMPLES: dict[str, Any] = {"prompts": ["red cat", "hen"], "max_new_tokens": 3, "every": "2 steps"}
 CASES: dict[str, dict[str, Any]] = {

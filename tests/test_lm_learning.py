@@ -14,7 +14,7 @@ from tiny_lm import rows_of
 
 import palestra
 from palestra.data.chat import encode_chat
-from palestra.generate.language_model import LanguageModel
+from palestra.generate.local import LanguageModel
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch, forward

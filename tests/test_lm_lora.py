@@ -16,14 +16,15 @@ from palestra.lm.lora import (
     adapter_state,
     add_lora,
     load_adapter_state,
+    load_peft,
     merge,
     merged_weights,
+    save_peft,
     unmerge,
 )
 from palestra.lm.model import Transformer
-from palestra.lm.peft import load_peft, save_peft
-from palestra.lm.value_head import ScalarModel
-from palestra.spec.lora import LoraSpec
+from palestra.lm.scorer import ScalarModel
+from palestra.spec.lm import LoraSpec
 from palestra.spec.shape import MoESpec, Shape
 
 SHAPE = Shape(layers=2, width=32, heads=4, kv_heads=2, mlp=48, context=32, vocab=40, attention_bias=True)

@@ -14,10 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from palestra.lm.attention import PackedAttention
 from palestra.lm.batch import Batch, forward, score
+from palestra.lm.layers import RMSNorm, frequencies, rotate
 from palestra.lm.model import Transformer
-from palestra.lm.ops import RMSNorm, rotate
 from palestra.lm.ranks import Ranks
-from palestra.lm.rope import frequencies
 from palestra.spec.shape import RopeScaling
 
 LENGTHS = [7, 1, 12, 8, 30, 9, 2]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from palestra.lm.batch import Batch, score
+from palestra.lm.layers import swiglu
 from palestra.lm.model import Transformer
 from palestra.lm.moe import (
     MoE,
@@ -22,7 +23,6 @@ from palestra.lm.moe import (
     update_bias,
     z_loss,
 )
-from palestra.lm.ops import swiglu
 from palestra.spec.shape import MoESpec, Shape
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

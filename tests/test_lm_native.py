@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.generate.sampler import Needs, Settings, sample
+from palestra.generate.engine.sampler import Needs, Settings, sample
 from palestra.lm import native
-from palestra.lm.ops import RMSNorm, doubled, rotate, swiglu
+from palestra.lm.layers import RMSNorm, doubled, rotate, swiglu
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 EPS = torch.finfo(torch.float32).eps

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from palestra.lm.attention import SHORT, causal
-from palestra.lm.ops import RMSNorm, rotate, swiglu
+from palestra.lm.layers import RMSNorm, rotate, swiglu
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from palestra.errors import PalestraError
+from palestra.lm.layers import Linear
 from palestra.lm.model import Transformer
-from palestra.lm.muon import COEFFICIENTS, orthogonalise, stacked
-from palestra.lm.ops import Linear
-from palestra.lm.optim import Ema, Optimiser, clip_gradients
+from palestra.lm.optim import COEFFICIENTS, Ema, Optimiser, clip_gradients, orthogonalise, stacked
 from palestra.runs.tree import flatten, unflatten
-from palestra.spec.optim import AdamWSpec, MuonSpec
+from palestra.spec.lm import AdamWSpec, MuonSpec
 from palestra.spec.schedule import Schedule
 from palestra.spec.shape import MoESpec, Shape
 
@@ -193,7 +192,7 @@ def test_muon_steps_equal_a_loop_over_single_matrices(shape, nesterov):
 def test_muon_few_matrices_at_a_time_gives_the_same(monkeypatch):
     together, apart = make(EXPERTS), make(EXPERTS)
     rates(MUON, together)
-    monkeypatch.setattr("palestra.lm.muon.TOGETHER", 1)
+    monkeypatch.setattr("palestra.lm.optim.TOGETHER", 1)
     rates(MUON, apart)
     for a, b in zip(together.parameters(), apart.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

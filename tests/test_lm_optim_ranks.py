@@ -10,7 +10,7 @@ import torch.distributed as dist
 from test_lm_optim import ADAMW, EXPERTS, MUON, STEPS, give, gradients, make
 
 from palestra.lm.optim import Ema, Optimiser
-from palestra.lm.sharding import like, whole
+from palestra.lm.ranks import like, whole
 
 RANKS = 2
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_cases import VARIANTS, gradients, make
 
+from palestra.lm.attention import Shared, shared, spread
 from palestra.lm.batch import Batch, forward, score
-from palestra.lm.prefixes import Shared, shared, spread
 
 
 def groups(prompts: int, answers: int, prompt: int, longest: int, seed: int = 0) -> list[list[int]]:

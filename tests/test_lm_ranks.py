@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.runs.status import state_of
+from palestra.runs.session import state_of
 from palestra.work.pool import TaskFailed
 
 HERE = Path(__file__).parent
@@ -232,7 +232,7 @@ def test_devices_for_several_seeds_are_refused(tmp_path):
 def test_devices_other_than_the_started_ranks_are_refused(tmp_path):
     import torch
 
-    from palestra.kinds.together import check_ranks
+    from palestra.kinds.trial import check_ranks
     from palestra.lm.ranks import Ranks
 
     spec = palestra.check(small(tmp_path, devices=3)).spec

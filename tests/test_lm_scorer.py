@@ -8,8 +8,7 @@ from small_lm import CONTEXT, small_model, small_tokenizer
 
 from palestra.errors import UsageError
 from palestra.lm.batch import Batch, forward
-from palestra.lm.scorer import LANES, TOKENS, Scorer
-from palestra.lm.value_head import ScalarModel
+from palestra.lm.scorer import LANES, TOKENS, ScalarModel, Scorer
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}.{% endfor %}"
 

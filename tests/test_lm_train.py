@@ -17,31 +17,28 @@ from torch import Tensor, nn
 
 import palestra
 from palestra.data.chat import end_of_turn
-from palestra.data.example import Example
 from palestra.data.mixture import Mixture
+from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.lm import next_token
-from palestra.kinds.models import open_model
-from palestra.kinds.pretrain import data as pretrain_data
-from palestra.kinds.start import build_model, start_of
+from palestra.kinds.models import build_model, open_model, start_of
 from palestra.lm.batch import Batch, forward
+from palestra.lm.datasets import text_data
 from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
-from palestra.lm.next_token import NextToken, pack
+from palestra.lm.objectives import NextToken, Preferences, dpo_loss, pack, pack_pairs, reward_loss
 from palestra.lm.optim import Optimiser
-from palestra.lm.preferences import Preferences, dpo_loss, pack_pairs, reward_loss
 from palestra.lm.ranks import Ranks
-from palestra.lm.value_head import ScalarModel
+from palestra.lm.scorer import ScalarModel
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.checkpoint import metas, prune, read_meta
 from palestra.runs.run import Run, open_run
 from palestra.runs.store import read_json
-from palestra.spec.kinds.dpo import DpoLossSpec
-from palestra.spec.kinds.reward_model import RewardLossSpec
-from palestra.spec.optim import AdamWSpec
+from palestra.spec.kinds.lm import DpoLossSpec, RewardLossSpec
+from palestra.spec.lm import AdamWSpec
 from palestra.spec.shape import Shape
 
 VOCAB = 40
@@ -415,7 +412,7 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
         assert not torch.equal(weight, state["weights"][name])
     spec = lab.checked("pretrain")
     start = start_of(spec, lab.root)
-    objective = next_token(spec, start, pretrain_data(spec, start), 0, saved)
+    objective = next_token(spec, start, text_data(spec.data, start.tokenizer_folder), 0, saved)
     assert objective.evaluate(engine_of(saved, 10**6))["eval/loss"] == pytest.approx(rows_of(run)[-1]["eval/loss"])
 
 
@@ -426,7 +423,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(l
         "pretrain", model__tokenizer={"bpe": 300}, data__train={"text": {"path": str(text)}}, data__context=16
     )
     start = start_of(spec, lab.root)
-    found = pretrain_data(spec, start)
+    found = text_data(spec.data, start.tokenizer_folder)
     model = build_model(spec, start, 0, torch.device("cpu"))
     with torch.no_grad():
         model.embed.zero_()  # all tokens are as likely

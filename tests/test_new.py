@@ -11,8 +11,8 @@ from example_specs import FILES, ROOT, VARIABLES, specs_of
 
 import palestra
 from palestra.api import check
+from palestra.cli.lab import STARTERS, examples, folder, summary, write_example
 from palestra.cli.main import app
-from palestra.cli.new import STARTERS, examples, folder, summary, write_example
 from palestra.errors import UsageError
 from palestra.spec.kinds import KINDS
 
@@ -109,8 +109,8 @@ def test_public_names_are_listed_and_exist() -> None:
 
 def test_evaluate_is_called_also_after_its_package_was_imported() -> None:
     code = (
-        "import palestra, palestra.evaluate.outcomes as outcomes\n"
-        "assert outcomes.__name__ == 'palestra.evaluate.outcomes' and palestra.evaluate.outcomes is outcomes\n"
+        "import palestra, palestra.evaluate.records as outcomes\n"
+        "assert outcomes.__name__ == 'palestra.evaluate.records' and palestra.evaluate.records is outcomes\n"
         "try: palestra.evaluate('nothing', tasks=['nothing'])\n"
         "except palestra.errors.UsageError as error: print(error)\n"
     )

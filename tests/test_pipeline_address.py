@@ -15,11 +15,9 @@ from pydantic import BaseModel
 
 from palestra.errors import UsageError
 from palestra.pipeline import Execution, Output, Step, step
-from palestra.pipeline.address import identity, lines
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.graph import Graph, plan
 from palestra.pipeline.outputs import Outputs
-from palestra.pipeline.plan import plan
-from palestra.pipeline.step import execution_fields, filled, outputs, portable
+from palestra.pipeline.step import execution_fields, filled, identity, lines, outputs, portable
 
 KEYS = st.text(st.characters(exclude_characters="$"), max_size=5)
 LITERALS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

@@ -7,9 +7,8 @@ from pipeline_runs import address, files, lines_in, start
 from pipeline_steps import counting, faulty, noted, number, third_time, total, value
 
 from palestra.pipeline import Step
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.graph import Graph, plan
 from palestra.pipeline.outputs import open_outputs
-from palestra.pipeline.plan import plan
 from palestra.pipeline.runner import PipelineFailed, run
 from palestra.runs.store import write_json
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from palestra.errors import UsageError
 from palestra.pipeline import Execution, Step
-from palestra.pipeline.explanation import explain
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.graph import Graph, explain
 from palestra.pipeline.outputs import Outputs
-from palestra.pipeline.picture import GAP, HEIGHT, WIDTH, Box, depths, picture
-from palestra.pipeline.report import write_report
+from palestra.pipeline.report import GAP, HEIGHT, WIDTH, Box, depths, picture, write_report
 from palestra.pipeline.runner import PipelineFailed, run
 
 SVG = "{http://www.w3.org/2000/svg}"

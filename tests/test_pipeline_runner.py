@@ -8,9 +8,8 @@ from pipeline_steps import copied, faulty, noop, noted, number, total, value
 
 from palestra.errors import UsageError
 from palestra.pipeline import Step
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.graph import Graph, plan
 from palestra.pipeline.outputs import Outputs, open_outputs
-from palestra.pipeline.plan import plan
 from palestra.pipeline.runner import PipelineFailed, run
 
 
@@ -106,9 +105,9 @@ def test_step_that_reads_a_file_runs_again_when_its_content_changes_alone(
 
 def test_hash_of_a_file_that_did_not_change_is_kept_and_of_one_that_did_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("palestra.pipeline.files.RECENT_NS", 0)
+    monkeypatch.setattr("palestra.pipeline.step.RECENT_NS", 0)
     read = []
-    monkeypatch.setattr("palestra.pipeline.files.file_sha256", lambda path: read.append(path.name) or path.read_text())
+    monkeypatch.setattr("palestra.pipeline.step.file_sha256", lambda path: read.append(path.name) or path.read_text())
     for name in ("a.txt", "b.txt"):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / name).write_text(name)

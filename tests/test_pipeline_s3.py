@@ -10,15 +10,14 @@ from s3_server import s3_server
 
 from palestra.errors import PalestraError, UsageError
 from palestra.pipeline.data import filter as filter_step
-from palestra.pipeline.graph import Graph
+from palestra.pipeline.form import spec_step
+from palestra.pipeline.graph import Graph, plan
 from palestra.pipeline.outputs import open_outputs
-from palestra.pipeline.plan import plan
 from palestra.pipeline.report import write_report
 from palestra.pipeline.runner import PipelineFailed, run
-from palestra.pipeline.spec_steps import spec_step
-from palestra.runs import remote_store
+from palestra.runs import store as remote_store
 from palestra.runs.lease import Lease, RunBusy
-from palestra.runs.remote_store import FsspecStore
+from palestra.runs.store import FsspecStore
 
 s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
 

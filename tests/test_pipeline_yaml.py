@@ -12,9 +12,8 @@ from palestra.pipeline.form import load_pipeline
 from palestra.pipeline.graph import Graph
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.runner import run
-from palestra.spec.execution import split
 from palestra.spec.load import load, resolved
-from palestra.spec.plain import plain
+from palestra.spec.model import plain, split
 from palestra.spec.validate import SpecError
 
 STEPS = """\
@@ -325,7 +324,7 @@ def test_execution_fields_of_own_functions_do_not_count(folder):
 
 
 def test_step_and_execution_come_from_one_place():
-    from palestra.spec.execution import Execution as Marked
+    from palestra.spec.model import Execution as Marked
 
     assert Marked is Execution
     assert step(lambda out, a: None, name="x")(a=1).name == Step("x", print).name

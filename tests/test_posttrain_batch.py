@@ -10,7 +10,7 @@ from posttrain_cases import MAX_NEW_TOKENS, algorithm, answer, double, groups_of
 
 from palestra.lm.batch import Batch
 from palestra.posttrain.batch import correction, denominator, pack, with_advantages
-from palestra.rl.trust import second_moment_mask
+from palestra.rl.losses import second_moment_mask
 from palestra.spec.algorithm import PRESETS, MaskSpec, TruncateSpec
 
 TRUNCATE = TruncateSpec(type="truncate", high=2.0)

@@ -9,12 +9,12 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
-from palestra.lm.value_head import ScalarModel
+from palestra.lm.scorer import ScalarModel
 from palestra.posttrain.batch import pack, with_advantages
 from palestra.posttrain.critic import Critic, expected, value_averages, value_denominator, value_loss_function
 from palestra.spec.algorithm import CriticSpec
 from palestra.spec.kinds.posttrain import PosttrainTrain
-from palestra.spec.optim import AdamWSpec
+from palestra.spec.lm import AdamWSpec
 
 TRAIN = PosttrainTrain(steps=100, micro_tokens=40)
 PPO = algorithm("ppo")

@@ -12,7 +12,7 @@ from small_lm import VOCAB, small_model, small_tokenizer
 from test_lm_head import Largest
 from torch import Tensor
 
-from palestra.data.example import Example
+from palestra.data.store import Example
 from palestra.errors import PalestraError, UsageError
 from palestra.lm import head
 from palestra.lm.batch import Batch, forward
@@ -21,20 +21,22 @@ from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import (
+    Teacher,
     divergence_loss,
     given_lessons,
+    measure_of,
     own_lessons,
     policy_loss,
     policy_terms,
+    privileged,
+    token_divergences,
     with_teacher,
 )
-from palestra.posttrain.divergence import measure_of, token_divergences
-from palestra.posttrain.teacher import Teacher, privileged
-from palestra.rl import divergence
+from palestra.rl import kl as divergence
 from palestra.rollout.types import Group
 from palestra.spec.kinds.distill import ForwardKlSpec, JsdSpec, PolicyLossSpec, ReverseKlSpec
-from palestra.spec.optim import AdamWSpec
-from palestra.tasks.types import Problem
+from palestra.spec.lm import AdamWSpec
+from palestra.tasks.task import Problem
 
 LOSSES = {
     "forward_kl": ForwardKlSpec(type="forward_kl"),

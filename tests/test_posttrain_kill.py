@@ -22,8 +22,8 @@ from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.checkpoint import metas
 from palestra.runs.run import Run, open_run
 from palestra.spec.kinds.posttrain import PosttrainSpec
-from palestra.tasks.registry import make_task
 from palestra.tasks.stream import Prompts
+from palestra.tasks.task import make_task
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")

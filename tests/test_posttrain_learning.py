@@ -11,7 +11,7 @@ from posttrain_lab import Lab
 
 import palestra
 from palestra.runs.run import Run
-from palestra.tasks.registry import make_task
+from palestra.tasks.task import make_task
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 RISING: dict[str, Any] = {

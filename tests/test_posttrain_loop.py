@@ -22,14 +22,14 @@ from posttrain_lab import (
 
 import palestra
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.kinds.posttrain import longest_prompt
 from palestra.rollout.episode import encode_problem
 from palestra.rollout.records import FILE
 from palestra.rollout.types import Group
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.spec.kinds.posttrain import PosttrainSpec
-from palestra.tasks.types import Problem
+from palestra.tasks.task import Problem
 
 
 @pytest.fixture

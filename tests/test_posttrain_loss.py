@@ -9,7 +9,7 @@ from posttrain_cases import MAX_NEW_TOKENS, algorithm, answer, groups_of, random
 
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import averages, token_losses
-from palestra.rl import trust
+from palestra.rl import losses as trust
 from palestra.rl.losses import ppo_policy_terms
 
 ONE = torch.ones(1, dtype=torch.float64)

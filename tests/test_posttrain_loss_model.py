@@ -14,7 +14,7 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import averages, policy_loss
 from palestra.spec.algorithm import PRESETS
-from palestra.spec.optim import AdamWSpec
+from palestra.spec.lm import AdamWSpec
 
 EXPERTS = {"moe": {"experts": 4, "active": 2, "mlp": 16, "balance": 0.1, "z_loss": 0.01}}
 

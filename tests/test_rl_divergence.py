@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from palestra.rl import divergence
+from palestra.rl import kl as divergence
 
 BETAS = (0.1, 0.5, 0.9)
 MEASURES = {

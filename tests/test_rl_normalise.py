@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.rl.normalise import (
+from palestra.rl.normalize import (
     RewardScale,
     RunningMeanStd,
     batch_normalise,

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.rl.advantages import gae, vtrace
-from palestra.rl.returns import discounted_returns, lambda_returns, n_step_returns
-from palestra.rl.scan import reverse_scan
+from palestra.rl.returns import discounted_returns, gae, lambda_returns, n_step_returns, reverse_scan, vtrace
 
 GAMMAS = st.sampled_from([0.0, 0.9, 1.0])
 LAMBDAS = st.sampled_from([0.0, 0.5, 1.0])

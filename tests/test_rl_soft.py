@@ -8,7 +8,7 @@ from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
 from palestra.rl.distributions import SquashedGaussian, log_tanh_slope
-from palestra.rl.soft import (
+from palestra.rl.losses import (
     alpha_slope,
     expected_soft_value,
     polyak,

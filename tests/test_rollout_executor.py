@@ -10,14 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from palestra.errors import PalestraError
+from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor
-from palestra.rollout.loop import LoopThread
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.tree import flatten, unflatten
 from palestra.spec.tasks import TasksSpec
-from palestra.tasks.registry import make_task
 from palestra.tasks.stream import Prompts
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict, make_task
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_groups import group, trajectory
 
 from palestra.errors import PalestraError, UsageError
-from palestra.rollout.filters import make_filter
+from palestra.rollout.executor import make_filter
 from palestra.rollout.types import Group
 from palestra.spec.algorithm import FiltersSpec
 

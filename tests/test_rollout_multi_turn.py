@@ -19,10 +19,10 @@ from palestra.generate.types import Generator, Request, Result, Sampling
 from palestra.lm.batch import Batch
 from palestra.lm.engine import logprobs
 from palestra.rollout.episode import Episode, encode_problem
-from palestra.rollout.multi_turn import multi_turn
 from palestra.rollout.types import Trajectory
+from palestra.rollout.workflows import multi_turn
 from palestra.spec.kinds.posttrain import MultiTurnSpec
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Verdict
 
 PLAIN = Problem("sums/train/1", "What is 2 plus 3?")
 CHAT = Problem("sums/train/1", ({"role": "user", "content": "What is 2 plus 3?"},))

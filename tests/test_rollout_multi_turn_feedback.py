@@ -11,8 +11,8 @@ from test_data_chat import SPECIALS, TEMPLATES
 from palestra.data.chat import encode_chat, render
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
-from palestra.rollout.feedback import feedback_tokens, following
-from palestra.tasks.types import Problem
+from palestra.rollout.workflows import feedback_tokens, following
+from palestra.tasks.task import Problem
 
 TOLD = "That is not right. Try again."
 CLOSING = {"llama3": "<|eot_id|>", "mistral": "<|endoftext|>", "phi": "<|end|>"}

@@ -26,7 +26,7 @@ from palestra.rollout.records import FILE, Record, Recording, newest, read, repl
 from palestra.rollout.types import Group
 from palestra.runs.session import Session
 from palestra.spec.algorithm import AlgorithmSpec
-from palestra.tasks.types import Problem
+from palestra.tasks.task import Problem
 from palestra.track.sinks import JsonlSink
 
 
@@ -187,7 +187,7 @@ import numpy
 from palestra.rollout.records import FILE, Recording
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.session import Session
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict
 
 answer = Trajectory((1, 2), (False, True), (0.0, -0.1), (-1, 0), 1.0, Verdict(1.0, Status.CORRECT), "eos", "yes")
 batch = SimpleNamespace(per_token={"advantages": numpy.ones(6)}, lengths=[2, 2, 2])  # as torch's, in less time
@@ -229,5 +229,5 @@ def test_recording_killed_and_resumed_holds_each_step_once(tmp_path: Path) -> No
 
 
 def test_reading_rollouts_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys, palestra.rollout.records, palestra.cli.rollouts; sys.exit('torch' in sys.modules)"
+    code = "import sys, palestra.rollout.records, palestra.cli.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, cwd=os.getcwd()).returncode == 0

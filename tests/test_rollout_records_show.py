@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rollout_groups import group, trajectory
 
-from palestra.cli.rollouts import show_rollouts
+from palestra.cli.show import show_rollouts
 from palestra.errors import UsageError
 from palestra.rollout.records import FILE, Record, write
 from palestra.runs.folder import new_trial
 from palestra.runs.session import Session
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink
 
 

@@ -13,9 +13,9 @@ from tiny_server import running
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.generate.client import HttpGenerator
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.server import create_app
+from palestra.generate.serve.server import create_app
 from palestra.generate.types import Generator, Sampling
 from palestra.lm.batch import Batch, score
 from palestra.lm.model import Transformer
@@ -24,7 +24,7 @@ from palestra.rollout.tools import tools
 from palestra.rollout.types import Trajectory
 from palestra.spec.kinds.posttrain import ToolsSpec
 from palestra.spec.shape import Shape
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Verdict
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 CONTEXT = 160

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.rollout.calculator import NotCalculable, calculate
+from palestra.rollout.tools import NotCalculable, calculate
 
 OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction | int]] = {
     "+": operator.add,

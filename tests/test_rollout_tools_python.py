@@ -11,9 +11,8 @@ from scripted_generator import Scripted
 from test_rollout_tools import TOKENIZER, episode, judged, roll, told_text
 
 from palestra.errors import UsageError
-from palestra.rollout import calling
-from palestra.rollout.calling import Tool, make_tools
-from palestra.rollout.tools import tools
+from palestra.rollout import tools as calling
+from palestra.rollout.tools import Tool, make_tools, tools
 from palestra.spec.kinds.posttrain import ToolsSpec
 from palestra.tasks.sandbox import Sandbox
 

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 import pytest
 
-from palestra.rollout.loop import LoopThread
-from palestra.rollout.watch import LoopLag, Watchdog, stacks
+from palestra.rollout.event_loop import LoopLag, LoopThread, Watchdog, stacks
 
 
 @pytest.fixture

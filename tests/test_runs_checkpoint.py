@@ -21,7 +21,7 @@ from palestra.runs import checkpoint
 from palestra.runs.checkpoint import CheckpointFailed, DamagedCheckpoint
 from palestra.runs.due import CheckpointsDue
 from palestra.runs.tree import UnsupportedState, flatten
-from palestra.spec.cadence import Cadence
+from palestra.spec.model import Cadence
 
 TORCH_TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -248,7 +248,7 @@ SESSION = """
 import logging, os, sys
 from pathlib import Path
 from palestra.runs.session import Session
-from palestra.track.tracker import Tracker
+from palestra.track.sinks import Tracker
 secret = os.environ["MY_TOKEN"]
 path = Path(sys.argv[1])
 session = Session.create(

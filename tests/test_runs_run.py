@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import plot
-from palestra.runs.compare import Result, diff
 from palestra.runs.folder import SessionDir, Trial, find, new_trial, trials
 from palestra.runs.manifest import compare, manifest
-from palestra.runs.run import Run, list_runs, open_run
+from palestra.runs.run import Result, Run, diff, list_runs, open_run
 from palestra.runs.session import Session
 from palestra.runs.store import write_json
 

@@ -15,8 +15,7 @@ import pytest
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs import session as session_module
 from palestra.runs.lease import LeaseLost, Owner, RunBusy
-from palestra.runs.session import Session
-from palestra.runs.status import read_status, state_of
+from palestra.runs.session import Session, read_status, state_of
 from palestra.runs.store import read_json, write_json
 
 SPEC = {"kind": "control", "algorithm": {"lr": 0.1, "clip": {"start": 0.2}}, "train": {"frames": 100}}

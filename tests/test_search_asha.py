@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.search.asha import last_promotion, level, promotion, top
+from palestra.search.study import last_promotion, level, promotion, top
 
 
 def paper(results: dict[int, list[float]], reduction: int) -> tuple[int, int] | None:

@@ -14,12 +14,11 @@ import palestra
 from palestra.errors import UsageError
 from palestra.runs.checkpoint import metas
 from palestra.runs.run import Run
-from palestra.runs.status import state_of
-from palestra.search.asha import last_promotion, promotion
+from palestra.runs.session import state_of
 from palestra.search.experiment import Search, search
-from palestra.search.folder import Experiment, new_experiment
-from palestra.search.pausing import HOOK
-from palestra.search.trials import Rung, outcome
+from palestra.search.results import Experiment, new_experiment
+from palestra.search.study import last_promotion, promotion
+from palestra.search.trials import HOOK, Rung, outcome
 
 
 @pytest.fixture(scope="module")

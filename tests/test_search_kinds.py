@@ -7,9 +7,9 @@ from tiny_lm import Lab
 
 from palestra.errors import PalestraError
 from palestra.runs.checkpoint import metas
-from palestra.runs.status import state_of
+from palestra.runs.session import state_of
 from palestra.search.experiment import search
-from palestra.search.folder import Experiment
+from palestra.search.results import Experiment
 
 
 def test_trial_that_fails_has_no_score_and_is_never_best(tmp_path):

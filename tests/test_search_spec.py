@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.api import check
+from palestra.spec.blocks import SearchSpec
+from palestra.spec.grid import given_data, with_values
 from palestra.spec.load import resolved
-from palestra.spec.plain import plain
-from palestra.spec.search import SearchSpec
-from palestra.spec.space import given_data, with_values
+from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 
 ASHA = {"asha": {"grace": 512, "by": "frames"}}

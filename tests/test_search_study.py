@@ -8,7 +8,7 @@ import pytest
 from palestra.search.plots import importances
 from palestra.search.results import ranked
 from palestra.search.study import Record, Study
-from palestra.spec.search import SearchSpec
+from palestra.spec.blocks import SearchSpec
 
 SPACE = {
     "a.x": {"uniform": [-3, 3]},

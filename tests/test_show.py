@@ -15,7 +15,7 @@ from palestra.errors import UsageError
 from palestra.runs.folder import new_trial
 from palestra.runs.plot import _leading, trial_plots
 from palestra.runs.run import Run
-from palestra.spec.plain import plain
+from palestra.spec.model import plain
 from palestra.spec.source import read_text
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from palestra.spec.algorithm import PRESETS, AlgorithmSpec, ClipSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
-from palestra.spec.place import locate
+from palestra.spec.validate import locate
 
 POSTTRAIN = {
     "kind": "posttrain",

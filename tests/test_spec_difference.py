@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.spec import differences, load, plain, spec_hash
-from palestra.spec.difference import ABSENT, Difference
+from palestra.spec.load import ABSENT, Difference
 
 BASE = {
     "kind": "control",

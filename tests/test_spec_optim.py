@@ -6,9 +6,9 @@ import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from palestra.cli.show import show_check
-from palestra.spec.cadence import Cadence
+from palestra.spec.lm import AdamWSpec, MuonSpec, OptimSpec
 from palestra.spec.load import load
-from palestra.spec.optim import AdamWSpec, MuonSpec, OptimSpec
+from palestra.spec.model import Cadence
 from palestra.spec.schedule import Schedule, in_fractions, warmup_problems
 from palestra.spec.validate import SpecError
 

@@ -9,13 +9,13 @@ from small_lm import small_model
 
 from palestra.api import check
 from palestra.cli.show import show_check
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
+from palestra.kinds.models import Start, build_model
 from palestra.kinds.serving import open_engine
-from palestra.kinds.start import Start, build_model
-from palestra.spec import precision as module
+from palestra.spec import shape as module
 from palestra.spec.lm import LmSpec
-from palestra.spec.precision import described, precision
+from palestra.spec.shape import described, precision
 
 CPUS = {
     "amx": ("fpu sse avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 amx_bf16", "bf16"),

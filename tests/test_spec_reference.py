@@ -13,9 +13,9 @@ import typer
 from example_specs import FILES, ROOT, specs_of
 
 from palestra.spec import load, plain, spec_type
-from palestra.spec.place import models
 from palestra.spec.schema import json_schema
 from palestra.spec.source import read_file
+from palestra.spec.validate import models
 
 VALID = {
     "kind": "control",

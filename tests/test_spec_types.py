@@ -8,10 +8,10 @@ from pydantic import TypeAdapter, ValidationError
 from palestra.errors import UsageError
 from palestra.rl.schedules import value
 from palestra.spec import Cadence, Model, kinds, load, spec_type
-from palestra.spec.cadence import CountCadence
 from palestra.spec.kinds.control import ControlSpec, PPOSpec
-from palestra.spec.place import models
+from palestra.spec.model import CountCadence
 from palestra.spec.schedule import Schedule, ScheduleSpec, in_fractions
+from palestra.spec.validate import models
 
 MINIMAL = {
     "kind": "control",

@@ -13,10 +13,8 @@ from tiny_lm import Lab
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import open_run
 from palestra.spec.shape import Shape
-from palestra.speedrun.cost import about, cost, pretraining
-from palestra.speedrun.leaderboard import frontier, read_rows
-from palestra.speedrun.plot import draw
-from palestra.speedrun.submission import Author, seconds, submit
+from palestra.speedrun.leaderboard import draw, frontier, read_rows
+from palestra.speedrun.submission import Author, about, cost, pretraining, seconds, submit
 
 ADA = Author("Ada", "Analytical Engines", "https://example.org")
 

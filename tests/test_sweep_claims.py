@@ -12,11 +12,11 @@ import pytest
 
 from palestra.errors import Interrupted
 from palestra.runs.store import write_bytes
-from palestra.sweep.claims import Claims, TargetsFailed
+from palestra.sweep.run import Claims, TargetsFailed
 
 # Forked from a process that has imported these already: a fresh interpreter takes a second to start.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["palestra.sweep.claims", "pytest"])
+PROCESSES.set_forkserver_preload(["palestra.sweep.run", "pytest"])
 
 
 def note(folder: Path, text: str) -> None:

@@ -11,9 +11,9 @@ from tiny_lm import spec_of
 
 import palestra
 from palestra.errors import UsageError
+from palestra.spec.blocks import SweepAxis, SweepSpec, label
 from palestra.spec.grid import LENGTH, identity, points, run_name
 from palestra.spec.load import to_yaml
-from palestra.spec.sweep import SweepAxis, SweepSpec, label
 from palestra.sweep.results import sizes
 from palestra.sweep.run import default_group, plan
 

@@ -14,9 +14,8 @@ from tiny_lm import EXPERTS, Lab
 
 from palestra.errors import UsageError
 from palestra.runs.run import Run, list_runs, open_run
-from palestra.sweep.claims import TargetsFailed
-from palestra.sweep.plot import comparison, roles
-from palestra.sweep.run import plan, sweep
+from palestra.sweep.results import comparison, roles
+from palestra.sweep.run import TargetsFailed, plan, sweep
 
 AXES: dict[str, Any] = {
     "experts": {"values": ["swiglu", "bilinear"], "of": ["model.shape.moe.activation"]},

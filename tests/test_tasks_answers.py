@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks import math_equal
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Answer, Status
+from palestra.tasks.task import Answer, Status, make_task
+from palestra.tasks.verify.latex import compare as math_equal
 
 SVAMP = [
     {"ID": "chal-1", "Body": "There are 87 oranges.", "Question": "How many oranges?", "Answer": 87.0},

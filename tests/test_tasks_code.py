@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.tasks.code import complete_code, defines, extract_code, parse
-from palestra.tasks.code_tests import inspect_tests
+from palestra.tasks.sets.code import inspect_tests
+from palestra.tasks.verify.code import complete_code, defines, extract_code, parse
 
 MAIN = "def f(x):\n    return helper(x)\n"
 HELPER = "def helper(x):\n    return x + 1\n"

@@ -13,11 +13,9 @@ import pytest
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.code_tests import CodeArgs, shared_sandbox
-from palestra.tasks.judging import Judges
-from palestra.tasks.registry import make_task
-from palestra.tasks.task import Task
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.sets.code import CodeArgs, shared_sandbox
+from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
+from palestra.tasks.verify.workers import Judges
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 LONG = 60.0  # seconds for right programs, on a busy machine

@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.conversations import conversation
+from palestra.data.encoders import conversation
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.arithmetic import evaluate
-from palestra.tasks.demonstrations import demonstrations
-from palestra.tasks.enumerated import LARGEST, Enumerated, Form
-from palestra.tasks.registry import make_task
-from palestra.tasks.task import Task
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.prompts import demonstrations
+from palestra.tasks.sets.synthetic import LARGEST, Enumerated, Form, evaluate
+from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
 
 GENERATED = ("arithmetic", "reverse", "sort", "copy", "countdown")
 
@@ -210,7 +207,7 @@ def test_test_split_mixed_lengths_has_all_of_them_early() -> None:
 
 
 IDS = """
-from palestra.tasks.registry import make_task
+from palestra.tasks.task import make_task
 for name in ("arithmetic", "reverse", "countdown"):
     for split in ("train", "test"):
         print(*(problem.id for problem in make_task(name).problems(split)[:4]))

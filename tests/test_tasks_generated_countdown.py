@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.tasks.countdown import parse
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.sets.countdown import parse
+from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
 
 PUZZLE = Problem("countdown/train/2,5,7=39", "2,5,7=39:", {"numbers": [2, 5, 7], "target": 39})
 

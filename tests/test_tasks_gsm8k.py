@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from palestra.errors import UsageError
-from palestra.tasks.registry import make_task
-from palestra.tasks.task import Task
-from palestra.tasks.types import Answer, Problem, Status
+from palestra.tasks.task import Answer, Problem, Status, Task, make_task
 
 ROWS = [
     {"question": "Two and two?", "answer": "It is 2+2=<<2+2=4>>4 things.\n#### 4"},

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.following import BadInstruction, instructions_of, variants
-from palestra.tasks.judging import Judges
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
+from palestra.tasks.verify.instructions import BadInstruction, instructions_of, variants
+from palestra.tasks.verify.workers import Judges
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 NULLS = dict.fromkeys(

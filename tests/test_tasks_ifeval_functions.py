@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from palestra.tasks.following import instructions_of
-from palestra.tasks.instruction_functions import FUNCTIONS, REPEAT
+from palestra.tasks.verify.instructions import FUNCTIONS, REPEAT, instructions_of
 
 TEN = "one two three four five six seven eight nine ten"
 

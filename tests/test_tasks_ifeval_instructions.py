@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.errors import MissingExtra
-from palestra.tasks import instructions, languages
-from palestra.tasks.following import Instruction, instructions_of
-from palestra.tasks.instructions import INSTRUCTIONS
-from palestra.tasks.languages import language_of
-from palestra.tasks.sentences import count_capital_words, count_sentences
+from palestra.tasks.verify import instructions
+from palestra.tasks.verify import text as languages
+from palestra.tasks.verify.instructions import INSTRUCTIONS, Instruction, instructions_of
+from palestra.tasks.verify.text import count_capital_words, count_sentences, language_of
 
 ENGLISH = "The children went to the park in the morning and played there until it was dark."
 

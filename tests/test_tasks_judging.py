@@ -9,8 +9,8 @@ import pytest
 
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.judging import Judges
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Judges
 
 HERE = "test_tasks_judging_tasks:Trouble"
 ELSEWHERE = "test_tasks_judging_tasks:TroubleElsewhere"

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 from palestra.errors import MissingExtra
-from palestra.tasks.rewards import reward
-from palestra.tasks.task import Task, TaskArgs
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.rewards.rewards import reward
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
 
 
 class TroubleArgs(TaskArgs):

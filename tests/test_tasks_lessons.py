@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from listed_task import prompts
 
 from palestra.errors import UsageError
-from palestra.tasks.lessons import (
+from palestra.tasks.curriculum import (
     ALPHA,
     CORRELATION,
     FLOOR,

@@ -20,15 +20,14 @@ from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate import types as generate
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.lm.hf import save_pretrained
 from palestra.spec.tasks import JudgeSpec, RewardSpec, TaskUse
-from palestra.tasks.judge_models import model_folder, open_generator
-from palestra.tasks.judging import Judges
-from palestra.tasks.llm_judge import PROMPT, LlmJudge, asks, filled, make_judge, score_in
-from palestra.tasks.openai_chat import OpenAiChat
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.rewards.llm_judge import PROMPT, LlmJudge, OpenAiChat, asks, filled, make_judge, score_in
+from palestra.tasks.rewards.reward_model import model_folder, open_generator
+from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Judges
 
 PROBLEM = Problem("sums/train/0", "2+2=", {"answer": "4", "level": 2, "steps": ["a", {"b": 1}]})
 
@@ -347,7 +346,7 @@ def test_openai_chat_at_no_address_is_refused(url: str):
 
 
 def test_judges_and_rewards_are_imported_without_torch():
-    modules = ("rewards", "llm_judge", "reward_model", "ifeval", "judge_models", "openai_chat")
+    modules = ("rewards.rewards", "rewards.llm_judge", "rewards.reward_model", "sets.ifeval")
     code = (
         f"import sys; {'; '.join(f'import palestra.tasks.{name}' for name in modules)}; print('torch' in sys.modules)"
     )

@@ -8,10 +8,9 @@ import pytest
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks import math_equal
-from palestra.tasks.judging import Judges
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Answer, Problem, Status
+from palestra.tasks.task import Answer, Problem, Status, make_task
+from palestra.tasks.verify.latex import compare as math_equal
+from palestra.tasks.verify.workers import Judges
 
 pytest.importorskip("math_verify", reason="needs the extra eval")
 

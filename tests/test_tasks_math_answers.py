@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.tasks.math_answers import cut, final_answer, last_boxed, number_in
-from palestra.tasks.numbers import last_number, parse_number, stated_number
+from palestra.tasks.verify.latex.extract import cut, final_answer, last_boxed, number_in
+from palestra.tasks.verify.numbers import last_number, parse_number, stated_number
 
 # Numbers.
 

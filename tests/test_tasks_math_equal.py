@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.tasks import math_equal
-from palestra.tasks.math_equal import echoes, memory_capped, same_answer
-from palestra.tasks.math_forms import form
+from palestra.tasks.verify.latex import compare as math_equal
+from palestra.tasks.verify.latex.compare import echoes, memory_capped, same_answer
+from palestra.tasks.verify.latex.normalize import form
 
 pytest.importorskip("math_verify", reason="needs the extra eval")
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.judging import Judges
-from palestra.tasks.math_answers import formulas
-from palestra.tasks.math_equal import same_answer
-from palestra.tasks.math_forms import Form, form
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
+from palestra.tasks.verify.latex.compare import same_answer
+from palestra.tasks.verify.latex.extract import formulas
+from palestra.tasks.verify.latex.normalize import Form, form
+from palestra.tasks.verify.workers import Judges
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 SEVERAL = 4  # answers of others that each answer is compared with, where that is not only a comparison of numbers

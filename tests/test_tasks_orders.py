@@ -9,9 +9,8 @@ from s3_server import s3_server
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TasksSpec
-from palestra.tasks.orders import read_order
-from palestra.tasks.registry import make_task
-from palestra.tasks.stream import Prompts
+from palestra.tasks.stream import Prompts, read_order
+from palestra.tasks.task import make_task
 
 
 def order(path: Path, *rows: int | str, name: str = "a") -> str:

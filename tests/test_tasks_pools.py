@@ -12,7 +12,7 @@ from listed_task import draw, prompts
 
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.tasks import PoolSpec
-from palestra.tasks.pools import LARGEST, Pool, pass_rate
+from palestra.tasks.curriculum import LARGEST, Pool, pass_rate
 from palestra.tasks.stream import Prompts
 
 KINDS = ("unseen", "hard", "between", "easy", "dropped")

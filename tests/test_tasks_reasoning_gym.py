@@ -7,11 +7,9 @@ import pytest
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.judging import Judges
-from palestra.tasks.reasoning_gym import _entries
-from palestra.tasks.registry import make_task
-from palestra.tasks.task import Task
-from palestra.tasks.types import Answer, Status
+from palestra.tasks.sets.reasoning_gym import _entries
+from palestra.tasks.task import Answer, Status, Task, make_task
+from palestra.tasks.verify.workers import Judges
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 

@@ -11,11 +11,10 @@ from tiny_lm import Lab
 from palestra.errors import UsageError
 from palestra.lm.scorer import Scorer
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.judge_models import model_folder
-from palestra.tasks.judging import Judges
-from palestra.tasks.reward_model import AT_ONCE, RewardModel
-from palestra.tasks.rewards import make_reward
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.rewards.reward_model import AT_ONCE, RewardModel, model_folder
+from palestra.tasks.rewards.rewards import make_reward
+from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Judges
 
 PLAIN = Problem("words/train/0", "red cat")
 CHAT = Problem("words/train/1", ({"role": "user", "content": "red cat"},))

@@ -11,9 +11,9 @@ import pytest
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.judging import Judges
-from palestra.tasks.rewards import FunctionReward, make_reward, reward
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.rewards.rewards import FunctionReward, make_reward, reward
+from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Judges
 
 ROW = {"answer": "4", "level": 2, "prompt": "a column of the same name", "tags": ["sum"]}
 PROBLEM = Problem("sums/train/0", "2+2=", ROW)
@@ -27,8 +27,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from palestra.tasks.rewards import reward
-from palestra.tasks.types import Status, Verdict
+from palestra.tasks.rewards.rewards import reward
+from palestra.tasks.task import Status, Verdict
 
 seen = []
 

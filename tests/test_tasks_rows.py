@@ -13,7 +13,7 @@ from s3_server import s3_server
 
 from palestra.data.sources import push
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.rows import files_of, load_rows, text_of
+from palestra.tasks.dataset import files_of, load_rows, text_of
 
 TRAIN, TEST = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(5)], [{"question": "1 + 1?", "answer": 2}]
 

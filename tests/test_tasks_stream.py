@@ -13,8 +13,8 @@ from listed_task import draw, prompts
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.tree import flatten, unflatten
 from palestra.spec.tasks import TasksSpec
-from palestra.tasks.registry import make_task
 from palestra.tasks.stream import Prompts, Shares
+from palestra.tasks.task import make_task
 
 TWO = [{"name": "a", "size": 7, "weight": 0.75}, {"name": "b", "size": 5, "weight": 0.25}]
 

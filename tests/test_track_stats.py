@@ -4,8 +4,8 @@ from itertools import count
 
 import pytest
 
-from palestra.track import stats as module
-from palestra.track.stats import Stats
+from palestra.track import sinks as module
+from palestra.track.sinks import Stats
 
 
 def test_export_has_the_latest_number_and_forgets_it():

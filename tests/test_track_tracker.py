@@ -21,9 +21,7 @@ from palestra.runs.session import Session
 from palestra.spec.load import resolved
 from palestra.track import sinks
 from palestra.track.recorder import Recorder
-from palestra.track.sinks import Background, JsonlSink, Place
-from palestra.track.stats import Stats
-from palestra.track.tracker import Tracker
+from palestra.track.sinks import Background, JsonlSink, Place, Stats, Tracker
 
 
 def session(tmp_path: Path) -> Path:
@@ -87,7 +85,7 @@ def test_jsonl_full_disk_raises_error_naming_the_file():
 def test_jsonl_process_killed_keeps_every_logged_row(tmp_path):
     code = f"""
 from pathlib import Path
-from palestra.track.tracker import Tracker
+from palestra.track.sinks import Tracker
 track = Tracker(Path({str(tmp_path)!r}), [], project="p", name="n", id="i", config={{}})
 for step in range(10**9):
     track.log({{"x": step / 3}}, step)
@@ -133,7 +131,7 @@ def test_tensorboard_sink_imports_neither_torch_nor_tensorflow(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from palestra.track.tracker import Tracker
+from palestra.track.sinks import Tracker
 with Tracker(Path({str(tmp_path)!r}), ["tensorboard"], project="p", name="n", id="i", config={{}}) as track:
     track.log({{"x": 1.0}}, 1)
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
@@ -172,7 +170,7 @@ def test_trackio_rows_are_in_its_database(tmp_path):
     folder = session(tmp_path)
     code = f"""
 from pathlib import Path
-from palestra.track.tracker import Tracker
+from palestra.track.sinks import Tracker
 about = dict(project="tests", name="n", id="a1b2-0", config={{}})
 for append in (False, True):
     with Tracker(Path({str(folder)!r}), ["trackio"], append=append, **about) as track:

@@ -11,9 +11,9 @@ import torch
 import uvicorn
 
 from palestra.data.tokenizers import Tokenizer, character_tokenizer
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.server import PromptHeaders, create_app
+from palestra.generate.serve.server import PromptHeaders, create_app
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 

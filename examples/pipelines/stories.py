@@ -60,7 +60,7 @@ def made_up(out: Path, *, stories: int, seed: int = 0, again: float = 0.1) -> No
 
 def lessons(out: Path, *, count: int = 6000, forgets: float = 2 / 3, seed: int = 0) -> None:
     """Sums of two digits by a teacher who mostly forgets to carry; none of those that are held out."""
-    from palestra.tasks.registry import make_task
+    from palestra.tasks.task import make_task
 
     problems, draws = make_task("arithmetic", {"digits": 2}).problems("train"), random.Random(seed)
     with (out / "lessons.jsonl").open("w") as file:

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from palestra.tasks.registry import make_task
+from palestra.tasks.task import make_task
 
 LESSONS = 6000
 FORGETS = 2 / 3

@@ -6,13 +6,12 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.bench.finished import Shipped, find
-from palestra.bench.records import Record, Result, append, measure
+from palestra.bench.results import Record, Result, Shipped, append, find, measure
 from palestra.bench.suites import CHECKOUT, SHIPPED, SUITES, Entry, chosen, parse_seeds
 from palestra.bench.suites import suite as named
 from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.runs.stop import stop_signals
+from palestra.runs.session import stop_signals
 from palestra.work.pool import Pool, Task
 
 LOOK_SECONDS = 0.25

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.bench.finished import Shipped, find, log_points
-from palestra.bench.records import Result, read, results
+from palestra.bench.results import Result, Shipped, find, log_points, read, results
 from palestra.bench.suites import SEEDS, SUITES, Entry
 from palestra.runs.run import Run
 from palestra.runs.store import write_bytes

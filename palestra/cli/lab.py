@@ -1,10 +1,16 @@
-"""The commands around a lab's work: try a spec out, run benchmarks, bring specs over, share runs."""
+"""The commands around a lab's work: new specs, smoke tests, benchmarks, imports, sharing runs."""
 
+import json
 import os
+import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+import palestra
+from palestra.errors import UsageError
 
 RUNS = Path("runs")
 Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of all runs.")]
@@ -40,7 +46,7 @@ def dev(
 
     loaded = check(spec, variables=variables(set_), overrides=overrides or [])
     try:
-        from palestra.control.sanity import try_out
+        from palestra.control.smoke_test import try_out
     except ModuleNotFoundError as error:
         raise MissingExtra("palestra dev", "train") from error
     try_out(loaded.spec, typer.echo, video=Path("dev.gif") if render else None)
@@ -163,3 +169,94 @@ def variables(given: list[str] | None) -> dict[str, str]:
             raise typer.BadParameter(f"{text!r} is not VAR=VALUE", param_hint="--set")
         pairs[name] = value
     return pairs
+
+
+STARTERS = {
+    "control": "control/ppo_cartpole_fast",
+    "pretrain": "lm/shakespeare",
+    "sft": "lm/sft",
+    "dpo": "lm/dpo",
+    "reward_model": "lm/reward_model",
+    "posttrain": "quickstart/grpo",
+    "evaluate": "evaluate/tasks",
+    "distill": "posttrain/distill",
+    "pipeline": "pipelines/corpus",
+}
+"""The example to begin with, by kind."""
+SCHEMA = "palestra.schema.json"
+_MODELINE = re.compile(r"# yaml-language-server: .*\n")
+
+
+def folder() -> Path:
+    """The shipped examples: inside the installed package, or beside it in a checkout."""
+    package = Path(palestra.__file__).parent
+    return next(path for path in (package / "examples", package.parent / "examples") if path.is_dir())
+
+
+def examples() -> list[str]:
+    """The names of all example specs: paths below `examples/`, without the ending."""
+    return sorted(str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml"))
+
+
+def summary(name: str) -> str:
+    """The first sentence of the comment that an example begins with."""
+    lines = _MODELINE.sub("", _text(folder() / f"{name}.yaml")).splitlines()
+    first = next((number for number, line in enumerate(lines) if line[:2] != "# "), 0)
+    text = " ".join(line[2:] for line in lines[:first])
+    return re.split(r"(?<=[a-z])[.:]\s", f"{text} ")[0].strip(" .:")
+
+
+def write_example(name: str, to: Path, *, schema: bool = False) -> list[Path]:
+    """Write an example, or the starter of a kind, with the files it needs into a folder; the spec comes first."""
+    known = examples()
+    name = STARTERS.get(name, name.removeprefix("examples/").removesuffix(".yaml"))
+    if name not in known:
+        near = get_close_matches(name, [*STARTERS, *known, *(Path(one).name for one in known)], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"no kind or example {name!r}.{hint} `palestra new --list` shows all")
+    found = _with_needed(folder() / f"{name}.yaml")
+    texts = {to / path.name: _moved(_text(path), to) for path in found}
+    if schema:
+        from palestra.spec.schema import json_schema
+
+        spec = to / found[0].name
+        texts[spec] = f"# yaml-language-server: $schema={SCHEMA}\n{texts[spec]}"
+        texts[to / SCHEMA] = json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+    for path, text in texts.items():
+        if path.exists() and path.name != SCHEMA and _text(path) != text:
+            raise UsageError(f"{path} exists and differs from the example; name another folder with --to")
+    to.mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    return list(texts)
+
+
+def _with_needed(first: Path) -> list[Path]:
+    """A file and those of the examples that it names, and that these name: by path, or by name beside it."""
+    found = [first]
+    for path in found:
+        text = _text(path)
+        named = [folder().parent / one for one in re.findall(r"\bexamples/[\w/]+\.(?:yaml|py)", text)]
+        beside = [other for other in sorted(path.parent.iterdir()) if other.is_file() and _names(text, other)]
+        found += [other for other in dict.fromkeys((*named, *beside)) if other not in found and other.is_file()]
+    return found
+
+
+def _names(text: str, other: Path) -> bool:
+    """Whether a text names a file beside it: as a file, as an import, or as `module:function`."""
+    forms = [rf"(?<![\w/]){re.escape(other.name)}"]
+    if other.suffix == ".py":
+        forms += [rf"^(?:from|import) {other.stem}\b", rf"[\".]{other.stem}:\w"]
+    return any(re.search(form, text, re.MULTILINE) for form in forms)
+
+
+def _moved(text: str, to: Path) -> str:
+    """A text of the examples as it reads in another folder: the paths and modules in it lead there."""
+    prefix = "" if to == Path() else f"{to.as_posix()}/"
+    text = re.sub(r"\bexamples/(?:\w+/)+(?=\w+\.(?:yaml|py))", lambda _: prefix, _MODELINE.sub("", text))
+    modules = "" if to.is_absolute() else prefix.replace("/", ".")
+    return re.sub(r"\bexamples\.(?:\w+\.)+(?=\w+:\w)", lambda _: modules, text)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

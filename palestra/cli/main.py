@@ -207,7 +207,7 @@ def rollouts(
     runs: Root = RUNS,
 ) -> None:
     """Read what a model answered in post-training, with verdicts and advantages."""
-    from palestra.cli.rollouts import show_rollouts
+    from palestra.cli.show import show_rollouts
 
     show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
 
@@ -345,7 +345,7 @@ def evaluate(
     if not quiet:
         announce(model)
     from palestra.api import evaluate as start
-    from palestra.cli.evaluation import numbers, pairs, show_evaluation
+    from palestra.cli.show import numbers, pairs, show_evaluation
 
     found = start(
         model,
@@ -410,7 +410,7 @@ def inspect_(
     split: Annotated[str | None, typer.Option(help="What separates the documents of text files.")] = None,
 ) -> None:
     """Show what is in a data set: columns, sizes, rows, lengths, samples."""
-    from palestra.cli.inspect import show_inspection
+    from palestra.cli.show import show_inspection
 
     show_inspection(path, rows=rows, samples=samples, split=None if split is None else split.replace("\\n", "\n"))
 

@@ -58,9 +58,8 @@ def run(
 ) -> None:
     """Run the steps of a pipeline that are not done yet, and write a page of all of them."""
     from palestra.pipeline.form import load_pipeline
-    from palestra.pipeline.graph import Graph
+    from palestra.pipeline.graph import Graph, plan
     from palestra.pipeline.outputs import open_outputs
-    from palestra.pipeline.plan import plan
     from palestra.pipeline.report import write_report
     from palestra.pipeline.runner import run as run_steps
 
@@ -104,9 +103,9 @@ def explain(
     prefix: Prefix = None,
 ) -> None:
     """Show what the address of a step is made of, what is no part of it, and what differs from the last one done."""
-    from palestra.pipeline.explanation import explain as explained
     from palestra.pipeline.form import load_pipeline
     from palestra.pipeline.graph import Graph
+    from palestra.pipeline.graph import explain as explained
     from palestra.pipeline.outputs import open_outputs
 
     found = load_pipeline(pipeline, variables=_variables(set_), overrides=overrides or [])

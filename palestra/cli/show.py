@@ -1,28 +1,35 @@
-"""What the commands print: specs, results, lists and differences of runs."""
+"""What the commands print: specs, results, runs and their differences, data sets, evaluations, rollouts."""
 
 import difflib
 import fnmatch
 import json
 import math
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from palestra.api import check
-from palestra.cli import new
+from palestra.cli import lab
+from palestra.data.inspect import PERCENTILES, Column, Inspection, StoreInspection, inspect
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.compare import diff
-from palestra.runs.run import Run, list_runs, open_run
-from palestra.search.folder import Experiment
-from palestra.spec.plain import plain
+from palestra.rollout.records import FILE, Record, newest
+from palestra.runs.run import Run, diff, list_runs, open_run
+from palestra.runs.store import read_json
+from palestra.search.results import Experiment
+from palestra.spec.compose import parse
+from palestra.spec.model import plain
 from palestra.spec.source import write_text
+from palestra.tasks.task import Problem, Status
 from palestra.track.recorder import in_words
 
 NEXT = {
@@ -57,15 +64,15 @@ def show_examples() -> None:
     table = Table(box=None, header_style="bold")
     table.add_column("palestra new …")
     table.add_column("what it is")
-    for name in (*new.STARTERS, *new.examples()):
-        starter = new.STARTERS.get(name)
-        table.add_row(name, new.summary(name) if starter is None else f"the same as {starter}")
+    for name in (*lab.STARTERS, *lab.examples()):
+        starter = lab.STARTERS.get(name)
+        table.add_row(name, lab.summary(name) if starter is None else f"the same as {starter}")
     console().print(table)
 
 
 def show_new(name: str, to: Path, schema: bool) -> None:
     """Write an example, then say what was written and how its comments say to begin."""
-    written = new.write_example(name, to, schema=schema)
+    written = lab.write_example(name, to, schema=schema)
     for path in written:
         print(f"wrote {path}")
     commands = [line[1:].strip() for line in written[0].read_text().splitlines() if line.startswith("#   ")]
@@ -118,8 +125,6 @@ def _inline(value: Any) -> str:
 def show_result(run: Run) -> None:
     """What came of a run, where it is and what to do with it next."""
     if run.spec["kind"] == "evaluate":
-        from palestra.cli.evaluation import show_evaluation  # which builds on this module
-
         show_evaluation(run)
         return
     summary = run.summary()
@@ -266,3 +271,346 @@ def _age(created: str) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+LONGEST = 240
+"""Characters of a value in a sample."""
+
+
+def show_inspection(where: str, *, rows: int, samples: int, split: str | None) -> None:
+    """Look into a data set and say what is there."""
+    found = inspect(where, rows=rows, samples=samples, split=split)
+    screen = console()
+    if isinstance(found, StoreInspection):
+        _show_store(screen, where, found)
+    else:
+        _show_rows(screen, where, found)
+
+
+def _show_rows(screen: Console, where: str, found: Inspection) -> None:
+    rows = f"{found.rows:,} rows" if found.complete else f"more than {found.rows:,} rows (--rows 0 reads all)"
+    files = f"{found.files:,} file{'s' if found.files > 1 else ''} ({', '.join(found.formats)})"
+    screen.print(escape(f"{where}: {files}, {size(found.bytes)}, {rows}"))
+    if found.files > 1:
+        screen.print(escape(f"the largest file: {found.largest[0]}, {size(found.largest[1])}"))
+    table = Table("column", "type", "of", *_heads(), box=None, pad_edge=False)
+    for name, column in found.columns.items():
+        table.add_row(escape(name), escape(_types(column)), _of(column), *_values(column.percentiles()))
+    screen.print()
+    screen.print(table)
+    for number, row in enumerate(found.samples, 1):
+        screen.print(f"\nsample {number}")
+        for name, value in row.items():
+            screen.print(escape(f"  {name}: {_short(value)}"))
+    if found.counts is not None:
+        screen.print("\nmade by a data step")
+        for key, value in found.counts.items():
+            screen.print(escape(f"  {key}: {json.dumps(value, ensure_ascii=False)}"))
+
+
+def _show_store(screen: Console, where: str, found: StoreInspection) -> None:
+    screen.print(escape(f"{where}: a token store of {found.documents:,} documents, {found.tokens:,} tokens"))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("tokenizer", escape(f"{found.tokenizer}, a vocabulary of {found.vocab_size:,}"))
+    table.add_row("text", f"{size(found.bytes)}, {found.bytes / max(found.tokens, 1):.2f} bytes a token")
+    table.add_row("trained on", f"{found.trained:,} tokens")
+    table.add_row("largest token", f"{found.largest_token:,}")
+    table.add_row("recipe", escape(json.dumps(found.recipe, ensure_ascii=False)[:LONGEST]))
+    for path, documents, tokens in found.shards[:10]:
+        table.add_row("from", escape(f"{path}: {documents:,} documents, {tokens:,} tokens"))
+    if len(found.shards) > 10:
+        table.add_row("", f"and {len(found.shards) - 10} more files")
+    screen.print(table)
+    lengths = Table("", *_heads(), box=None, pad_edge=False)
+    lengths.add_row("tokens a document", *_values(found.lengths))
+    screen.print()
+    screen.print(lengths)
+    for number, tokens in enumerate(found.samples, 1):
+        screen.print(f"\nsample {number}: {' '.join(map(str, tokens))} …")
+
+
+def size(number: int) -> str:
+    """Bytes for people."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def _heads() -> list[str]:
+    return [{0: "least", 50: "median", 100: "most"}.get(percent, f"{percent} %") for percent in PERCENTILES]
+
+
+def _types(column: Column) -> str:
+    total = column.types.total()
+    if len(column.types) == 1:
+        return next(iter(column.types))
+    return ", ".join(f"{name} {count / total:.1%}" for name, count in column.types.most_common())
+
+
+def _of(column: Column) -> str:
+    if column.lengths:
+        return "characters" if column.types["text"] >= column.types["list"] else "items"
+    return "values" if column.numbers else ""
+
+
+def _values(found: Mapping[int, float]) -> list[str]:
+    return [f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" for value in found.values()] or [
+        "" for _ in PERCENTILES
+    ]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
+
+
+REPORT = "evaluation.json"
+COUNTED = ("truncated", "unparsable", "timeout", "error", "no_room")
+"""Shares that are shown where they are not 0; the first one always."""
+
+
+def show_evaluation(run: Run) -> None:
+    """Every score of an evaluation with what it was measured on, and where the answers are."""
+    found = [session.path for session in run.sessions if (session.path / REPORT).exists()]
+    if not found:
+        kind = run.spec["kind"]
+        why = f"it is {run.state}" if kind == "evaluate" else f"it is a run of kind {kind}"
+        raise UsageError(f"{run.path} has no evaluation to show: {why}")
+    for place, session in enumerate(found):
+        report = read_json(session / REPORT)
+        if place == 0:
+            model = report["model"]
+            print(f"{'model':<12}{model['init']} ({model['dtype']}, weights {model['sha256'][:12]})")
+        if len(found) > 1:
+            print(f"\nseed {report['seed']}")
+        for table in tables(report):
+            console().print(table)
+        for name, text in (("mean", _mean(report["metrics"])), ("answers", _answers(session))):
+            if text:
+                print(f"{name:<12}{text}")
+    print(f"{'run folder':<12}{run.path}")
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """One of the tasks that were answered, one of the answers that were scored, one of texts; those that have rows."""
+    return [table for table in (_tasks(report), _likelihood(report), _texts(report)) if table.rows]
+
+
+def _tasks(report: Mapping[str, Any]) -> Table:
+    tasks, decoding = report["tasks"], report["decoding"]
+    rows = {label: _shares(task) for label, task in tasks.items()}
+    shown = [name for name in COUNTED if name == "truncated" or any(shares[name] for shares in rows.values())]
+    ks = decoding["k"] if decoding["samples"] else []
+    greedy = ["accuracy", "95 %"] if decoding["greedy"] else []
+    table = _score_table("task", "split", "problems", *greedy, *(f"pass@{k}" for k in ks), *shown, "tokens")
+    for label, task in tasks.items():
+        cells = [label, task["split"], f"{task['problems']:,} of {task['of']:,}"]
+        if decoding["greedy"]:
+            cells += [_percent(task["greedy"]["accuracy"]["mean"]), _interval(task["greedy"]["accuracy"])]
+        cells += [_with_error(task["samples"][f"pass@{k}"]) for k in ks]
+        cells += [_percent(rows[label][name]) for name in shown]
+        table.add_row(*cells, f"{_first(task)['tokens']:.0f}")
+    return table
+
+
+def _likelihood(report: Mapping[str, Any]) -> Table:
+    table = _score_table(
+        "likelihood", "rows", "shots", "by", "accuracy", "95 %", "guessing", "centred", "bits/byte", "cut"
+    )
+    for label, suite in report["likelihood"].items():
+        table.add_row(
+            label,
+            f"{suite['items']:,} of {suite['of']:,}",
+            str(suite["shots"]),
+            suite["by"],
+            _percent(suite["accuracy"]["mean"]),
+            _interval(suite["accuracy"]),
+            _percent(suite["baseline"]),
+            f"{suite['centred']:.3f}",
+            f"{suite['bits_per_byte']:.3f}",
+            str(suite["cut"]),
+        )
+    return table
+
+
+def _texts(report: Mapping[str, Any]) -> Table:
+    table = _score_table("texts", "documents", "tokens", "bytes", "loss", "bits/byte")
+    for label, found in report.get("texts", {}).items():  # evaluations of before have none
+        counts = (f"{found['items']:,} of {found['of']:,}", f"{found['tokens']:,}", f"{found['bytes']:,}")
+        table.add_row(label, *counts, f"{found['loss']:.3f}", f"{found['bits_per_byte']:.3f}")
+    return table
+
+
+def _score_table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 else "right")
+    return table
+
+
+def _first(task: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Greedy answers, or the drawn ones where there are no others."""
+    return task["greedy"] if "greedy" in task else task["samples"]
+
+
+def _shares(task: Mapping[str, Any]) -> dict[str, float]:
+    """The worse of both modes: nothing is hidden behind the better one."""
+    found = dict.fromkeys(COUNTED, 0.0)
+    for outcome in (task[mode] for mode in ("greedy", "samples") if mode in task):
+        counts = {name: outcome["statuses"].get(name, 0) / max(1, outcome["answers"]) for name in COUNTED}
+        counts |= {"truncated": outcome["truncated"]}
+        counts |= {"no_room": outcome["statuses"].get("no_room", 0) / outcome["problems"]}
+        found = {name: max(found[name], counts[name]) for name in COUNTED}
+    return found
+
+
+def _mean(metrics: Mapping[str, float]) -> str:
+    named = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.count("/") == 1}
+    plain = ("centred", "bits_per_byte")
+    shown = {name: f"{value:.3f}" if name in plain else _percent(value) for name, value in named.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _answers(session: Path) -> str:
+    return ", ".join(
+        str(path) for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl") if (path := session / name).exists()
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _with_error(estimate: Mapping[str, Any]) -> str:
+    mean = f"{100 * estimate['mean']:.1f}"
+    return f"{mean} %" if estimate["error"] is None else f"{mean} ± {100 * estimate['error']:.1f} %"
+
+
+def _interval(estimate: Mapping[str, Any]) -> str:
+    if estimate["interval"] is None:
+        return "–"
+    low, high = estimate["interval"]
+    return f"{100 * low:.1f} – {100 * high:.1f} %"
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between, such as 1,8."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--k {text}: expected whole numbers with commas between, such as 1,8") from error
+
+
+def pairs(texts: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts as a mapping, with YAML typing."""
+    for text in texts:
+        if "=" not in text:
+            raise UsageError(f"--arg {text}: expected KEY=VALUE, such as digits=3")
+    return dict(parse(texts))
+
+
+COLOURS = {
+    Status.CORRECT: "green",
+    Status.WRONG: "red",
+    Status.UNPARSABLE: "yellow",
+    Status.TIMEOUT: "magenta",
+    Status.ERROR: "bold red",
+}
+LONGEST_PROMPT = 1000
+"""Characters of a prompt; of a longer one the end is shown."""
+# What a terminal would obey instead of show: controls, halves of characters, changes of the writing direction.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+Shown = tuple[Record, list[int]]
+"""A record and which of its trajectories to show."""
+
+
+def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None, step: int | None, limit: int) -> None:
+    """The newest `limit` answers of each seed that have a status, are of a task, were used in a step."""
+    if status is not None and status not in list(Status):
+        raise UsageError(f"no status {status!r}: choose one of {', '.join(Status)}")
+    found = open_run(run, root)
+    files = {session.seed: session.path / FILE for session in found.sessions}
+    if not any(path.is_file() for path in files.values()):
+        kind = found.spec["kind"]
+        why = "none has been trained on yet" if kind == "posttrain" else f"a run of kind {kind} has none"
+        raise UsageError(f"{found.path} has no {FILE}: {why}")
+    target = console()
+    for seed, path in files.items():
+        if not path.is_file():
+            continue
+        if len(files) > 1:
+            target.print(Text(f"seed {seed}", "bold"))
+        records = (one for one in newest(path) if _asked(one, task, step))
+        chosen, more = _chosen(records, status, limit)
+        for record, places in reversed(chosen):
+            _show(target, record, places)
+        if not chosen:
+            target.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
+        elif more:
+            target.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
+
+
+def _asked(record: Record, task: str | None, step: int | None) -> bool:
+    return task in (None, record.group.problem.task) and step in (None, record.step)
+
+
+def _chosen(records: Iterable[Record], status: str | None, limit: int) -> tuple[list[Shown], bool]:
+    """The first records with answers of the status, until there are `limit` answers; and whether there are more."""
+    chosen: list[Shown] = []
+    for record in records:
+        matching = [
+            place
+            for place, one in enumerate(record.group.trajectories)
+            if status is None or one.verdict.status == status
+        ]
+        if not matching:
+            continue
+        if limit == 0:
+            return chosen, True
+        chosen.append((record, matching[:limit]))
+        if len(matching) > limit:
+            return chosen, True
+        limit -= len(matching)
+    return chosen, False
+
+
+def _show(target: Console, record: Record, places: list[int]) -> None:
+    group = record.group
+    target.print(Text(f"── {group.problem.id}  number {group.number}  step {record.step}  {record.fate}", "bold"))
+    for line in _prompt_lines(group.problem):
+        target.print(Text(line, "dim"))
+    for place in places:
+        one = group.trajectories[place]
+        verdict, colour = one.verdict, COLOURS[one.verdict.status]
+        drawn = sorted({v for v, used in zip(one.versions, one.loss_mask, strict=True) if used})
+        facts = [f"reward {one.reward:g}", f"{one.drawn} tokens", one.stop_reason]
+        if record.advantages:
+            mean = sum(record.advantages[place]) / max(one.drawn, 1)
+            facts.insert(1, f"advantage {mean:+.3g}")
+        if drawn:
+            facts.append(f"version {drawn[0]}" if len(drawn) == 1 else f"versions {drawn[0]} to {drawn[-1]}")
+        facts += [f"{name} {value:g}" for name, value in verdict.parts.items()]
+        head = Text(f"{verdict.status}", f"bold {colour}")
+        head.append(f"  answer {place + 1} of {len(group.trajectories)}: {', '.join(facts)}", "not bold")
+        target.print(head)
+        if verdict.note:
+            target.print(Text(f"  note: {_seen(verdict.note)}", "italic"))
+        target.print(Text("\n".join(f"  {line}" for line in _seen(one.completion).split("\n")), colour))
+    target.print()
+
+
+def _prompt_lines(problem: Problem) -> Iterator[str]:
+    if isinstance(problem.prompt, str):
+        text = problem.prompt
+    else:
+        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in problem.prompt)
+    text = _seen(text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}")
+    yield from (f"  {line}" for line in text.split("\n"))
+
+
+def _seen(text: str) -> str:
+    """The text with what a terminal would obey spelled out."""
+    return UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

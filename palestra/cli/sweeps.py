@@ -91,7 +91,7 @@ Submissions = Annotated[Path, typer.Argument(help="A folder of submissions: ever
 @speedruns.command()
 def info(spec: Spec, overrides: Overrides = None, set_: Set = None) -> None:
     """What a run would cost, before it: its size, its tokens, its FLOPs, and hardware FLOPs and hours at a guess."""
-    from palestra.speedrun.cost import about
+    from palestra.speedrun.submission import about
 
     for name, value in about(spec, variables=variables(set_), overrides=overrides or []).items():
         typer.echo(f"{name:<28}{value}")
@@ -173,8 +173,7 @@ def pareto(
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("pareto.png"),
 ) -> None:
     """Draw bits per byte over hardware FLOPs, and the frontier that nobody has beaten."""
-    from palestra.speedrun.leaderboard import read_rows
-    from palestra.speedrun.plot import draw
+    from palestra.speedrun.leaderboard import draw, read_rows
 
     typer.echo(draw(read_rows(folder), out))
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from palestra.control.envs.masks import random_allowed
-from palestra.control.envs.stepping import EnvironmentFailed, Stepper
+from palestra.control.envs.stepping import EnvironmentFailed, Stepper, random_allowed
 from palestra.control.policy import Policy, as_input
 
 LONGEST_EPISODE = 200_000  # steps; the longest of Gymnasium's own environments end long before

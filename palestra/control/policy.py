@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.actions import Distribution
-from palestra.control.actors import Actor
-from palestra.control.recurrent import Recurrent
+from palestra.control.nets.actor_critic import Actor, Recurrent
+from palestra.control.nets.heads import Distribution
 from palestra.errors import UsageError
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.rl.normalise import RewardScale, RunningMeanStd
-from palestra.spec.control.env import EnvSpec
+from palestra.rl.normalize import RewardScale, RunningMeanStd
+from palestra.spec.kinds.control import EnvSpec
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 

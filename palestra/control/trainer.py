@@ -10,20 +10,18 @@ import torch
 
 from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.algorithms.base import Parts
-from palestra.control.compiling import should_compile
 from palestra.control.envs.make import Factory, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
 from palestra.control.evaluation import evaluate
-from palestra.control.precision import products
+from palestra.control.optim import products, should_compile
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.control import ControlSpec
-from palestra.track.hooks import Moment, call_hooks, load_hooks
-from palestra.track.recorder import Recorder
+from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 
 log = logging.getLogger("palestra.control")
 

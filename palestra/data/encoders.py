@@ -1,15 +1,18 @@
-"""Encoders: what turns rows into the documents of a token store, and all that decides their tokens."""
+"""Rows to tokens and loss masks: plain text, conversations and preference pairs."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from palestra.data.chat import encode_chat
 from palestra.data.readers import Row
-from palestra.errors import PalestraError
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
 
 if TYPE_CHECKING:
     from palestra.data.tokenizers import Tokenizer
@@ -121,3 +124,186 @@ def cached_tokenizer(folder: str) -> "Tokenizer":
     from palestra.data.tokenizers import Tokenizer
 
     return Tokenizer.load(Path(folder))
+
+
+Messages = list[dict[str, Any]]
+
+QUESTION_KEYS = (("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
+"""Columns of a question and its answer, in datasets of single exchanges."""
+
+
+def conversation(row: Mapping[str, Any]) -> Messages:
+    """The messages of a row: `messages`, ShareGPT's `conversations`, or a question and its answer."""
+    if "messages" in row:
+        return _messages(row["messages"], "messages")
+    if "conversations" in row:
+        turns = row["conversations"]
+        if isinstance(turns, list) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
+            return _messages(turns, "conversations")
+        speakers = {"human": "user", "gpt": "assistant", "system": "system"}
+        try:
+            return [{"role": speakers[turn["from"]], "content": turn["value"]} for turn in turns]
+        except (KeyError, TypeError) as error:
+            raise UsageError(
+                f"expected turns with 'from' (human, gpt, system) and 'value' in 'conversations': {error}"
+            ) from error
+    for question, answer in QUESTION_KEYS:
+        if question in row and answer in row:
+            asked = row[question]
+            if question == "instruction" and row.get("input"):
+                asked = f"{asked}\n\n{row['input']}"
+            return _prompt(asked, question) + _answer(row[answer], answer)
+    raise UsageError(
+        "expected a row with 'messages', 'conversations', or one of "
+        + ", ".join(f"'{question}' and '{answer}'" for question, answer in QUESTION_KEYS)
+        + f"; this one has {', '.join(map(repr, row))}"
+    )
+
+
+def pair(row: Mapping[str, Any]) -> tuple[Messages, Messages]:
+    """The chosen and the rejected conversation of a row with `chosen` and `rejected`.
+
+    They are answers where there is a `prompt` or `messages`, else whole conversations: lists of messages, or texts of
+    alternating "Human:" and "Assistant:" paragraphs as in hh-rlhf.
+    """
+    if "chosen" not in row or "rejected" not in row:
+        raise UsageError(f"expected a row with 'chosen' and 'rejected'; this one has {', '.join(map(repr, row))}")
+    if "messages" in row:
+        before = _messages(row["messages"], "messages")
+    elif "prompt" in row:
+        before = _prompt(row["prompt"], "prompt")
+    else:
+        return _whole(row["chosen"], "chosen"), _whole(row["rejected"], "rejected")
+    chosen, rejected = (_without(before, _answer(row[key], key)) for key in ("chosen", "rejected"))
+    return before + chosen, before + rejected
+
+
+def _messages(value: Any, key: str) -> Messages:
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else type(value).__name__
+        raise UsageError(f"expected a list of messages in {key!r}, got {what}")
+    for message in value:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UsageError(f"expected messages with 'role' and 'content' in {key!r}, got {message!r:.200}")
+    return [dict(message) for message in value]
+
+
+def _prompt(value: Any, key: str) -> Messages:
+    return _turn("user", value, key)
+
+
+def _answer(value: Any, key: str) -> Messages:
+    return _turn("assistant", value, key)
+
+
+def _turn(role: str, value: Any, key: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UsageError(f"expected a text or a list of messages in {key!r}, got {type(value).__name__}")
+    return _messages(value, key)
+
+
+def _without(before: Messages, messages: Messages) -> Messages:
+    """Some datasets repeat the prompt in `chosen` and `rejected`."""
+    return messages[len(before) :] if messages[: len(before)] == before else messages
+
+
+def _whole(value: Any, key: str) -> Messages:
+    if not isinstance(value, str):
+        return _messages(value, key)
+    parts = re.split(r"(?:^|\n\n)(Human|Assistant): ?", value)
+    if len(parts) < 3 or parts[0].strip():
+        raise UsageError(f"expected paragraphs that begin with 'Human:' or 'Assistant:' in {key!r}, got {value!r:.200}")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": text} for who, text in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+Format = Literal["chat", "plain"]
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Conversations, or one side of preference pairs; the assistant's turns and what ends them are trained on.
+
+    `chat` writes them with the tokenizer's template. `plain` writes a prompt, its answer and the end-of-text token.
+    """
+
+    folder: str
+    """Where the tokenizer is loaded from, once in each process."""
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    format: Format
+    side: Literal["chosen", "rejected"] | None
+    """Of pairs: which of the two; only the answers, what the two do not share, are trained on."""
+    template: str | None
+    opening: tuple[int, ...]
+    """What plain prompts begin with, such as Llama's BOS; a template writes its own."""
+
+    @classmethod
+    def load(
+        cls, folder: Path | str, *, format: Format = "chat", side: Literal["chosen", "rejected"] | None = None
+    ) -> "ChatEncoder":
+        """With the tokenizer of a folder."""
+        tokenizer = cached_tokenizer(str(folder))
+        names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
+        chat = format == "chat"
+        around = (tokenizer.chat_template if chat else None, () if chat else tokenizer.beginning)
+        return cls(str(folder), *names, format, side, *around)
+
+    @property
+    def masked(self) -> bool:
+        """Only answers are trained on."""
+        return True
+
+    @property
+    def text_key(self) -> str:
+        """Text files have no conversations: their rows are refused."""
+        return "text"
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """How conversations are written, and which side of pairs."""
+        form = {"format": self.format, "side": self.side, "template": self.template, "opening": self.opening}
+        return {"encoder": "chat", **form}
+
+    def __call__(self, rows: list[Row]) -> list[Encoded]:
+        """The tokens of the conversations."""
+        return [self._conversation(row) if self.side is None else self._side(row) for row in rows]
+
+    def _conversation(self, row: Row) -> Encoded:
+        tokens, loss, size = self._encode(conversation(row))
+        if not any(loss):
+            raise UsageError("a conversation without an assistant's turn has nothing to train on")
+        return Encoded(tokens, size, loss)
+
+    def _side(self, row: Row) -> Encoded:
+        chosen, rejected = pair(row)
+        if chosen == rejected:
+            raise UsageError("the chosen and the rejected conversation are the same: nothing is preferred")
+        (tokens, loss, size), (other, _, _) = (
+            self._encode(messages) for messages in ((chosen, rejected) if self.side == "chosen" else (rejected, chosen))
+        )
+        shared = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), len(tokens))
+        return Encoded(tokens, size, [trained and i >= shared for i, trained in enumerate(loss)])
+
+    def _encode(self, messages: Messages) -> tuple[list[int], list[bool], int]:
+        """Tokens, whether each is trained on, and the bytes of the texts."""
+        tokenizer = cached_tokenizer(self.folder)
+        size = sum(len(str(message["content"]).encode()) for message in messages)
+        if self.format == "plain":
+            return *_plain(tokenizer, messages), size
+        encoded = encode_chat(tokenizer, messages, add_generation_prompt=False)
+        return encoded.tokens, encoded.loss_mask, size
+
+
+def _plain(tokenizer: Tokenizer, messages: Messages) -> tuple[list[int], list[bool]]:
+    if [message["role"] for message in messages] != ["user", "assistant"]:
+        raise UsageError("format `plain` expects one prompt and one answer; use `chat` for longer conversations")
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise UsageError("format `plain` expects a prompt and an answer that are texts")
+    if tokenizer.eos is None:
+        raise UsageError(f"format `plain` needs a tokenizer with an end-of-text token, and {tokenizer.name} has none")
+    prompt, answer = tokenizer.encode_prompt(messages[0]["content"]), tokenizer.encode(messages[1]["content"])
+    return [*prompt, *answer, tokenizer.eos], [False] * len(prompt) + [True] * (len(answer) + 1)

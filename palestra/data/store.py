@@ -1,4 +1,4 @@
-"""The token store: documents as one memory-mapped array of token ids, with a ledger of what it was made from.
+"""The token store: documents as one memory-mapped array, cut into examples and packed into sequences.
 
 A folder with
     tokens.bin   all tokens, end to end (uint16 where the vocabulary fits, else uint32; little endian)
@@ -7,10 +7,12 @@ A folder with
     ledger.json  the tokenizer and recipe, the shards with their documents, tokens and bytes; written last
 """
 
+import heapq
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -161,3 +163,165 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
             "copy the store again, or remove it and build it"
         )
     return np.memmap(path, dtype, mode="r", shape=(length,))
+
+
+OverLong = Literal["truncate", "error"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence of tokens, of one or several documents."""
+
+    tokens: np.ndarray
+    """(T) int32"""
+    segments: np.ndarray
+    """(S) int64, the lengths of the pieces of documents in it; they add up to T. Attention may stay inside them."""
+    loss: np.ndarray | None = None
+    """(T) bool, which tokens are trained on; None where all are."""
+
+
+class Windows:
+    """The documents end to end, cut every `length` tokens; what is left at the end is not used."""
+
+    def __init__(self, store: TokenStore, length: int) -> None:
+        if length < 2:
+            raise UsageError(f"a window of {length} tokens has nothing to predict; it needs at least 2")
+        self.store, self.length = store, length
+
+    def __len__(self) -> int:
+        return self.store.num_tokens // self.length
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start, stop = index * self.length, (index + 1) * self.length
+        ends = self.store.ends
+        first, last = np.searchsorted(ends, [start, stop], side="right")
+        # Unique: a document may end with the window, and one without tokens where the last one did.
+        bounds = np.unique(np.concatenate([[start], ends[first:last], [stop]]))
+        return _example(self.store, start, stop, np.diff(bounds))
+
+
+class Documents:
+    """One document an example; of one longer than `max_length` the end is cut, or it is refused."""
+
+    def __init__(self, store: TokenStore, max_length: int, over_long: OverLong = "truncate") -> None:
+        if max_length < 1:
+            raise UsageError(f"documents of at most {max_length} tokens are empty")
+        self.store = store
+        stops = np.asarray(store.ends)
+        self._starts = np.concatenate([[0], stops[:-1]])
+        self._stops = np.minimum(stops, self._starts + max_length)
+        long = np.flatnonzero(stops > self._stops)
+        if over_long == "error" and long.size:
+            raise UsageError(
+                f"{long.size} of {len(store)} documents of {store.folder} have more than {max_length} tokens, first "
+                f"document {long[0]} with {stops[long[0]] - self._starts[long[0]]}; truncate or drop them"
+            )
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        start, stop = int(self._starts[index]), int(self._stops[index])
+        return _example(self.store, start, stop, np.array([stop - start]))
+
+
+def _example(store: TokenStore, start: int, stop: int, segments: np.ndarray) -> Example:
+    loss = None if store.loss is None else np.array(store.loss[start:stop])
+    return Example(store.tokens[start:stop].astype(np.int32), segments, loss)
+
+
+Bin = tuple[int, int, int, list[int]]  # −sum, −count and an index of its own (both break ties of sums), indices
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices with at most `capacity` tokens each: longest first, each into the first bin with room.
+
+    At most 11/9 of the fewest bins possible plus 6/9 (Dósa, 2007). O(n log n).
+    """
+    _check(lengths)
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise UsageError(
+                f"sequence {index} has {length} tokens, more than the {capacity} that fit at once; "
+                "truncate, split or drop it, or raise the limit"
+            )
+    # room[1] is the root of a binary tree whose leaves are the bins, in order; a node holds the most room below it.
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    bins: list[list[int]] = []
+    for index in _longest_first(lengths):
+        length, node = lengths[index], 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < length)
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [sorted(indices) for indices in bins]
+
+
+def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
+    """Exactly `bins` bins of indices with sums as equal as differencing makes them; none empty where n ≥ bins.
+
+    Karmarkar and Karp's largest differencing, with several bins: of the partial solutions, the two whose bins differ
+    most are joined, the fullest bin of one with the emptiest of the other. The largest sum is at most 4/3 − 1/(3·bins)
+    of the best possible (Michiels, Korst and Aarts, 2003). O(n · bins · log(n · bins)).
+    """
+    _check(lengths)
+    if bins < 1:
+        raise ValueError(f"cannot split into {bins} bins")
+    if bins == 1:
+        return [list(range(len(lengths)))]
+    # A solution is its bins that are not empty, from the fullest on; the heap orders by how much the fullest has more
+    # than the emptiest.
+    solutions: list[tuple[int, int, list[Bin]]] = [
+        (-lengths[index], order, [(-lengths[index], -1, index, [index])])
+        for order, index in enumerate(_longest_first(lengths))
+    ]
+    heapq.heapify(solutions)
+    while len(solutions) > 1:
+        _, order, one = heapq.heappop(solutions)
+        _, _, other = heapq.heappop(solutions)
+        joined = _joined(one, other, bins)
+        least = joined[-1][0] if len(joined) == bins else 0
+        heapq.heappush(solutions, (joined[0][0] - least, order, joined))
+    filled = [sorted(indices) for *_, indices in solutions[0][2]] if solutions else []
+    return sorted(filled) + [[] for _ in range(bins - len(filled))]
+
+
+def _joined(one: list[Bin], other: list[Bin], bins: int) -> list[Bin]:
+    """The fullest bin of one with the emptiest of the other, and so on; the lists of indices are used up."""
+    alone = bins - len(other)  # the first bins of one meet empty ones
+    found = one[:alone] + other[: bins - len(one)]
+    for (a, b, first, x), (c, d, _, y) in zip(one[alone:], reversed(other[bins - len(one) :]), strict=True):
+        x, y = (x, y) if len(x) >= len(y) else (y, x)
+        x += y  # the longer one grows: no index is copied more than log n times
+        found.append((a + c, b + d, first, x))
+    return sorted(found)
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As few bins of at most `max_tokens` as first-fit decreasing finds, of similar size where that still fits."""
+    fewest = first_fit_decreasing(lengths, max_tokens)
+    if not fewest:
+        return []
+    even = balanced(lengths, len(fewest))
+    fits = all(sum(lengths[index] for index in indices) <= max_tokens for indices in even)
+    return even if fits else fewest
+
+
+def _check(lengths: Sequence[int]) -> None:
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise ValueError(f"sequence {index} has {length} tokens; an empty one cannot be packed")
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face tokenizers in which special tokens never come out of user text."""
+"""Text to token ids and back, with the exact bytes of each token; special tokens never come out of user text."""
 
 import codecs
 import copy
@@ -6,8 +6,10 @@ import hashlib
 import json
 import re
 import secrets
+import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, takewhile
 from pathlib import Path
@@ -16,10 +18,87 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from palestra.data.pieces import read_spelling
-from palestra.data.pretokenizers import GPT4_SHORT_DIGITS
-from palestra.data.tokenizer_files import named_tokens, read_folder, template_in, with_declared_tokens
+from palestra.data.tokenizer_files import (
+    GPT4_SHORT_DIGITS,
+    added_token,
+    bpe_model,
+    byte_level_document,
+    named_tokens,
+    read_folder,
+    template_in,
+    with_declared_tokens,
+)
 from palestra.errors import UsageError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte: Latin-1 where it prints, U+0100 and on for the other 68 bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How printed tokens become bytes, and how many spaces the start of a text has too many.
+
+    Two families cover the language models: byte-level (GPT-2, Llama 3, Qwen), where each printed character is a byte,
+    and SentencePiece-like (Llama 2, Mistral), where a sign stands for the space, `<0x0A>` for a byte, and the space
+    put before every text is taken away again.
+    """
+
+    byte_level: bool
+    replacements: tuple[tuple[str, str], ...]
+    byte_fallback: bool
+    leading_spaces: int
+
+    def bytes_of(self, printed: str) -> bytes:
+        """The bytes of one ordinary token (an added token is its own text)."""
+        if self.byte_level:
+            if all(character in _BYTES for character in printed):
+                return bytes(_BYTES[character] for character in printed)
+            return printed.encode()
+        if self.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(printed)):
+            return bytes([int(byte[1], 16)])
+        for old, new in self.replacements:
+            printed = printed.replace(old, new)
+        return printed.encode()
+
+
+def read_spelling(decoder: dict[str, Any] | None) -> Spelling:
+    """The spelling that a tokenizer.json's `decoder` describes; one that is not understood is refused by name."""
+    steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    byte_level, fallback, spaces, replacements = False, False, 0, []
+    for step in steps:
+        match step:
+            case {"type": "ByteLevel"}:
+                byte_level = True
+            case {"type": "ByteFallback"}:
+                fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                replacements.append((old, new))
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                spaces = start
+            case _:
+                raise _refusal(step["type"])
+    if not steps:
+        raise _refusal("none")
+    return Spelling(byte_level, tuple(replacements), fallback, spaces)
+
+
+def _refusal(kind: str) -> UsageError:
+    return UsageError(
+        f"tokenizer.json has the decoder {kind!r}, whose text cannot be put together piece by piece. Supported are "
+        "ByteLevel, and Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces) in a Sequence"
+    )
+
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -348,3 +427,93 @@ def _renamed(document: dict[str, Any], secret: dict[str, str]) -> dict[str, Any]
     ]
     nothing = {"truncation": None, "padding": None, "post_processor": None}
     return {**document, "model": model, "added_tokens": added, **nothing}
+
+
+# GGUF's `tokenizer.ggml.token_type`. Normal, unused and byte tokens stay in the vocabulary as they are.
+_CONTROL, _USER_DEFINED = 3, 4
+
+
+def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a llama2.c model (`tok512.bin`), with the ids that `run.c` gives.
+
+    The file holds the longest token's length, then a score, a length and the bytes for each token; how many there are
+    stands in the model's file. run.c puts a space before the text, looks up each character (or writes its bytes), and
+    merges the neighbours whose joined piece has the highest score, the leftmost first, until none is left. That is BPE
+    in which every way to split a piece is a merge, ranked by the piece's score.
+    """
+    data = Path(path).read_bytes()
+    scores: list[float] = []
+    pieces: list[str] = []
+    try:
+        place = struct.calcsize("<i")
+        for _ in range(vocab_size):
+            score, length = struct.unpack_from("<fi", data, place)
+            place += struct.calcsize("<fi")
+            scores.append(score)
+            pieces.append(data[place : place + length].decode())
+            place += length
+    except (struct.error, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no llama2.c tokenizer of {vocab_size} tokens: {error}") from error
+    if place != len(data):
+        raise UsageError(f"{path} has more than the {vocab_size} tokens of the model it is said to belong to")
+    pieces[:3] = ("<unk>", "<s>", "</s>")  # the file spells the latter two with line breaks around them
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    ordered = sorted(range(3, vocab_size), key=lambda number: -scores[number])
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in (pieces[number] for number in ordered)
+        for cut in range(1, len(piece))
+        if piece[:cut] in numbers and piece[cut:] in numbers
+    ]
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(piece, number) for number, piece in enumerate(pieces[:3])],
+        "normalizer": {"type": "Prepend", "prepend": " "},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": bpe_model(numbers, merges, unknown="<unk>", byte_fallback=True),
+    }
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(document, config, name=Path(path).stem)
+
+
+def from_gguf(fields: dict[str, Any]) -> Tokenizer:
+    """The tokenizer in a GGUF's metadata, given as plain values by their keys (`tokenizer.ggml.tokens`, …)."""
+    kind = fields.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise UsageError(f"the GGUF has a tokenizer of type {kind!r}; byte-level BPE ('gpt2') is supported")
+    tokens: list[str] = list(fields["tokenizer.ggml.tokens"])
+    types: list[int] = list(fields["tokenizer.ggml.token_type"])
+    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in fields["tokenizer.ggml.merges"])]
+    added = [
+        added_token(token, number, special=kind_of_token == _CONTROL)
+        for number, (token, kind_of_token) in enumerate(zip(tokens, types, strict=True))
+        if kind_of_token in (_CONTROL, _USER_DEFINED)
+    ]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    document = byte_level_document(fields.get("tokenizer.ggml.pre", "gpt-2"), vocabulary, merges, added)
+    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
+        if (number := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[name] = tokens[number]
+    template = fields.get("tokenizer.chat_template")
+    if template is not None:
+        config["chat_template"] = template
+    name = fields.get("general.name", "gguf")
+    return Tokenizer(with_declared_tokens(document, config, name), config, name=name, chat_template=template)

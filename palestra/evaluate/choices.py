@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from palestra.data.mixture import Permutation, stream_key
 from palestra.data.readers import Row
-from palestra.data.shuffle import Permutation, stream_key
 from palestra.errors import UsageError
 from palestra.spec.kinds.evaluate import LikelihoodUse
-from palestra.tasks.rows import load_rows
+from palestra.tasks.dataset import load_rows
 
 if TYPE_CHECKING:
     from jinja2 import Template

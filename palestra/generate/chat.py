@@ -9,7 +9,7 @@ from typing import TextIO
 from palestra.data.chat import Message, encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError
-from palestra.generate.jobs import PromptTooLong
+from palestra.generate.engine.request import PromptTooLong
 from palestra.generate.types import Generator, Request, Sampling
 
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"

@@ -1,4 +1,4 @@
-"""The generator over HTTP: the interface of the engine, against a server that runs one elsewhere."""
+"""The generator over HTTP: the interface of the engine against a server elsewhere, and its JSON."""
 
 import asyncio
 import json
@@ -6,7 +6,103 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.engine.request import LONGEST_STOP, MOST_ALTERNATIVES, MOST_STOPS, PromptTooLong, QueueFull
+from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# What both `/generate` and OpenAI's endpoints accept. Numbers are finite, and fit the engine's 64-bit tensors.
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+MOST_SAMPLES = 1024  # that one HTTP request may ask for, all of its prompts together
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+
+
+class SamplingBody(BaseModel):
+    """`Sampling` as JSON."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    temperature: Temperature = 1.0
+    top_k: Count | None = None
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    max_new_tokens: Count = 128
+    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    # JSON has lists, no tuples.
+    stop: Annotated[tuple[StopString, ...], Field(strict=False, max_length=MOST_STOPS)] = ()
+    stop_ids: Annotated[tuple[TokenId, ...], Field(strict=False)] = ()
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    logprobs: Alternatives = 0
+
+
+class GenerateBody(BaseModel):
+    """`Request` as JSON, and whether to stream."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    prompt: list[TokenId]
+    sampling: SamplingBody = SamplingBody()
+    n: Samples = 1
+    id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    stream: bool = False
+
+    def request(self) -> Request:
+        """The request it describes; without an id it gets one, so that it can be ended."""
+        sampling = Sampling(**dict(self.sampling))
+        return Request(tuple(self.prompt), sampling, self.n, self.id or uuid.uuid4().hex)
+
+
+def request_json(request: Request, *, stream: bool) -> dict[str, Any]:
+    """The body of `POST /generate`."""
+    return {**vars(request), "sampling": vars(request.sampling), "stream": stream}
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """The answer of `POST /generate`; the prompt is what was sent."""
+    return {"id": result.id, "generations": [vars(generation) for generation in result.generations]}
+
+
+def result_from_json(data: dict[str, Any], prompt: tuple[int, ...]) -> Result:
+    """The inverse of `result_json`."""
+    return Result(data["id"], prompt, tuple(Generation(**_typed(item)) for item in data["generations"]))
+
+
+def chunk_json(chunk: Chunk) -> dict[str, Any]:
+    """One event of a stream of `POST /generate`."""
+    return vars(chunk)
+
+
+def chunk_from_json(data: dict[str, Any]) -> Chunk:
+    """The inverse of `chunk_json`."""
+    return Chunk(**_typed(data))
+
+
+def _typed(data: dict[str, Any]) -> dict[str, Any]:
+    reason = data["stop_reason"]
+    return {
+        **data,
+        "tokens": tuple(data["tokens"]),
+        "logprobs": tuple(data["logprobs"]),
+        "versions": tuple(data["versions"]),
+        "top": tuple(tuple((token, logprob) for token, logprob in row) for row in data["top"]),
+        "stop_reason": None if reason is None else StopReason(reason),
+    }
+
 
 try:
     import httpx
@@ -15,13 +111,6 @@ except ImportError as error:
 
     raise MissingExtra("A generator over HTTP", "serve") from error
 
-from palestra.errors import PalestraError, UsageError
-from palestra.generate.jobs import PromptTooLong, QueueFull
-from palestra.generate.types import Chunk, Request, Result
-from palestra.generate.wire import chunk_from_json, request_json, result_from_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 # Waits between attempts, in seconds: a server that restarts is back within a minute.
@@ -93,7 +182,7 @@ class HttpGenerator:
 
     async def publish(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
         """New weights, sent as safetensors, between two tokens of the server."""
-        from palestra.generate.weights import SafetensorsBytes
+        from palestra.generate.serve.service import SafetensorsBytes
 
         data = await asyncio.to_thread(SafetensorsBytes, weights)
 

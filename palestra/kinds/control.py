@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.envs.make import evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import random_episodes
+from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarise
-from palestra.control.watch import has_display, play, video_path, write_video
+from palestra.control.video import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.native import settle_products
@@ -29,7 +29,7 @@ from palestra.runs.store import clear_write_errors
 from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
-from palestra.track.hooks import load_hooks
+from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 RANDOM_EPISODES = 100

@@ -6,34 +6,28 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from palestra.data.example import Example
 from palestra.data.mixture import Mixture
+from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.kinds.lm import check_data, load_lm
-from palestra.kinds.models import find_model, open_model
+from palestra.kinds.lm import check_data
+from palestra.kinds.models import Start, build_model, device_of, find_model, keep_start, open_model
 from palestra.kinds.posttrain import assemble, run_tasks, run_tasks_session
-from palestra.kinds.start import Start, build_model, device_of, keep_start
 from palestra.kinds.trial import Launch
-from palestra.lm.compiling import compile_for_training
 from palestra.lm.datasets import Data, chat_data, mixture_of
-from palestra.lm.engine import TrainEngine
+from palestra.lm.engine import TrainEngine, compile_for_training
 from palestra.lm.hf import empty_model, has_tokenizer, read_folder
 from palestra.lm.hf_config import is_classifier
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
-from palestra.posttrain.distill import Distiller, silence
-from palestra.posttrain.teacher import Teacher, privileged
+from palestra.posttrain.distill import Distiller, Teacher, privileged, silence
 from palestra.posttrain.trainer import Parts
 from palestra.rollout.episode import encode_problem
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
-from palestra.tasks.registry import make_task
-from palestra.tasks.types import Problem
-
-load = load_lm
+from palestra.tasks.task import Problem, make_task
 
 FIXED = ("kind", "model", "teacher", "tasks.train", "tasks.mix", "on_policy", "data", "optim.name",
          "train.prompts_per_step", "rollout.replay")  # fmt: skip

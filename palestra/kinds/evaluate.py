@@ -12,30 +12,31 @@ from typing import Any
 import torch
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.answers import Evaluation, evaluate_tasks
 from palestra.evaluate.choices import Suite, load_suite
-from palestra.evaluate.engines import ROWS, answering_engine
-from palestra.evaluate.growing import growing
+from palestra.evaluate.completions import ROWS, Evaluation, Questions, answering_engine, ask, evaluate_tasks, pumped
 from palestra.evaluate.likelihood import (
     LikelihoodOutcome,
     Scored,
+    TextOutcome,
+    Texts,
+    TextScore,
     likelihood_metrics,
     likelihood_outcome,
+    load_texts,
     score_suite,
+    score_texts,
+    text_metrics,
+    text_outcome,
 )
-from palestra.evaluate.pumping import pumped
-from palestra.evaluate.questions import Questions, ask
-from palestra.evaluate.records import Record, json_lines, line, read_records, write_records
-from palestra.evaluate.setup import SETUP, files_sha256, settled, write_report
-from palestra.evaluate.texts import TextOutcome, Texts, TextScore, load_texts, score_texts, text_metrics, text_outcome
+from palestra.evaluate.records import Record, growing, json_lines, line, read_records, write_records
+from palestra.evaluate.suites import SETUP, files_sha256, settled, write_report
 from palestra.generate.local import LocalGenerator
 from palestra.kinds.lm import summary
-from palestra.kinds.models import find_model, named_dtype, open_model
-from palestra.kinds.start import Start, device_of, trained_start
+from palestra.kinds.models import Start, device_of, find_model, named_dtype, open_model, trained_start
 from palestra.kinds.trial import Launch, run_sessions
+from palestra.lm.hf import weight_files
+from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
-from palestra.lm.peft import CONFIG, WEIGHTS
-from palestra.lm.shards import weight_files
 from palestra.rollout.workflows import make_workflow
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -43,10 +44,9 @@ from palestra.runs.store import read_json, write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
-from palestra.spec.precision import precision
-from palestra.tasks.judging import Judges
-from palestra.track.hooks import Moment, call_hooks, load_hooks
-from palestra.track.recorder import Recorder
+from palestra.spec.shape import precision
+from palestra.tasks.verify.workers import Judges
+from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")

@@ -1,74 +1,83 @@
-"""What the kinds of language-model training share: model, tokenizer, engine, checkpoints and samples put together."""
+"""The kinds `pretrain`, `sft`, `dpo` and `reward_model`: each is its data and its objective; the rest is shared."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from palestra.data.example import Example
+from palestra.data.mixture import Mixture
 from palestra.errors import UsageError
-from palestra.generate.language_model import LanguageModel
-from palestra.kinds.keeper import Keeper, scored_model
-from palestra.kinds.models import open_model
-from palestra.kinds.samples import Samples, sample_prompts
-from palestra.kinds.start import (
+from palestra.generate.local import LanguageModel
+from palestra.kinds.measures import Samples, Suites, check_suites, sample_prompts
+from palestra.kinds.models import (
+    Keeper,
     Start,
     build_model,
     device_of,
+    find_model,
     keep_start,
+    open_model,
+    scored_model,
     settled,
     start_of,
     starting_from,
     with_model,
 )
-from palestra.kinds.suites import Suites, check_suites
-from palestra.kinds.together import check_ranks, done, follow, following, threads_each, together
-from palestra.kinds.trial import Launch, run_sessions
-from palestra.lm.compiling import compile_cache, compile_for_training
-from palestra.lm.datasets import Data, bytes_of_tokens, mixture_of
-from palestra.lm.engine import TrainEngine
+from palestra.kinds.trial import Launch, check_ranks, done, follow, following, run_sessions, threads_each, together
+from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
+from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
-from palestra.lm.next_token import NextToken
+from palestra.lm.objectives import NextToken, PairLoss, Preferences, dpo_loss, reward_loss
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.ranks import Ranks
+from palestra.lm.scorer import Scorer
 from palestra.lm.trainer import Objective, train
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
+from palestra.spec.kinds.lm import DpoSpec, RewardModelSpec
 from palestra.spec.lm import LmSpec, WritingSpec
 from palestra.spec.load import resolved
-from palestra.spec.plain import plain
-from palestra.spec.suites import SuiteUse
-from palestra.track.hooks import load_hooks
+from palestra.spec.model import plain
+from palestra.spec.tasks import SuiteUse
+from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 CONTENTS = "data.json"
 
-Prepare = Callable[[Any, Start], Any]
-"""The data of a spec, ready to be read."""
-MakeObjective = Callable[[Any, Start, Any, int, Transformer], Objective]
-"""What a spec trains for: with its data, its seed and its model as it starts."""
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one kind trains on and for."""
+
+    data: Callable[[Any, Path], Data]
+    """The data of a spec, ready to be read, in the tokens of the tokenizer in this folder."""
+    objective: Callable[[Any, Start, Data, int, Transformer], Objective]
+    """What a spec trains for: with its data, its seed and its model as it starts."""
+    scalar: bool = False
+    """Whether the model ends in a scalar head."""
 
 
-def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None], prepare: Prepare) -> Run:
-    """Train every seed of the spec, then summarise and plot the trial. Under `torchrun`, all ranks call it."""
+def run(spec: LmSpec, launch: Launch) -> Run:
+    """Train every seed of the spec, then summarize and plot the trial. Under `torchrun`, all ranks call it."""
     device = device_of(spec)
     ranks = Ranks.join(device)
     check_ranks(spec, ranks, device)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     if not ranks.first:
-        return follow(session, ranks, replace(launch, spec=plain(spec)))
+        return follow(run_session, ranks, replace(launch, spec=plain(spec)))
     launch = with_model(spec, launch)
     # A spec that cannot run ends here, before it has a folder.
     meant = starting_from(spec, launch.init)
     start = start_of(meant, launch.root)
-    mixture_of(prepare(meant, start), spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=spec.seed)
+    _mixture(meant, RECIPES[spec.kind].data(meant.data, start.tokenizer_folder), spec.seed)
     sample_prompts(meant, start)
     check_suites(_suites(spec), start, launch.root)
     keep_start(launch.init)
@@ -76,7 +85,7 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     trial = run_sessions(
         spec,
         launch,
-        together(session, spec, ranks, threads),
+        together(run_session, spec, ranks, threads),
         fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
         threads=threads,
         total=spec.train.steps,
@@ -88,18 +97,12 @@ def run_lm(spec: LmSpec, launch: Launch, session: Callable[[Path, Launch], None]
     return done(ranks, trial)
 
 
-def run_lm_session(
-    folder: Path,
-    launch: Launch,
-    prepare: Prepare,
-    make_objective: MakeObjective,
-    *,
-    scalar: bool = False,
-) -> None:
+def run_session(folder: Path, launch: Launch) -> None:
     """Train the one seed whose session folder this is."""
     session = Session.open(folder)
     spec = resolved(launch.spec)
     assert isinstance(spec, LmSpec)
+    recipe = RECIPES[spec.kind]
     device = device_of(spec)
     ranks = Ranks.join(device)
     threads = torch.get_num_threads()
@@ -110,12 +113,12 @@ def run_lm_session(
             stack.enter_context(compile_cache(spec.train.compile_cache))
             spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
             start = start_of(spec, launch.root)
-            data = prepare(spec, start)
+            data = recipe.data(spec.data, start.tokenizer_folder)
             if ranks.first:
                 check_data(session, data, start)
             model = build_model(spec, start, session.seed, device)
-            objective = make_objective(spec, start, data, session.seed, model)
-            trained = scored_model(model, start) if scalar else model
+            objective = recipe.objective(spec, start, data, session.seed, model)
+            trained = scored_model(model, start) if recipe.scalar else model
             ranks.shard(trained)
             compile_for_training(model, spec.train, device)
             keeper = Keeper(trained, start, ranks)
@@ -134,15 +137,41 @@ def run_lm_session(
         torch.set_num_threads(threads)
 
 
-def next_token(spec: LmSpec, start: Start, found: Data[Example], seed: int, model: Transformer) -> NextToken:
-    """The objective of the kinds that predict tokens: all of a text, or those of the assistant's turns."""
+def next_token(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer) -> NextToken:
+    """All tokens of a text, or those of the assistant's turns."""
+    known = bytes_of_tokens(start.tokenizer, model.shape.vocab or 0)
     return NextToken(
-        mixture_of(found, spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=seed),
-        found.evals,
-        bytes_of_tokens(start.tokenizer, model.shape.vocab or 0),
-        batch=spec.train.batch,
-        eval_examples=spec.eval.examples,
+        _mixture(spec, data, seed), data.evals, known, batch=spec.train.batch, eval_examples=spec.eval.examples
     )
+
+
+def dpo(spec: DpoSpec, start: Start, data: Data, seed: int, model: Transformer) -> Preferences:
+    """The chosen completion more likely than the rejected one, relative to the reference model."""
+    reference = deepcopy(model).requires_grad_(False).to(model.dtype)
+    return _preferences(spec, data, seed, dpo_loss(spec.loss, reference))
+
+
+def reward_model(spec: RewardModelSpec, start: Start, data: Data, seed: int, model: Transformer) -> Preferences:
+    """A higher score for the chosen conversation."""
+    return _preferences(spec, data, seed, reward_loss(spec.loss))
+
+
+RECIPES = {
+    "pretrain": Recipe(text_data, next_token),
+    "sft": Recipe(chat_data, next_token),
+    "dpo": Recipe(pair_data, dpo),
+    "reward_model": Recipe(pair_data, reward_model, scalar=True),
+}
+
+
+def _preferences(spec: LmSpec, data: Data, seed: int, loss: PairLoss) -> Preferences:
+    return Preferences(
+        _mixture(spec, data, seed), data.evals, loss, batch=spec.train.batch, eval_examples=spec.eval.examples
+    )
+
+
+def _mixture(spec: LmSpec, data: Data, seed: int) -> Mixture:
+    return mixture_of(data, spec.data, batch=spec.train.batch, steps=spec.train.steps, seed=seed)
 
 
 def _suites(spec: LmSpec) -> list[SuiteUse]:
@@ -164,8 +193,10 @@ def check_data(session: Session, data: Data, start: Start) -> None:
         )
 
 
-def load_lm(run: Run, which: str = "best") -> LanguageModel:
-    """The model of a run's checkpoint, ready to write."""
+def load(run: Run, which: str = "best") -> LanguageModel | Scorer:
+    """The model of a run's checkpoint, ready to write, or where it is a reward model to score."""
+    if run.spec["kind"] == "reward_model":
+        return Scorer.load(find_model(run.checkpoint(which)).folder)
     loaded, tokenizer = open_model(run.checkpoint(which), run.trial.path.parent.parent)
     return LanguageModel(loaded.model, tokenizer, frozenset(loaded.eos))
 

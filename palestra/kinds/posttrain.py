@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
-from palestra.data.example import Example
+from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.evaluate.answers import evaluate_tasks
-from palestra.evaluate.pumping import pumped
-from palestra.evaluate.questions import ask
-from palestra.generate.engine import Engine
+from palestra.evaluate.completions import ask, evaluate_tasks, pumped
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
-from palestra.kinds.keeper import Keeper
-from palestra.kinds.lm import check_data, load_lm, summary
-from palestra.kinds.start import (
+from palestra.kinds.lm import check_data, summary
+from palestra.kinds.measures import Suites, check_suites
+from palestra.kinds.models import (
+    Keeper,
     Start,
     build_model,
     device_of,
@@ -33,30 +32,24 @@ from palestra.kinds.start import (
     trained_start,
     with_model,
 )
-from palestra.kinds.suites import Suites, check_suites
 from palestra.kinds.trial import Launch, run_sessions
-from palestra.lm.compiling import compile_cache, compile_for_training
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
-from palestra.lm.engine import TrainEngine
+from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
-from palestra.lm.next_token import NextToken
+from palestra.lm.objectives import NextToken
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
-from palestra.posttrain.introduction import introduce, self_test
 from palestra.posttrain.learner import Aside, Learner
-from palestra.posttrain.metrics import no_gradient
+from palestra.posttrain.metrics import introduce, no_gradient, self_test
 from palestra.posttrain.trainer import Learns, Parts, train
-from palestra.rollout.episode import Episode, encode_problem
-from palestra.rollout.executor import Executor
-from palestra.rollout.feedback import feedback_tokens
-from palestra.rollout.filters import make_filter
-from palestra.rollout.loop import LoopThread
-from palestra.rollout.replay import Replay, find_rollouts
-from palestra.rollout.start import Starter
+from palestra.rollout.episode import Episode, Starter, encode_problem
+from palestra.rollout.event_loop import LoopThread
+from palestra.rollout.executor import Executor, make_filter
+from palestra.rollout.records import Replay, find_rollouts
 from palestra.rollout.types import Group
-from palestra.rollout.workflows import make_workflow
+from palestra.rollout.workflows import feedback_tokens, make_workflow
 from palestra.runs.plot import trial_plots
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -64,14 +57,11 @@ from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTurnSpec
 from palestra.spec.load import resolved
-from palestra.tasks.judging import Judges
 from palestra.tasks.stream import Prompts
-from palestra.tasks.task import Task
-from palestra.tasks.types import Problem
-from palestra.track.hooks import load_hooks
+from palestra.tasks.task import Problem, Task
+from palestra.tasks.verify.workers import Judges
+from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
-
-load = load_lm
 
 log = logging.getLogger("palestra.posttrain")
 

@@ -8,11 +8,11 @@ import torch
 
 from palestra.errors import UsageError
 from palestra.generate.chat import chat_loop
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
 from palestra.kinds.models import named_dtype, open_model
-from palestra.spec.precision import precision
+from palestra.spec.shape import precision
 
 
 def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **settings: Any) -> Engine:
@@ -64,7 +64,7 @@ def serve(
     allowed_hosts: Sequence[str] = (),
 ) -> None:
     """Serve a model until SIGINT or SIGTERM."""
-    from palestra.generate.server import serve_engine  # needs the extra `serve`
+    from palestra.generate.serve.server import serve_engine  # needs the extra `serve`
 
     engine = open_engine(ref, dtype=dtype, device=device, root=root, context=context)
     serve_engine(

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.lm.attention import PackedAttention
+from palestra.lm.attention import PackedAttention, Shared, shared, spread
 from palestra.lm.head import token_logprobs
 from palestra.lm.model import Output, Transformer
-from palestra.lm.prefixes import Shared, shared, spread
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from palestra.data.cache import cache_root
-from palestra.data.chat_encoders import ChatEncoder
-from palestra.data.conversations import conversation, pair
-from palestra.data.encoders import Encoder, TextEncoder, cached_tokenizer
-from palestra.data.example import Documents, Example, Windows
-from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages
+from palestra.data.encoders import ChatEncoder, Encoder, TextEncoder, cached_tokenizer, conversation, pair
+from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages, permute, stream_key
 from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
-from palestra.data.shuffle import permute, stream_key
 from palestra.data.sources import resolve
-from palestra.data.store import LEDGER, Ledger, TokenStore
-from palestra.data.tokenise import build_store
+from palestra.data.store import LEDGER, Documents, Example, Ledger, TokenStore, Windows
+from palestra.data.tokenize import build_store
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
-from palestra.spec.kinds.pretrain import PretrainData
-from palestra.spec.kinds.sft import ChatData
+from palestra.spec.kinds.lm import ChatData, PretrainData
 from palestra.spec.lm import BpeSpec, LmData, Source, TextSource
 
 Item = TypeVar("Item")

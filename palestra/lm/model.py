@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from palestra.lm import native
+from palestra.lm.layers import MLP, Linear, RMSNorm, doubled, frequencies, rotate
 from palestra.lm.moe import MoE
-from palestra.lm.ops import MLP, Linear, RMSNorm, doubled, rotate
-from palestra.lm.rope import frequencies
 from palestra.spec.shape import Shape
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.lm.ops import MLP, bilinear, swiglu, wide
+from palestra.lm.layers import MLP, bilinear, swiglu, wide
 from palestra.spec.shape import MoESpec
 
 if TYPE_CHECKING:

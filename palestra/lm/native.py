@@ -84,7 +84,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
 
 
 def draw(scores: Tensor, heats: Tensor, seeds: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row of scores (B, V, FP32) and its log-probability, as `palestra.generate.sampler` has them.
+    """A token of each row of scores (B, V, FP32) and its log-probability, as `generate.engine.sampler` has them.
 
     `heats` (B, FP32) are temperatures; `seeds` and `draws` (B, int64) make each row's random number.
     """

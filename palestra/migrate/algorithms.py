@@ -5,9 +5,8 @@ from math import gcd
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.migrate.blocks import Block
+from palestra.migrate.blocks import Block, schedule
 from palestra.migrate.nets import dqn_target_fields, optimiser_fields, sac_target_fields
-from palestra.migrate.schedules import schedule
 
 NAMES = {
     "Reinforce": "reinforce",

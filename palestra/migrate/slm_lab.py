@@ -11,8 +11,7 @@ from palestra.errors import UsageError
 from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
 from palestra.migrate.blocks import Block, Notes
 from palestra.migrate.nets import KEYS as NET_KEYS
-from palestra.migrate.nets import net_fields, optimiser_fields, renorm_fields
-from palestra.migrate.space import search_fields
+from palestra.migrate.nets import net_fields, optimiser_fields, renorm_fields, search_fields
 from palestra.spec.load import load
 from palestra.spec.source import SourceError, read_text, write_text
 from palestra.spec.validate import SpecError

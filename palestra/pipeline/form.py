@@ -1,4 +1,4 @@
-"""Pipelines as people write them: a YAML file of kind `pipeline`, or a Python file that makes steps."""
+"""Pipelines as people write them: YAML files, Python files, and steps that are Palestra specs."""
 
 import importlib.util
 import inspect
@@ -12,13 +12,74 @@ from typing import Any
 
 from palestra.errors import UsageError
 from palestra.pipeline.data import data_step
-from palestra.pipeline.spec_steps import spec_step, with_outputs
 from palestra.pipeline.step import Output, Step, step
-from palestra.spec.arguments import typed_arguments
-from palestra.spec.kinds.pipeline import PipelineSpec, step_function
-from palestra.spec.load import Source
+from palestra.runs.folder import Trial, find
+from palestra.runs.run import Run
+from palestra.runs.store import write_bytes
+from palestra.spec.imports import typed_arguments
+from palestra.spec.kinds.pipeline import REFERENCE, PipelineSpec, step_function
+from palestra.spec.load import Source, resolved
 from palestra.spec.load import load as load_spec
+from palestra.spec.model import Execution, Parts, plain, split
 from palestra.spec.source import read_value
+
+LATEST = "latest"
+
+
+def spec_step(name: str, data: Mapping[str, Any], output_of: Callable[[str], Output]) -> Step:
+    """The step that runs a spec; its address counts all of the spec besides the fields marked `Execution`."""
+    spec = resolved(data)
+    parts = split(spec, plain(spec))
+    config = {"spec": parts.counted, "execution": parts.execution, "unset": parts.unset}
+    return Step(name, run_spec, with_outputs(config, output_of), resumes=True)
+
+
+def run_spec(
+    out: Path,
+    *,
+    spec: dict[str, Any],
+    execution: Execution[list[tuple[list[str], Any]]],
+    unset: Execution[list[list[str]]],
+) -> None:
+    """Run a spec with `out` as the folder of all runs, from where a killed attempt was.
+
+    `out/latest` names the run, so that `out` itself can be given wherever a run is asked for.
+    """
+    from palestra.api import run  # here: it takes the kinds with it
+
+    whole = resolved(plain(Parts(spec, execution, unset).joined()))
+    begun = _begun(out / whole.name)
+    found = run(
+        whole,
+        resume=None if begun is None else Run(begun.path),
+        allow=[".".join(path) for path, _ in execution],
+        root=out,
+        quiet=True,
+    )
+    write_bytes(out / LATEST, f"{os.path.relpath(found.path, out)}\n".encode())
+
+
+def with_outputs(value: Any, output_of: Callable[[str], Output]) -> Any:
+    """The value with every text or path `step:…` replaced by the output that it means."""
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value)
+        return output_of(text) if isinstance(text, str) and text.startswith(REFERENCE) else value
+    if isinstance(value, Mapping):
+        return {key: with_outputs(item, output_of) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [with_outputs(item, output_of) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _begun(folder: Path) -> Trial | None:
+    """The run of an attempt that was killed."""
+    if not folder.is_dir() or not any(folder.glob("*/trial.json")):
+        return None
+    found = find(folder)
+    assert isinstance(found, Trial)
+    return found
+
 
 PREFIX = "outputs"
 

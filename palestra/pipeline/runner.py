@@ -1,4 +1,4 @@
-"""Runs what a pipeline needs: in parallel over the graph, each step once, whoever else works on the same prefix."""
+"""Runs a pipeline: in parallel over the graph, each step once, whoever else works on the same prefix."""
 
 import logging
 import os
@@ -14,15 +14,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.pipeline.body import carry_out
-from palestra.pipeline.graph import Graph, Node
+from palestra.pipeline.graph import Graph, Node, chosen
 from palestra.pipeline.outputs import Outputs
-from palestra.pipeline.plan import chosen
-from palestra.pipeline.step import Output, Step, filled, portable
+from palestra.pipeline.step import Output, Step, call, filled, portable
 from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy
 from palestra.runs.redact import redact
-from palestra.runs.stop import stop_signals
+from palestra.runs.session import stop_signals
 from palestra.work.pool import Pool, Task
+
+
+def carry_out(
+    outputs: Outputs,
+    address: str,
+    attempt: str,
+    function: Callable[..., Any] | str,
+    config: Any,
+    *,
+    inputs: Sequence[str],
+    resumes: bool,
+) -> dict[str, Any]:
+    """Do a step up to its commit, which is the owner of the lease's; gives what its status has to say of the output."""
+    with outputs.alone(address):
+        for needed in inputs:
+            outputs.fetch(needed)
+        call(function, config, outputs.begin(address, attempt, resumes=resumes))
+        return outputs.send(address, attempt)
+
 
 log = logging.getLogger("palestra.pipeline")
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.rl.advantages import gae
-from palestra.rl.normalise import batch_normalise, group_normalise, group_std, leave_one_out
-from palestra.rl.returns import discounted_returns
+from palestra.rl.normalize import batch_normalise, group_normalise, group_std, leave_one_out
+from palestra.rl.returns import discounted_returns, gae
 from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenaliseSpec
 
 EPS = 1e-6

@@ -11,8 +11,7 @@ from torch import Tensor
 from palestra.lm.batch import Batch
 from palestra.posttrain.advantages import overlong_penalty, sequence_means, token_advantages
 from palestra.rl import kl
-from palestra.rl.losses import LOG_RATIO_LIMIT
-from palestra.rl.trust import second_moment_mask
+from palestra.rl.losses import LOG_RATIO_LIMIT, second_moment_mask
 from palestra.rollout.types import Group, Trajectory
 from palestra.spec.algorithm import AlgorithmSpec, BinaryKlMaskSpec, KlSpec, MaskSpec, TruncateSpec
 

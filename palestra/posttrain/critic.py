@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.data.packing import micro_batches
+from palestra.data.store import micro_batches
 from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import Loss, LossFunction, TrainEngine
 from palestra.lm.model import Output, Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
-from palestra.lm.value_head import ScalarModel
+from palestra.lm.scorer import ScalarModel
 from palestra.rl.losses import value_loss
 from palestra.spec.algorithm import AlgorithmSpec, CriticSpec
 from palestra.spec.kinds.posttrain import PosttrainTrain
-from palestra.spec.optim import AdamWSpec
+from palestra.spec.lm import AdamWSpec
 
 
 class Critic:

@@ -1,7 +1,9 @@
-"""Distillation: the student's answers beside what a teacher says of them, the losses, and the steps on them."""
+"""Distillation: the teacher's view of the student's completions, divergences token by token, the steps on them."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,19 +11,209 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.data.example import Example
 from palestra.data.mixture import Mixture
-from palestra.errors import PalestraError
+from palestra.data.store import Example, micro_batches
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
 from palestra.lm.batch import Batch, forward, score
 from palestra.lm.engine import Loss, LossFunction, TrainEngine
+from palestra.lm.head import chunk_rows, logits, token_logprobs
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
-from palestra.posttrain.divergence import measure_of, token_divergences
-from palestra.posttrain.teacher import Teacher
 from palestra.rl import kl
 from palestra.rl.losses import LOG_RATIO_LIMIT
+from palestra.rollout.episode import encode_problem
 from palestra.rollout.types import Group
-from palestra.spec.kinds.distill import DistillSpec, DivergenceSpec, PolicyLossSpec
+from palestra.spec.kinds.distill import DistillSpec, DivergenceSpec, ForwardKlSpec, PolicyLossSpec, ReverseKlSpec
+from palestra.tasks.task import Problem
+
+FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class Said(NamedTuple):
+    """What a teacher says of the trained tokens of a batch, in their order."""
+
+    logprobs: Tensor
+    """(N) FP32."""
+    hidden: Tensor | None
+    """(N, D): the states that its whole distributions are computed from, where they were asked for."""
+
+
+class Teacher:
+    """A frozen model, and what it reads in place of the student's prompt."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, *, prompt: str | None = None):
+        self.model, self.tokenizer, self.prompt = model.requires_grad_(False), tokenizer, prompt
+
+    def prompt_of(self, problem: Problem) -> tuple[int, ...] | None:
+        """The tokens it reads in place of a problem's prompt; None where it reads the same as the student."""
+        if self.prompt is None:
+            return None
+        found = encode_problem(privileged(problem, self.prompt), self.tokenizer)
+        if not found:
+            raise UsageError(f"teacher.prompt: nothing is left of it for {problem.id}")
+        return found
+
+    def reads(self, tokens: tuple[int, ...]) -> bool:
+        """Whether it can read so many tokens, and knows all of them."""
+        shape = self.model.shape
+        return len(tokens) <= shape.context and max(tokens) < (shape.vocab or 0)
+
+    @torch.no_grad()
+    def read(self, batch: Batch, *, micro_tokens: int, temperature: float, hidden: bool) -> Said:
+        """What it says of the trained tokens of a batch, where the batch lies."""
+        count, where, device = len(batch.predicted), batch.tokens.device, self.model.embed.device
+        rows = torch.full((len(batch.tokens),), -1, device=where)
+        rows[batch.predicted] = torch.arange(count, device=where)
+        logprobs = torch.empty(count, device=where)
+        kept = torch.empty(count if hidden else 0, self.model.shape.width, dtype=self.model.dtype, device=where)
+        for part in micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths))):
+            micro = batch.select(part).to(device)
+            states = forward(self.model, micro).hidden.index_select(0, micro.predicted - 1)
+            targets = micro.tokens[micro.predicted]
+            found, _ = token_logprobs(states, self.model.unembed, targets, temperature, entropy=False)
+            here = rows[batch.token_index(part)]
+            here = here[here >= 0]
+            logprobs[here] = found.to(where)
+            if hidden:
+                kept[here] = states.to(where)
+        return Said(logprobs, kept if hidden else None)
+
+    def learn(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights, as `TrainEngine.weights` gives them."""
+        self.model.load_state_dict(weights)
+
+    def state(self) -> dict[str, Any]:
+        """Its weights."""
+        return dict(self.model.state_dict())
+
+
+def privileged(problem: Problem, template: str) -> Problem:
+    """The problem with `template` for its prompt, or for the last message of its conversation.
+
+    {prompt} is what stood there, {name} the row's field of that name; in one pass, so that braces in what is put in
+    are never read.
+    """
+    if isinstance(problem.prompt, str):
+        return replace(problem, prompt=_filled(problem, template, problem.prompt))
+    *before, last = problem.prompt
+    said = {**last, "content": _filled(problem, template, last["content"])}
+    return replace(problem, prompt=(*before, said))
+
+
+def _filled(problem: Problem, template: str, prompt: str) -> str:
+    values: Mapping[str, Any] = {**problem.row, "prompt": prompt}
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            raise UsageError(
+                f"teacher.prompt: {{{found[1]}}} is not there for {problem.id}, which has {', '.join(sorted(values))}"
+            )
+        put = values[found[1]]
+        return put if isinstance(put, str) else json.dumps(put, ensure_ascii=False)
+
+    return FIELD.sub(value, template)
+
+
+Of = Callable[[Tensor, Tensor], Tensor]
+"""Of log-probabilities (T, V) of the student and of the teacher."""
+
+
+class Measure(NamedTuple):
+    """A divergence (T) and its slope (T, V) in the student's logits."""
+
+    value: Of
+    slope: Of
+
+
+def measure_of(spec: DivergenceSpec) -> Measure:
+    """The divergence that a spec names."""
+    if isinstance(spec, ForwardKlSpec):
+        return Measure(kl.forward_kl, kl.forward_kl_slope)
+    if isinstance(spec, ReverseKlSpec):
+        return Measure(kl.reverse_kl, kl.reverse_kl_slope)
+    beta = spec.beta
+    return Measure(
+        lambda student, teacher: kl.jensen_shannon(student, teacher, beta),
+        lambda student, teacher: kl.jensen_shannon_slope(student, teacher, beta),
+    )
+
+
+def token_divergences(
+    student: Tensor,
+    student_unembed: Tensor,
+    teacher: Tensor,
+    teacher_unembed: Tensor,
+    measure: Measure,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Divergences with a gradient and the student's entropies without one, both (T) in FP32, in chunks of tokens.
+
+    Given are hidden states (T, D) and unembeddings (V, D), each model with a width of its own. Both distributions are
+    softmax(logits / temperature) over the tokens that both models have rows for. The backward pass computes each
+    chunk's logits again, and sends nothing to the teacher.
+    """
+    common = min(len(student_unembed), len(teacher_unembed))
+    return _TokenDivergences.apply(
+        student, student_unembed[:common], teacher.detach(), teacher_unembed[:common].detach(), measure, temperature
+    )
+
+
+class _TokenDivergences(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, unembed: Tensor, taught: Tensor, teacher: Tensor, measure: Measure, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        values = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
+        entropies = torch.empty_like(values)
+        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
+        for part in _parts(hidden, unembed):
+            log_p = _log_softmax(hidden[part], own, temperature)
+            log_q = _log_softmax(taught[part], theirs, temperature)
+            values[part] = measure.value(log_p, log_q)
+            entropies[part] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, unembed, taught, teacher)
+        ctx.measure, ctx.temperature = measure, temperature
+        ctx.mark_non_differentiable(entropies)
+        return values, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, unembed, taught, teacher = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if ctx.needs_input_grad[1] else None
+        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
+        for part in _parts(hidden, unembed):
+            log_p = _log_softmax(hidden[part], own, ctx.temperature)
+            log_q = _log_softmax(taught[part], theirs, ctx.temperature)
+            slope = ctx.measure.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)
+            slope = slope.to(hidden.dtype)
+            # `logits` is a product with the second matrix turned, in the precision that scores have.
+            if to_hidden is not None:
+                to_hidden[part] = logits(slope, own.t())
+            if to_unembed is not None:
+                to_unembed += logits(slope.t(), hidden[part].t())  # the sum over chunks stays in FP32
+        grad = None if to_unembed is None else to_unembed.to(unembed.dtype)
+        return to_hidden, grad, None, None, None, None
+
+
+def _parts(hidden: Tensor, unembed: Tensor) -> list[slice]:
+    """Tokens whose logits, of both models, exist at one time."""
+    rows = max(1, chunk_rows(len(unembed), hidden.device) // 2)
+    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+
+def _kept(unembed: Tensor, hidden: Tensor) -> Tensor:
+    """The matrix in the precision that a GPU multiplies in, made once for all chunks."""
+    return unembed.to(hidden.dtype) if hidden.is_cuda else unembed
+
+
+def _log_softmax(hidden: Tensor, unembed: Tensor, temperature: float) -> Tensor:
+    return (logits(hidden, unembed) / temperature).log_softmax(-1)
+
+
+def _sums(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 class Lesson(NamedTuple):

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from palestra.data.shuffle import Permutation, stream_key
+from palestra.data.mixture import Permutation, stream_key
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
-from palestra.lm.next_token import NextToken
+from palestra.lm.objectives import NextToken
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.loss import averages, policy_loss

@@ -12,9 +12,8 @@ from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
 from palestra.posttrain.advantages import sequence_means
 from palestra.posttrain.batch import ESTIMATORS
-from palestra.rl import kl, trust
-from palestra.rl.losses import LOG_RATIO_LIMIT
-from palestra.rl.trust import TrustTerms
+from palestra.rl import kl, losses
+from palestra.rl.losses import LOG_RATIO_LIMIT, TrustTerms
 from palestra.spec.algorithm import AlgorithmSpec, ClippedWeightSpec, ClipSpec, SoftGateSpec, TvMaskSpec
 
 _READ = ("anchor", "behaviour", "advantages", "weights", "correction", "kept", "reference")
@@ -117,12 +116,12 @@ def _surrogate(algorithm: AlgorithmSpec, held: Mapping[str, Tensor], logprobs: T
     spec, advantages = algorithm.trust, held["advantages"]
     match spec:
         case ClipSpec():
-            return trust.clipped(ratio, advantages, low=spec.low, high=spec.high, dual=spec.dual)
+            return losses.clipped(ratio, advantages, low=spec.low, high=spec.high, dual=spec.dual)
         case ClippedWeightSpec():
-            return trust.clipped_weight(logprobs, ratio, advantages, low=spec.low, high=spec.high)
+            return losses.clipped_weight(logprobs, ratio, advantages, low=spec.low, high=spec.high)
         case SoftGateSpec():
-            return trust.soft_gate(ratio, advantages, positive=spec.positive, negative=spec.negative)
+            return losses.soft_gate(ratio, advantages, positive=spec.positive, negative=spec.negative)
         case TvMaskSpec():
-            return trust.tv_mask(logprobs, held["anchor"], ratio, advantages, threshold=spec.threshold)
+            return losses.tv_mask(logprobs, held["anchor"], ratio, advantages, threshold=spec.threshold)
         case _:  # none, or the second-moment mask, which `with_advantages` has made
-            return trust.unlimited(ratio, advantages)
+            return losses.unlimited(ratio, advantages)

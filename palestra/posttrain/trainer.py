@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.errors import Interrupted
-from palestra.generate.engine import Engine
+from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
-from palestra.lm.speed import Speed, profiled
+from palestra.lm.trainer import Speed, profiled
 from palestra.posttrain.metrics import group_metrics, silence
+from palestra.rollout.event_loop import LoopLag, LoopThread, Watchdog
 from palestra.rollout.executor import Executor
-from palestra.rollout.loop import LoopThread
-from palestra.rollout.records import Recording
-from palestra.rollout.replay import Replay
+from palestra.rollout.records import Recording, Replay
 from palestra.rollout.types import Group
-from palestra.rollout.watch import LoopLag, Watchdog
 from palestra.runs.due import CheckpointsDue, due
 from palestra.runs.session import Session
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.tasks.stream import NothingLeft
-from palestra.track.hooks import Moment, call_hooks, load_hooks
-from palestra.track.recorder import Recorder
+from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 
 log = logging.getLogger("palestra.posttrain")
 

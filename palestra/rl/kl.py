@@ -1,4 +1,4 @@
-"""KL(p‖q): the estimators k1, k2, k3 from samples of p (Schulman 2020, "Approximating KL divergence"), and exactly.
+"""KL(p‖q): the estimators k1, k2, k3 from samples of p (Schulman 2020), exact ones, and distillation's divergences.
 
 The action must have been sampled from p. As values, with x = log q(a) - log p(a):
 
@@ -11,7 +11,21 @@ The action must have been sampled from p. As values, with x = log q(a) - log p(a
 So use k1 or k3 as a number (in the reward, in a log) and k2 as a loss, unless k3's forward-KL pull is what is wanted.
 `clamp` limits x to ±clamp (20 is common for language models), outside of which the gradient is 0; with None the
 formula holds as it stands, and k3 is infinite in float32 above x = 88.
+
+Both are given as log-probabilities (..., K) that are normalised over the same K; p is the student's, q the teacher's.
+Generalised knowledge distillation (Agarwal et al. 2024, arXiv 2306.13649) takes one of three:
+
+| divergence | formula                                            | what the student does                     |
+|------------|----------------------------------------------------|-------------------------------------------|
+| forward KL | KL(q‖p) = Σ q (log q - log p)                      | covers all that the teacher may say       |
+| reverse KL | KL(p‖q) = Σ p (log p - log q)                      | says only what the teacher may say        |
+| JSD(β)     | β KL(q‖m) + (1-β) KL(p‖m), with m = β q + (1-β) p  | between them, and never above log 2       |
+
+JSD(β) / β becomes the forward KL as β goes to 0, and JSD(β) / (1-β) the reverse KL as β goes to 1. A probability of 0
+adds nothing, whatever its logarithm. The mixture is added up in logarithms: probabilities that round to 0 have none.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -52,3 +66,58 @@ def categorical_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """Exact KL between categoricals given by logits `(..., K)`, `(...)`."""
     logprobs_p, logprobs_q = torch.log_softmax(logits_p, dim=-1), torch.log_softmax(logits_q, dim=-1)
     return (logprobs_p.exp() * (logprobs_p - logprobs_q)).sum(dim=-1)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(q‖p) (...), in nats."""
+    return _expected(teacher, teacher, student)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(p‖q) (...), in nats; infinite where the student may say what the teacher never does."""
+    return _expected(student, student, teacher)
+
+
+def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """JSD(β) (...), in nats, 0 < β < 1."""
+    mixture = log_mixture(student, teacher, beta)
+    return beta * _expected(teacher, teacher, mixture) + (1 - beta) * _expected(student, student, mixture)
+
+
+def forward_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
+    """∂ KL(q‖p) / ∂z = p - q (..., K), z being the logits of p."""
+    return student.exp() - teacher.exp()
+
+
+def reverse_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
+    """∂ KL(p‖q) / ∂z = p (log p - log q - KL(p‖q))."""
+    return _centred(student, teacher)
+
+
+def jensen_shannon_slope(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """∂ JSD(β) / ∂z = (1-β) p (log p - log m - KL(p‖m)): what m changes by cancels."""
+    return (1 - beta) * _centred(student, log_mixture(student, teacher, beta))
+
+
+def log_mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """log m (..., K) of m = β q + (1-β) p."""
+    if not 0 < beta < 1:
+        raise ValueError(f"expected a β between 0 and 1, where the mixture has both in it; got {beta}")
+    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+
+
+def _expected(weights: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    """Σ exp(weights) (above - below)."""
+    return _terms(weights.exp(), above, below).sum(-1)
+
+
+def _centred(student: Tensor, other: Tensor) -> Tensor:
+    """p (log p - log o - KL(p‖o)): a function of p's logits, so its slopes add up to 0."""
+    p = student.exp()
+    terms = _terms(p, student, other)
+    return terms - p * terms.sum(-1, keepdim=True)
+
+
+def _terms(probabilities: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    # 0 · (-inf - -inf) would be no number.
+    return torch.where(probabilities > 0, probabilities * (above - below), 0.0)

@@ -1,13 +1,20 @@
-"""PPO's policy and value losses, element by element, and the two ways to add elements up.
+"""Losses of policies and values, element by element: PPO, soft actor-critic, quantile regression, trust regions.
 
 Control takes masked means; language models take masked sums and divide once by the global denominator. Both compose
 the same per-element terms. Everything traces as one graph; clip ranges may be 0-dim tensors, so that a schedule
 changes them without compiling again.
+
+Twin critics are on dimension 0: `(2, B)` for the actions taken, `(2, B, A)` for all of a Discrete space.
+
+`ratio` is π / anchor with a gradient, A the advantage. Where a policy gradient has -A·log π, each of these has a loss
+with the same gradient at ratio 1 and less of it, or none, further away.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.rl import kl
@@ -105,3 +112,126 @@ def value_loss(
         moved = old_values + (values - old_values).clamp(-clip, clip)
         squared = torch.maximum(squared, (moved - returns).square())
     return squared
+
+
+def quantile_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Huber's quantile loss with κ = 1 (eq. 10), (B,): summed over the quantiles, a mean over the targets.
+
+    `values` (B, N) are the quantiles at (2i + 1) / 2N of one distribution a row, `targets` (B, M) samples of another.
+    """
+    number = values.shape[1]
+    levels = (torch.arange(number, device=values.device, dtype=values.dtype) * 2 + 1) / (2 * number)
+    over = targets[:, None, :] - values[:, :, None]  # (B, N, M)
+    huber = F.smooth_l1_loss(over, torch.zeros_like(over), reduction="none")
+    return ((levels[:, None] - (over.detach() < 0).to(values.dtype)).abs() * huber).mean(dim=2).sum(dim=1)
+
+
+DISCRETE_TARGET = 0.6  # of log |A|; near 1 (as first published, 0.98) the weight of the entropy grows without end
+
+
+def target_entropy(actions: int, *, discrete: bool) -> float:
+    """The entropy in nats aimed at where none is given: -dim(A) in units of half the range, or 0.6 · log |A|."""
+    return DISCRETE_TARGET * math.log(actions) if discrete else -float(actions)
+
+
+def soft_value(q: Tensor, logprobs: Tensor, alpha: Tensor) -> Tensor:
+    """V of sampled actions, `(B,)`: the smaller of the twins `(2, B)` less α times their log-density `(B,)`."""
+    return q.amin(dim=0) - alpha * logprobs
+
+
+def expected_soft_value(q: Tensor, logprobs: Tensor, alpha: Tensor) -> Tensor:
+    """V as the exact expectation over `(B, A)` actions, `(B,)`, with the smaller of the twins `(2, B, A)`."""
+    return (logprobs.exp() * (q.amin(dim=0) - alpha * logprobs)).sum(dim=-1)
+
+
+def td_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> Tensor:
+    """r + discount · V(s'), without gradient; the discount is γ^k, and 0 where the episode terminated."""
+    return (rewards + discounts * next_values).detach()
+
+
+def twin_loss(q: Tensor, targets: Tensor) -> Tensor:
+    """Half the squared error of each twin `(2, B)`, averaged over the batch and added up over the twins."""
+    return 0.5 * (q - targets).square().mean(dim=1).sum()
+
+
+def alpha_slope(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:
+    """The gradient by log α of α · (H - H̄): above 0, so that α falls, where the entropy is above the target."""
+    return log_alpha.exp() * (entropy - target)
+
+
+def polyak(target: Tensor, learned: Tensor, tau: float) -> Tensor:
+    """The target moved towards the learned parameters: τ = 1 copies them, τ = 0 would leave it."""
+    return torch.lerp(target, learned.detach(), tau)
+
+
+class TrustTerms(NamedTuple):
+    """Per-element terms; all but `loss` are detached."""
+
+    loss: Tensor
+    low: Tensor
+    """True where the lower bound holds: a ratio far below 1 that is pushed down, or a weight that was raised."""
+    high: Tensor
+    """True where the upper bound holds: a ratio far above 1 that is pushed up, or a weight that was lowered."""
+
+
+def unlimited(ratio: Tensor, advantages: Tensor) -> TrustTerms:
+    """-r·A: importance sampling without a trust region."""
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return TrustTerms(-advantages * ratio, nowhere, nowhere)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None) -> TrustTerms:
+    """-min(r·A, clip(r, 1 - low, 1 + high)·A) (Schulman et al. 2017, eq. 7; DAPO has high > low).
+
+    With `dual` the loss of a negative advantage is at most dual·|A| (Ye et al. 2020): a ratio beyond that has no
+    gradient and counts as `high` too.
+    """
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
+    held = ratio.detach()
+    above = (advantages > 0) & (held > 1.0 + high)
+    if dual is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
+        above = above | ((advantages < 0) & (held > dual))
+    return TrustTerms(loss, (advantages < 0) & (held < 1.0 - low), above)
+
+
+def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> TrustTerms:
+    """-clip(r, low, high)·A·log π, the weight a constant (CISPO, MiniMax 2025): none loses its gradient."""
+    held = ratio.detach()
+    return TrustTerms(-held.clamp(low, high) * advantages * logprobs, held < low, held > high)
+
+
+def soft_gate(ratio: Tensor, advantages: Tensor, *, positive: float, negative: float) -> TrustTerms:
+    """-(4/τ)·σ(τ·(r - 1))·A, τ by the advantage's sign (SAPO, 2025). At r = 1 its slope in r is -A."""
+    temperature = torch.where(advantages > 0, torch.full_like(advantages, positive), negative)
+    gate = torch.sigmoid(temperature * (ratio - 1.0)) * (4.0 / temperature)
+    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
+    return TrustTerms(-gate * advantages, nowhere, nowhere)
+
+
+def tv_mask(
+    logprobs: Tensor, anchor_logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, threshold: float
+) -> TrustTerms:
+    """-r·A where the probability itself has not moved by more than `threshold` the way A pushes (DPPO, 2026).
+
+    |π - anchor| of the drawn token is a lower bound of the total variation. A rare token's ratio may be large while
+    hardly any probability has moved: a clip of the ratio would stop it, this does not.
+    """
+    moved = (logprobs.exp() - anchor_logprobs.exp()).detach()
+    low, high = (advantages < 0) & (moved < -threshold), (advantages > 0) & (moved > threshold)
+    return TrustTerms(torch.where(low | high, 0.0, -advantages * ratio), low, high)
+
+
+def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:
+    """True `(N,)` for the elements that stay when the largest (log r)² are dropped until their mean is ≤ threshold.
+
+    M2PO (Zheng et al. 2025). It is a statement about all elements at once, so a batch must be given whole.
+    The smallest always stays.
+    """
+    squares = log_ratios.double().square()
+    ascending, order = squares.sort(stable=True)
+    means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    # Means of ever larger elements never fall, so those that pass come first.
+    stays = means <= threshold
+    stays[:1] = True
+    return torch.zeros_like(stays).scatter(0, order, stays)

@@ -1,16 +1,16 @@
-"""What a workflow works with: a problem, the model that answers it and the judge of its answers."""
+"""What a workflow works with: prompt tokens, seeds, the generator, the verifier, and the growing transcript."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from palestra.data.chat import encode_chat
-from palestra.data.shuffle import stream_key
+from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.generate.types import Generation, Generator, Request, Sampling, StopReason
 from palestra.rollout.types import Trajectory
-from palestra.tasks.types import Answer, Problem, Verdict
+from palestra.tasks.task import Answer, Problem, Task, Verdict
 
 Judge = Callable[[Problem, Answer], Verdict | Awaitable[Verdict]]
 """Says whether an answer to a problem is right, at once or when it is awaited."""
@@ -96,3 +96,116 @@ def trajectory(prompt: tuple[int, ...], generation: Generation, verdict: Verdict
         completion=generation.text or "",
         turns=((len(prompt), len(prompt) + len(generation.tokens)),),
     )
+
+
+Workflow = Callable[[Episode], Awaitable[list[Trajectory]]]
+"""From a problem to judged trajectories."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Begins workflows, the same for the same number: seeds come from the run's seed and the number alone."""
+
+    tasks: Mapping[str, Task]
+    workflow: Workflow
+    generator: Generator
+    judge: Judge
+    tokenizer: Tokenizer
+    sampling: Sampling
+    samples: int
+    seed: int
+    context: int
+    """The most tokens that the model reads."""
+    max_prompt: int
+
+    def __call__(self, problem: Problem, number: int, attempt: int) -> Awaitable[list[Trajectory]] | None:
+        """The workflow of a problem; None where its prompt is too long."""
+        episode = self.episode(problem, number, attempt)
+        return None if len(episode.prompt) > self.max_prompt else self.workflow(episode)
+
+    def episode(self, problem: Problem, number: int, attempt: int = 0) -> Episode:
+        """What the workflow of a problem works with."""
+        return Episode(
+            problem=problem,
+            prompt=encode_problem(problem, self.tokenizer),
+            samples=self.samples,
+            seed=stream_key(self.seed, "rollout", number, attempt),
+            sampling=replace(self.sampling, stop=self.tasks[problem.task].stops),
+            generator=self.generator,
+            judge=self.judge,
+            tokenizer=self.tokenizer,
+            context=self.context,
+        )
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The arrays of a trajectory so far. What is in it is never tokenised again."""
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    turns: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> "Transcript":
+        """One that begins with a prompt."""
+        return cls((), (), (), ()).told(prompt)
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens the model drew."""
+        return sum(self.loss_mask)
+
+    def told(self, tokens: Sequence[int]) -> "Transcript":
+        """With tokens that the model only reads: nothing is learned from them."""
+        count = len(tokens)
+        return Transcript(
+            self.tokens + tuple(tokens),
+            self.loss_mask + (False,) * count,
+            self.logprobs + (0.0,) * count,
+            self.versions + (-1,) * count,
+            self.turns,
+        )
+
+    def drew(self, generation: Generation) -> "Transcript":
+        """With what the model drew."""
+        begin, end = len(self.tokens), len(self.tokens) + len(generation.tokens)
+        return Transcript(
+            self.tokens + generation.tokens,
+            self.loss_mask + (True,) * (end - begin),
+            self.logprobs + generation.logprobs,
+            self.versions + generation.versions,
+            (*self.turns, (begin, end)) if begin < end else self.turns,
+        )
+
+    def trajectory(
+        self, prompt: int, verdict: Verdict, reward: float, stop_reason: str, tokenizer: Tokenizer
+    ) -> Trajectory:
+        """The trajectory it has become; its first `prompt` tokens are the prompt."""
+        return Trajectory(
+            tokens=self.tokens,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            reward=reward,
+            verdict=verdict,
+            stop_reason=stop_reason,
+            completion=tokenizer.decode(self.tokens[prompt:], specials=True, continues=True),
+            turns=self.turns,
+        )
+
+
+async def sampled(episode: Episode, go_on: Callable[[int, Generation], Awaitable[Trajectory]]) -> list[Trajectory]:
+    """Draw the first turn of all samples together, the prompt computed once; from there each goes its own way.
+
+    `go_on` is given the number of a sample and its first turn. Where one fails the others are ended.
+    """
+    first = await episode.generate(episode.prompt, n=episode.samples)
+    tasks = [asyncio.ensure_future(go_on(sample, drawn)) for sample, drawn in enumerate(first)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

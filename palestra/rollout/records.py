@@ -1,23 +1,27 @@
-"""Rollouts as JSON lines, bit for bit: to be looked at, and to be trained on again without generating."""
+"""Rollouts on disk, bit for bit: JSON lines to read, checkpoints of groups, and replay of another run."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby
+from itertools import compress, groupby, islice
 from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from palestra.errors import PalestraError
+import numpy as np
+
+from palestra.errors import PalestraError, UsageError
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.checkpoint import metas
+from palestra.runs.run import open_run
 from palestra.runs.session import Session
-from palestra.tasks.types import Problem, Status, Verdict
+from palestra.tasks.task import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink, json_line
 
 if TYPE_CHECKING:
     from palestra.lm.batch import Batch
+
 
 FILE = "rollouts.jsonl"
 """In the session's folder. A line is a group."""
@@ -203,4 +207,138 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         stop_reason=row["stop_reason"],
         completion=row["completion"],
         turns=tuple((begin, end) for begin, end in row["turns"]),
+    )
+
+
+class Replay:
+    """The executor's interface over rollouts that are there: step for step what was trained on, in its order."""
+
+    def __init__(self, path: Path, vocab: int):
+        """`vocab` is how many tokens the model knows."""
+        self.path, self.vocab = path, vocab
+        self._steps = self._trained = self.settled = 0
+        self._batches: Iterator[tuple[int, list[Group]]] = replay(path)
+
+    def take(self, work: Callable[[float], bool]) -> tuple[list[Group], list[Group]]:
+        """The groups of the next step; those that were filtered then are not read again."""
+        found = next(self._batches, None)
+        if found is None:
+            raise PalestraError(
+                f"{self.path} has rollouts of {self._steps} steps: lower train.steps, or replay a longer run"
+            )
+        _, groups = found
+        for group in groups:
+            if max(max(one.tokens, default=0) for one in group.trajectories) >= self.vocab:
+                raise PalestraError(
+                    f"{self.path}: the rollouts of {group.problem.id} hold tokens that this model does not have; it "
+                    f"knows {self.vocab}. Replay the rollouts of a run with the same tokenizer"
+                )
+        self._steps, self._trained = self._steps + 1, self._trained + len(groups)
+        return groups, []
+
+    def admit(self) -> None:
+        """There is nothing to start."""
+
+    def collect(self) -> None:
+        """There is nothing to wait for."""
+
+    def publish(self, version: int) -> None:
+        """New weights change nothing here."""
+
+    def metrics(self) -> dict[str, float]:
+        """How many groups were trained on so far."""
+        return {"fate/trained": float(self._trained)}
+
+    def describe(self) -> str:
+        """Where it is."""
+        return f"{self._steps} steps of {self.path} are replayed"
+
+    def state(self) -> dict[str, Any]:
+        """How far it is."""
+        return {"steps": self._steps, "trained": self._trained}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`."""
+        self._steps, self._trained = state["steps"], state["trained"]
+        self._batches = islice(replay(self.path), self._steps, None)
+
+
+def find_rollouts(ref: str, root: Path, seed: int, steps: int) -> Path:
+    """The file of rollouts that is meant: itself, or that of a run, of the same seed where it has several.
+
+    It must hold as many steps as are to be trained.
+    """
+    path = Path(ref).expanduser()
+    if not path.is_file():
+        sessions = {one.seed: one.path for one in open_run(ref, root).sessions}
+        if seed not in sessions and len(sessions) != 1:
+            raise UsageError(
+                f"rollout.replay: {ref} has the seeds {', '.join(map(str, sorted(sessions)))} and not {seed}: name one "
+                f"of their files {FILE}"
+            )
+        path = sessions.get(seed, next(iter(sessions.values()), path)) / FILE
+        if not path.exists():
+            raise UsageError(f"rollout.replay: {ref} has no rollouts: there is no {path}")
+    found = next((record.step for record in newest(path) if record.fate == "trained"), 0)
+    if found < steps:
+        raise UsageError(
+            f"rollout.replay: {path} has rollouts of {found} steps, and train.steps is {steps}: lower it, or replay a "
+            "longer run"
+        )
+    return path.absolute()
+
+
+def group_state(group: Group) -> dict[str, Any]:
+    """A group as plain data."""
+    return {
+        "number": group.number,
+        "problem": group.problem.id,
+        "version": group.version,
+        "asked": group.asked,
+        "seconds": group.seconds,
+        "trajectories": [_trajectory_state(one) for one in group.trajectories],
+    }
+
+
+def load_group(state: dict[str, Any], find: Callable[[str], Problem]) -> Group:
+    """The group again, given what finds problems by their ids."""
+    return Group(
+        number=state["number"],
+        problem=find(state["problem"]),
+        version=state["version"],
+        trajectories=tuple(_load_trajectory(one) for one in state["trajectories"]),
+        asked=state["asked"],
+        seconds=state["seconds"],
+    )
+
+
+def _trajectory_state(one: Trajectory) -> dict[str, Any]:
+    verdict = one.verdict
+    return {
+        "tokens": np.asarray(one.tokens, np.int32),
+        "loss_mask": np.asarray(one.loss_mask, np.bool_),
+        "logprobs": np.asarray(one.logprobs, np.float64),
+        "versions": np.asarray(one.versions, np.int64),
+        "reward": one.reward,
+        "verdict": [
+            verdict.score, str(verdict.status), dict(verdict.parts), verdict.seconds, verdict.sandbox, verdict.note
+        ],
+        "stop_reason": one.stop_reason,
+        "completion": one.completion,
+        "turns": [list(turn) for turn in one.turns],
+    }  # fmt: skip
+
+
+def _load_trajectory(state: dict[str, Any]) -> Trajectory:
+    score, status, parts, seconds, sandbox, note = state["verdict"]
+    return Trajectory(
+        tokens=tuple(np.asarray(state["tokens"]).tolist()),
+        loss_mask=tuple(np.asarray(state["loss_mask"]).tolist()),
+        logprobs=tuple(np.asarray(state["logprobs"]).tolist()),
+        versions=tuple(np.asarray(state["versions"]).tolist()),
+        reward=state["reward"],
+        verdict=Verdict(score, Status(status), parts, seconds, sandbox, note),
+        stop_reason=state["stop_reason"],
+        completion=state["completion"],
+        turns=tuple((begin, end) for begin, end in state["turns"]),
     )

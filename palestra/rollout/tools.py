@@ -1,4 +1,4 @@
-"""The workflow with tools: the model writes a call, reads its result, and goes on.
+"""The workflow with tools: the model writes a call, reads the result, goes on; the tools there are.
 
 A call is the tool's name as a tag around its input: `<calculator>12*34</calculator>`, `<python>print(2**8)</python>`.
 At the closing tag the tool runs, and `<result>408</result>` is put behind it for the model to read. What it writes
@@ -6,18 +6,163 @@ after its last result is its answer. Calls beyond the limit are text like any ot
 one limit on new tokens, in which results do not count.
 """
 
-from collections.abc import Sequence
+import ast
+import asyncio
+import operator
+import re
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 from palestra.data.tokenizers import Tokenizer
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.generate.types import Generation, StopReason
-from palestra.rollout.calling import Tool, make_tools
-from palestra.rollout.episode import Episode
-from palestra.rollout.start import Workflow
-from palestra.rollout.transcript import Transcript, sampled
+from palestra.rollout.episode import Episode, Transcript, Workflow, sampled
 from palestra.rollout.types import Trajectory
 from palestra.spec.kinds.posttrain import ToolsSpec
+
+LONGEST_EXPRESSION = 200
+"""Characters of an expression."""
+BITS = 1024
+"""Of the numerator and the denominator of every number on the way: up to about 1e308."""
+UNDERSTOOD = "only numbers, parentheses and + - * / // % ** are understood"
+SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+
+BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class NotCalculable(PalestraError):
+    """An expression without a value here; the message is for the model that wrote it."""
+
+
+def calculate(expression: str) -> str:
+    """The value of numbers, parentheses and + - * / // % ** (or ^): `7/2` is `3.5`, `0.1+0.2` is `0.3`.
+
+    Integers are exact, other numbers are shown to 12 digits. Thousands may be separated by commas.
+    """
+    text = expression.strip().translate(SIGNS).replace("^", "**")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    if len(text) > LONGEST_EXPRESSION:
+        raise NotCalculable(f"the expression has {len(text)} characters, expected at most {LONGEST_EXPRESSION}")
+    if not re.fullmatch(r"[-+*/%() .\deE_]+", text, re.ASCII):
+        raise NotCalculable(UNDERSTOOD)
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: of too many parentheses
+        raise NotCalculable("not an arithmetic expression") from error
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _number(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            try:
+                return _small(Fraction(BINARY[type(op)](_value(left), _value(right))))
+            except ZeroDivisionError as error:
+                raise NotCalculable("division by zero") from error
+    raise NotCalculable(UNDERSTOOD)
+
+
+def _number(number: int | float) -> Fraction:
+    if abs(number) == float("inf"):
+        raise NotCalculable("a number is too large or too small")
+    # As it is written: 0.1 is a tenth.
+    return _small(Fraction(repr(number)))
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if base == 0 and exponent < 0:
+        raise NotCalculable("division by zero")
+    if exponent.denominator == 1:
+        # The size is known before the work is done.
+        if (
+            max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > 2 * BITS
+            and abs(base) != 1
+        ):
+            raise NotCalculable("a number is too large or too small")
+        return _small(Fraction(base**exponent.numerator))
+    if base < 0:
+        raise NotCalculable("a root of a negative number")
+    try:
+        return _number(float(base) ** float(exponent))
+    except OverflowError as error:
+        raise NotCalculable("a number is too large or too small") from error
+
+
+def _small(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > BITS:
+        raise NotCalculable("a number is too large or too small")
+    return value
+
+
+Tool = Callable[[str], Awaitable[str]]
+"""From the input of a call to its result; what goes wrong with the input is said in the result."""
+
+SECONDS = 5.0
+"""How long a program may run."""
+LONGEST_RESULT = 2000
+"""Characters of a result; of a longer one the middle is left out."""
+
+
+def make_tools(names: Sequence[str]) -> dict[str, Tool]:
+    """The tools of these names."""
+    return {name: _python() if name == "python" else _calculator for name in names}
+
+
+async def _calculator(expression: str) -> str:
+    try:
+        return calculate(expression)
+    except NotCalculable as error:
+        return f"error: {error}"
+
+
+def _python() -> Tool:
+    """Runs a program in the sandbox; its output is the result, and of an error the last line."""
+    from palestra.tasks.sandbox import Sandbox
+
+    sandbox = Sandbox()
+    sandbox.start()  # a machine that cannot lock programs in says so now
+
+    async def run(code: str) -> str:
+        done = await asyncio.to_thread(sandbox.run_program, code, timeout=SECONDS)
+        lines = [_shortened(done.stdout.strip())]
+        match done.status:
+            case "error":
+                said = done.stderr.strip().rpartition("\n")[2]
+                lines.append(f"error: {_shortened(said) or f'it ended with code {done.code}'}")
+            case "timeout":
+                lines.append(f"error: it ran for more than {SECONDS:g} seconds")
+            case "output":
+                lines.append("error: it wrote too much")
+            case "killed":
+                lines.append("error: it was killed, as for using too much memory")
+        return "\n".join(line for line in lines if line)
+
+    weakref.finalize(run, sandbox.close)
+    return run
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= LONGEST_RESULT:
+        return text
+    return f"{text[: LONGEST_RESULT // 2]} … {text[-LONGEST_RESULT // 2 :]}"
+
 
 NOTHING = Generation((), (), (), StopReason.LENGTH, "")
 

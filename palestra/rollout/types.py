@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from palestra.tasks.types import Problem, Verdict
+from palestra.tasks.task import Problem, Verdict
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
-from palestra.spec.cadence import Cadence
+from palestra.spec.model import Cadence
 
 Counters = Mapping[str, int]  # "steps" and "frames" so far
 

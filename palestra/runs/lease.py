@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.remote_store import FsspecStore
-from palestra.runs.store import LocalStore, clear_write_errors
+from palestra.runs.store import FsspecStore, LocalStore, clear_write_errors
 
 log = logging.getLogger("palestra.runs")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.runs.redact import REDACTED, SECRET
-from palestra.spec.difference import Difference, differences
+from palestra.spec.load import Difference, differences
 
 DIFF_LIMIT_BYTES = 1 << 20
 UNTRACKED_LIMIT = 1000

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.results import MEAN, Measured, measured
-from palestra.runs.run import Run
+from palestra.runs.run import MEAN, Measured, Run, measured
 
 if TYPE_CHECKING:
     import numpy as np

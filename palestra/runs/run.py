@@ -1,9 +1,10 @@
-"""A run as its readers see it: state, spec, metrics, summary, checkpoints and plots of a finished or living trial."""
+"""A run as its readers see it: state, spec, metrics, results, checkpoints and plots; two runs compared."""
 
 import json
 import os
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
 from palestra.runs.folder import ROOT, SessionDir, Trial, find, trials
-from palestra.runs.status import read_status, state_of
+from palestra.runs.session import read_status, state_of
 from palestra.runs.store import read_json
+from palestra.spec.load import Difference, differences
 
 # The state of a trial is the first of these that one of its sessions is in.
 URGENCY = ("running", "failed", "killed", "interrupted")
@@ -160,3 +162,77 @@ def _rows(session: SessionDir) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise PalestraError(f"{path}:{number} is not a row of metrics ({error})") from error
             yield {"seed": session.seed, **row}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number of both runs; None on the side that does not have it."""
+
+    metric: str
+    a: float | None
+    b: float | None
+
+
+@dataclass(frozen=True)
+class RunDifference:
+    """What tells two runs apart."""
+
+    spec: list[Difference]
+    results: list[Result]
+
+
+def diff(a: Run, b: Run) -> RunDifference:
+    """Spec fields that differ, and the last headline values (mean over seeds) and summaries of both runs."""
+    left, right = _numbers(a), _numbers(b)
+    results = [Result(metric, left.get(metric), right.get(metric)) for metric in {**left, **right}]
+    return RunDifference(differences(a.spec, b.spec), results)
+
+
+def _numbers(run: Run) -> dict[str, float]:
+    return dict(_leaves({**run.progress(), "summary": run.summary()}))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            inner = prefix if key == "headline" else f"{prefix}{key}."
+            yield from _leaves(value, inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", value
+
+
+RESULTS = "results.json"
+MEAN = "centred"
+"""The name of a suite's mean centred accuracy beside its tasks."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One number of a suite."""
+
+    seed: int
+    suite: str
+    step: int
+    tokens: int
+    task: str
+    """`centred` for the mean over the suite."""
+    type: str
+    """likelihood, texts, task, or mean."""
+    value: float
+
+
+def measured(run: Run) -> list[Measured]:
+    """All that suites have measured of a run, by seed, suite, step and task; empty where it has none."""
+    return [one for session in run.sessions for one in _of_session(session.path / RESULTS, session.seed)]
+
+
+def _of_session(path: Path, seed: int) -> Iterator[Measured]:
+    if not path.exists():
+        return
+    for suite, found in read_json(path)["suites"].items():
+        for row in found["rows"]:
+            at = (seed, suite, row["step"], row["tokens"])
+            for task, result in row["tasks"].items():
+                yield Measured(*at, task, result["type"], result["value"])
+            if MEAN in row:
+                yield Measured(*at, MEAN, "mean", row[MEAN])

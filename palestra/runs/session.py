@@ -1,27 +1,118 @@
-"""A session: one seed's run folder, owned by the process that trains in it."""
+"""A session: one seed's run folder, its status, log and stop signals, owned by the process that trains in it."""
 
 import json
 import logging
 import os
+import signal
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
 from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
-from palestra.runs.lease import Lease, LeaseLost
-from palestra.runs.logfile import logging_to
+from palestra.runs.lease import Lease, LeaseLost, Owner
 from palestra.runs.redact import redact, redacted
-from palestra.runs.status import read_status, write_status
-from palestra.runs.stop import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
-from palestra.spec.difference import Difference, differences
+from palestra.spec.load import Difference, differences
+
+NAME = "status.json"
+
+
+def write_status(
+    folder: Path, state: str, *, started: float, progress: Mapping[str, Any], error: BaseException | None = None
+) -> None:
+    """Write the status of a session this process owns: running, done, failed or interrupted."""
+    status = {
+        "state": state,
+        "started": started,
+        "heartbeat": time.time(),
+        **asdict(Owner.here()),
+        "progress": dict(progress),
+        "reason": None if error is None else f"{type(error).__name__}: {error}",
+        "traceback": None if error is None else "".join(traceback.format_exception(error)),
+    }
+    write_json(folder / NAME, redacted(status))
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """The status as its owner last wrote it; None for a session that never started."""
+    path = folder / NAME
+    return read_json(path) if path.exists() else None
+
+
+def state_of(folder: Path) -> str:
+    """new, running, done, failed, interrupted, or killed where the status says running but its owner is dead."""
+    status = read_status(folder)
+    if status is None:
+        return "new"
+    if status["state"] == "running" and not Owner.read(status).alive(status["heartbeat"]):
+        return "killed"
+    return status["state"]
+
+
+@contextmanager
+def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """Call `request_stop` on SIGTERM and SIGINT; a second SIGINT raises KeyboardInterrupt. Other threads: no effect."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts = 0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        request_stop()
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
+            raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            # None stands for a handler that was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class _Redacting(logging.Formatter):
+    """Lines, tracebacks included, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[logging.Handler]:
+    """Copy what `palestra` loggers say, from INFO on, into the session's log.txt."""
+    logger = logging.getLogger("palestra")
+    handlers: list[logging.Handler] = []
+    if not logger.hasHandlers() and logging.lastResort is not None:
+        handlers.append(logging.lastResort)  # with a handler of its own the logger would stop warning on stderr
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setLevel(logging.INFO)
+    file.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers.append(file)
+    level = logger.level
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield file
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+        logger.setLevel(level)
+        file.close()
+
 
 HEARTBEAT_SECONDS = 2.0
 # Files that only grow and are cut back on resume, also when the resuming process does not follow them.

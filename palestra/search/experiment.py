@@ -12,24 +12,29 @@ from typing import Any
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, kept
-from palestra.runs.stop import stop_signals
+from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore
-from palestra.search import asha
-from palestra.search.folder import Experiment, find_experiment, new_experiment
-from palestra.search.pausing import clear_rung, write_rung
-from palestra.search.results import write_results
-from palestra.search.study import Proposal, Record, Study
-from palestra.search.trials import Outcome, Rung, gpus, make_trial, outcome, run_trial, trial_spec
+from palestra.search.results import Experiment, find_experiment, new_experiment, write_results
+from palestra.search.study import Proposal, Record, Study, last_promotion, level, promotion
+from palestra.search.trials import (
+    Outcome,
+    Rung,
+    clear_rung,
+    gpus,
+    make_trial,
+    outcome,
+    run_trial,
+    trial_spec,
+    write_rung,
+)
 from palestra.spec.base import ExperimentSpec
-from palestra.spec.difference import differences
-from palestra.spec.load import Source
+from palestra.spec.blocks import SearchSpec
+from palestra.spec.compose import escape, parse
+from palestra.spec.grid import given_data
+from palestra.spec.load import Source, differences
 from palestra.spec.load import load as load_spec
-from palestra.spec.overrides import parse
-from palestra.spec.plain import plain
-from palestra.spec.search import SearchSpec
-from palestra.spec.space import given_data
+from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
-from palestra.spec.variables import escape
 from palestra.track.progress import Progress
 from palestra.track.recorder import in_words
 from palestra.work.pool import Pool, Task
@@ -179,11 +184,11 @@ class Search:
         """By algorithm 2: a trial that goes on, else a new one; None while there is nothing but to wait."""
         records = self.study.records()
         rungs, moved = self._rungs(records)
-        sent = None if self.asha is None else asha.promotion(rungs, moved, self.asha.reduction)
+        sent = None if self.asha is None else promotion(rungs, moved, self.asha.reduction)
         if sent is None and len(records) < self.search.trials:
             return self.new(len(records))
         if sent is None and idle and not any(record.state == "complete" for record in records):
-            sent = asha.last_promotion(rungs, moved)
+            sent = last_promotion(rungs, moved)
         return None if sent is None else self._send(*sent)
 
     def _rungs(self, records: list[Record]) -> tuple[list[dict[int, float]], list[set[int]]]:
@@ -234,7 +239,7 @@ class Search:
     def _rung(self, rung: int) -> Rung:
         if self.asha is None:
             return Rung(self.metric, "steps", None)
-        return Rung(self.metric, self.asha.by, asha.level(self.asha.grace, self.asha.reduction, rung))
+        return Rung(self.metric, self.asha.by, level(self.asha.grace, self.asha.reduction, rung))
 
     def _start(self, slot: _Slot, record: Record) -> None:
         path, rung = self._make(record), self._rung(record.rung)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.runs.plot import PALETTE
 from palestra.search.study import Record
-from palestra.spec.search import Axis
+from palestra.spec.blocks import Axis
 
 if TYPE_CHECKING:
     import numpy as np

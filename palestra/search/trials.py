@@ -1,7 +1,8 @@
-"""One trial of a search: its folder, what runs it in a worker process, and what can be read of it afterwards."""
+"""One trial of a search: its folder, its worker, its pause at a rung, and what can be read of it afterwards."""
 
 import math
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,15 +15,38 @@ from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial
 from palestra.runs.redact import redacted
 from palestra.runs.run import Run
-from palestra.runs.status import read_status
-from palestra.runs.store import clear_write_errors, write_json
-from palestra.search.pausing import HOOK
+from palestra.runs.session import read_status
+from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.base import ExperimentSpec
+from palestra.spec.grid import with_values
 from palestra.spec.kinds import runner
 from palestra.spec.load import resolved
-from palestra.spec.plain import plain
-from palestra.spec.space import with_values
-from palestra.track.recorder import COLUMNS
+from palestra.spec.model import plain
+from palestra.track.recorder import COLUMNS, Moment
+
+NAME = "rung.json"
+HOOK = "palestra.search.trials:pause_at_rung"
+
+
+def write_rung(trial: Path, metric: str, by: str, level: int) -> None:
+    """Say how far a trial runs before it pauses; a trial without this file runs to its end."""
+    write_json(trial / NAME, {"metric": metric, "by": by, "level": level})
+
+
+def clear_rung(trial: Path) -> None:
+    """Let the trial run to its end whenever it is resumed."""
+    (trial / NAME).unlink(missing_ok=True)
+
+
+def pause_at_rung(moment: Moment) -> None:
+    """Ask the session to stop, as SIGTERM does, at the first row with the metric at or after its rung."""
+    path = moment.folder.parent.parent / NAME
+    if not path.exists():
+        return
+    rung: dict[str, Any] = read_json(path)
+    seen = moment.step if rung["by"] == "steps" else moment.seen
+    if rung["metric"] in moment.metrics and seen >= rung["level"]:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @dataclass(frozen=True)

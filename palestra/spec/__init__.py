@@ -1,12 +1,9 @@
 """What an experiment is: typed specs, and how they are loaded, composed, overridden and checked."""
 
 from palestra.spec.base import ExperimentSpec
-from palestra.spec.cadence import Cadence
-from palestra.spec.difference import Difference, differences, spec_hash
 from palestra.spec.kinds import KINDS, Kind, kinds, loader, runner, spec_type
-from palestra.spec.load import Loaded, load, to_yaml
-from palestra.spec.model import Model
-from palestra.spec.plain import plain
+from palestra.spec.load import Difference, Loaded, differences, load, spec_hash, to_yaml
+from palestra.spec.model import Cadence, Model, plain
 from palestra.spec.validate import Problem, SpecError, validate
 
 __all__ = [

@@ -5,11 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from palestra.spec.cadence import Cadence, CountCadence
-from palestra.spec.execution import Execution
-from palestra.spec.model import Model
-from palestra.spec.search import SearchSpec
-from palestra.spec.sweep import SweepSpec
+from palestra.spec.blocks import SearchSpec, SweepSpec
+from palestra.spec.model import Cadence, CountCadence, Execution, Model
 from palestra.spec.words import Words
 
 Name = Annotated[
@@ -138,8 +135,10 @@ class ExperimentSpec(NamedSpec):
 
     def all_conflicts(self) -> list[Conflict]:
         """Those of the kind, cadences in units that it does not count, and what is wrong with its search or sweep."""
-        from palestra.spec.grid import sweep_conflicts  # both validate specs, and so build on this module
-        from palestra.spec.space import search_conflicts
+        from palestra.spec.grid import (
+            search_conflicts,
+            sweep_conflicts,  # both validate specs, and so build on this module
+        )
 
         found = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
         return found or sweep_conflicts(self)  # what is wrong with the spec would be wrong with each of its runs

@@ -1,13 +1,15 @@
-"""One spec out of files: picking it from a collection of named specs, and merging what it `extends`."""
+"""One spec out of files: `extends`, collections, `${var}` variables and dotted overrides."""
 
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.spec.source import DataPath, Origin, SourceError, Tree, read_file
+from palestra.spec.source import DataPath, Origin, SourceError, Tree, dotted, read_file, read_value
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,154 @@ def _pick(file: Tree, reference: Reference) -> tuple[Tree, str | None]:
         raise UsageError(f"{path} holds no spec '{name}'. {hint}")
     origins = {at[1:]: origin for at, origin in file.origins.items() if at[:1] == (name,)}
     return Tree(file.data[name], origins), name
+
+
+# `$${` is a literal `${`.
+_TOKEN = re.compile(r"\$\$\{|\$\{([^{}:]+)(?::([^{}]+))?\}")
+_WHOLE = re.compile(r"\$\{[^{}]+\}")
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A tree with its variables filled, and which variables stood where."""
+
+    tree: Tree
+    variables: list[tuple[DataPath, str]]
+    defaults: Mapping[str, str]
+    """Values of the spec itself, for variables that are not given."""
+
+    def require_values(self, given: Mapping[str, Any], replaced: Iterable[DataPath] = ()) -> None:
+        """Raise if a variable has no value, naming all of them; one inside a `replaced` path needs none."""
+        missing = [
+            (path, name)
+            for path, name in self.variables
+            if name not in given
+            and name not in self.defaults
+            and not any(path[: len(other)] == other for other in replaced)
+        ]
+        if not missing:
+            return
+        lines = [f"  {self.tree.where(path)}  {dotted(path)}: ${{{name}}}" for path, name in missing]
+        flags = " ".join(f"-s {name}=..." for name in dict.fromkeys(name for _, name in missing))
+        raise UsageError("the spec has variables without a value:\n" + "\n".join(lines) + f"\nGive them with {flags}")
+
+    def require_use(self, given: Mapping[str, Any]) -> None:
+        """Raise if a variable was given that the spec does not have, naming the nearest."""
+        known = sorted({name for _, name in self.variables})
+        for name in given:
+            if name in known:
+                continue
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"Its variables are: {', '.join(known) or 'none'}."
+            raise UsageError(f"-s {name}: the spec has no variable ${{{name}}}. {hint}")
+
+
+def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
+    """Replace every `${var}` that has a value; a scalar that is nothing but `${var}` gets the value's YAML type."""
+    found: list[tuple[DataPath, str]] = []
+    origins = dict(tree.origins)
+    defaults = dict(_defaults(tree.data))
+    values = {**defaults, **given}
+
+    def visit(value: Any, path: DataPath) -> Any:
+        if isinstance(value, dict):
+            return {key: visit(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [visit(item, (*path, index)) for index, item in enumerate(value)]
+        return text(value, path) if isinstance(value, str) else value
+
+    def text(value: str, path: DataPath) -> Any:
+        names = [name for name, _ in _TOKEN.findall(value) if name]
+        found.extend((path, name) for name in names)
+        used = [name for name in dict.fromkeys(names) if name in given]
+        if used:
+            how = ", ".join(f"-s {name}" for name in used)
+            origins[path] = replace(origins.get(path, Origin()), how=how)
+        if _WHOLE.fullmatch(value) and names[0] in values:
+            whole = values[names[0]]
+            return read_value(whole, f"-s {names[0]}") if isinstance(whole, str) else whole
+        return _TOKEN.sub(lambda match: literal(match[0], match[1]), value)
+
+    def literal(token: str, name: str | None) -> str:
+        if name is None:
+            return "${"
+        return str(values[name]) if name in values else token
+
+    return Filled(Tree(visit(tree.data, ()), origins), found, defaults)
+
+
+def _defaults(data: Any) -> Iterator[tuple[str, str]]:
+    """Variables that have a default somewhere in the data, which holds wherever they stand."""
+    if isinstance(data, str):
+        yield from ((name, default) for name, default in _TOKEN.findall(data) if default)
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _defaults(value)
+
+
+def escape(data: Any) -> Any:
+    """The tree with every `${` written `$${`, so that filling gives it back."""
+    if isinstance(data, Mapping):
+        return {key: escape(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [escape(value) for value in data]
+    return data.replace("${", "$${") if isinstance(data, str) else data
+
+
+def parse(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The dotted paths and values of `path=value` texts (with YAML typing) or of a mapping (values as they are)."""
+    if isinstance(overrides, Mapping):
+        return list(overrides.items())
+    return [_parse(text) for text in overrides]
+
+
+def apply(tree: Tree, overrides: Iterable[tuple[str, Any]]) -> tuple[Tree, list[DataPath]]:
+    """The tree with the values set, in order, and the paths that were set."""
+    paths: list[DataPath] = []
+    for text, value in overrides:
+        parts = text.split(".")
+        if not all(parts):
+            raise UsageError(f"override '{text}': expected a dotted path such as algorithm.lr")
+        data, path = _set(tree.data, parts, value, ())
+        origins = {at: origin for at, origin in tree.origins.items() if at[: len(path)] != path}
+        made = range(min(_depth(tree.data, path) + 1, len(path)), len(path) + 1)
+        tree = Tree(data, origins | {path[:length]: Origin(how="override") for length in made})
+        paths.append(path)
+    return tree, paths
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"override '{text}': expected path=value, for example algorithm.lr=3e-4")
+    return path.strip(), read_value(value, f"override {path.strip()}")
+
+
+def _depth(here: Any, path: DataPath) -> int:
+    """How many parts of a path are there already."""
+    for depth, part in enumerate(path):
+        if here is None or (isinstance(here, dict) and part not in here):
+            return depth
+        here = here[part]
+    return len(path)
+
+
+def _set(here: Any, parts: list[str], value: Any, path: DataPath) -> tuple[Any, DataPath]:
+    """A copy of `here` with the value at the end of `parts`, and the path on which it lies."""
+    if not parts:
+        return value, path
+    key, *rest = parts
+    if isinstance(here, list):
+        if not key.isdecimal() or int(key) >= len(here):
+            count = f"'{dotted(path)}' is a list of {len(here)}, so '{key}' must be an index below {len(here)}"
+            raise UsageError(f"override '{dotted((*path, *parts))}': {count}")
+        index = int(key)
+        child, at = _set(here[index], rest, value, (*path, index))
+        return [*here[:index], child, *here[index + 1 :]], at
+    if here is not None and not isinstance(here, dict):
+        raise UsageError(f"override '{dotted((*path, *parts))}': '{dotted(path)}' is {here!r}, not a mapping")
+    if here is None and key.isdecimal():
+        whole = f"there is no list '{dotted(path)}' in the spec to set an item of: give the whole list"
+        raise UsageError(f"override '{dotted((*path, *parts))}': {whole}, {dotted(path)}='[...]'")
+    below = here or {}
+    child, at = _set(below.get(key), rest, value, (*path, key))
+    return {**below, key: child}, at

@@ -1,14 +1,21 @@
-"""What a spec names: modules beside where the command was started or installed, and objects given from Python."""
+"""Functions a spec names: modules beside the command or installed, objects given from Python, checked arguments."""
 
 import importlib
+import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from palestra.errors import UsageError
+from palestra.spec.base import Conflict
+from palestra.spec.words import words
 
 OBJECT = "object:"  # begins the name of what `palestra.run` was given as a Python object
 ARGUMENTS = {"reward.function": "reward", "task": "tasks__train"}  # of `palestra.run`, where not the field itself
@@ -62,3 +69,56 @@ def load_named(name: str, field: str, what: str) -> Any:
 def load_function(name: str, field: str) -> Callable[..., Any]:
     """The function that `field` of a spec names as module:function."""
     return load_named(name, field, "function")
+
+
+def argument_problems(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> list[Conflict]:
+    """Arguments that a function does not take, does not get, or gets as something else than it is annotated with."""
+    parameters, hints, open_ended = _parameters(function, besides)
+    found = []
+    for name, value in given.items():
+        if name in parameters:
+            found += _type_problem(name, hints.get(name, Any), value)
+        elif not open_ended:
+            near = get_close_matches(name, parameters, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"It takes: {', '.join(parameters) or 'nothing'}"
+            found.append(Conflict((name,), f"unknown argument of {function.__name__}. {hint}"))
+    for name, parameter in parameters.items():
+        if name not in given and parameter.default is inspect.Parameter.empty:
+            found.append(Conflict((), f"missing '{name}'; expected {words(hints.get(name, Any))}"))
+    return found
+
+
+def typed_arguments(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> dict[str, Any]:
+    """The arguments as the function's annotations have them: paths, tuples, dataclasses."""
+    _, hints, _ = _parameters(function, besides)
+    return {name: _typed(hints.get(name, Any), value) for name, value in given.items()}
+
+
+def _parameters(
+    function: Callable[..., Any], besides: str
+) -> tuple[dict[str, inspect.Parameter], dict[str, Any], bool]:
+    """The parameters by name, their types, and whether any other name is taken too."""
+    plain = inspect.unwrap(function)
+    listed = [one for one in inspect.signature(plain).parameters.values() if one.name != besides]
+    taken = {one.name: one for one in listed if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    return taken, get_type_hints(plain), any(one.kind is one.VAR_KEYWORD for one in listed)
+
+
+def _type_problem(name: str, hint: Any, value: Any) -> Iterator[Conflict]:
+    try:
+        _typed(hint, value)
+    except ValidationError as error:
+        for problem in error.errors():
+            if not problem["loc"] or len(error.errors()) > 3:  # one line says it
+                yield Conflict((name,), f"expected {words(hint)}, got {value!r:.60}")
+                return
+            yield Conflict((name, *problem["loc"]), problem["msg"][0].lower() + problem["msg"][1:])
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticSchemaGenerationError:  # a type of its own: the function itself says what it takes
+        return value
+    # As JSON a list may become a tuple and text a path, but never text a number.
+    return adapter.validate_json(json.dumps(value), strict=True)

@@ -1,21 +1,170 @@
-"""What the kinds of language-model training share: the model, its tokenizer, texts and how to train."""
+"""What the kinds of language-model training share: model, adapters, optimizer, data mixtures and training."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec
-from palestra.spec.cadence import Cadence, CountCadence
-from palestra.spec.composites import CompositeSpec
-from palestra.spec.execution import Execution
-from palestra.spec.lora import LoraSpec
-from palestra.spec.model import Model
-from palestra.spec.optim import AdamWSpec, OptimSpec
-from palestra.spec.precision import described
-from palestra.spec.schedule import warmup_problems
-from palestra.spec.shape import Shape
-from palestra.spec.suites import SuiteUse, suite_conflicts
+from palestra.spec.model import Cadence, CountCadence, Execution, Model
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.shape import Shape, described
+from palestra.spec.tasks import SuiteUse, suite_conflicts
+
+Rate = Annotated[ScheduleSpec, Bounds(at_least=0)]
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+
+
+class AdamWSpec(Model):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    name: Literal["adamw"]
+    """The optimizer."""
+    lr: Rate = Schedule(shape="constant", start=3e-4)
+    """The learning rate. This default is of pretraining; kinds that fine-tune `model.init` have lower ones."""
+    betas: Betas = Field(default=[0.9, 0.95])
+    """The decay of the means of gradients and of their squares (β₁, β₂)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """ε, added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of matrices and embeddings, times the learning rate; norms and biases never decay. Default as of `lr`."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """The norm of all gradients together to which they are clipped; null does not clip."""
+
+
+class MuonSpec(Model):
+    """Muon (Jordan et al. 2024) for the matrices inside the layers, AdamW for embeddings, head, norms and biases."""
+
+    name: Literal["muon"]
+    """The optimizer."""
+    lr: Rate = Schedule(shape="constant", start=0.02)
+    """The learning rate of the matrices; an update has singular values around lr · √max(1, rows / columns)."""
+    adam_lr: Rate = Schedule(shape="constant", start=3e-4)
+    """The learning rate of AdamW, for everything else; kinds that fine-tune `model.init` have lower defaults."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """The decay of the mean of gradients that is orthogonalised (μ)."""
+    nesterov: bool = True
+    """Look one gradient ahead of that mean."""
+    ns_steps: int = Field(default=5, ge=1, le=20)
+    """Newton–Schulz iterations of the orthogonalisation."""
+    betas: Betas = Field(default=[0.9, 0.95])
+    """AdamW's decay of the means of gradients and of their squares (β₁, β₂)."""
+    eps: float = Field(default=1e-8, gt=0)
+    """ε of AdamW, added to the root of the second moment."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decay of matrices and embeddings, times their learning rate; norms and biases never decay."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """The norm of all gradients together to which they are clipped; null does not clip."""
+
+
+OptimSpec = AdamWSpec | MuonSpec
+"""The optimizers, told apart by `name`: `Annotated[OptimSpec, Field(discriminator="name")]`."""
+
+
+Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal["all"] | Matrix
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class LoraSpec(Model):
+    """Low-rank adapters beside frozen weights (Hu et al. 2021): W + alpha / rank · B · A."""
+
+    rank: int = Field(default=16, ge=1)
+    """The rank of an adapter (r)."""
+    alpha: float = Field(default=32.0, gt=0)
+    """An adapter's output is multiplied with alpha / rank."""
+    targets: Annotated[
+        list[Target],
+        Field(min_length=1),
+        BeforeValidator(_listed, json_schema_input_type=Target | list[Target]),
+    ] = Field(default=["all"])
+    """The matrices that get an adapter in every layer, or `all` of them; routed experts and routers never do."""
+
+
+Share = Annotated[float, Field(ge=0)]
+
+# The weights of parts are terabytes of text.
+COMPOSITES: dict[str, dict[str, tuple[float, dict[str, float]]]] = {
+    # Two large crawls of the web with a small share of educational pages: Nemotron-CC (Su et al. 2024, arXiv
+    # 2412.02595), DCLM (Li et al. 2024, arXiv 2406.11794) and FineWeb-Edu (Penedo et al. 2024, arXiv 2406.17557).
+    "nemotron_dclm_fineweb_10b": {
+        "nemotron_cc": (
+            0.4,
+            {
+                "nemotron_hq_actual": 0.91351,
+                "nemotron_hq_synth": 2.72,
+                "nemotron_medium_high": 0.82471,
+                "nemotron_medium": 3.38,
+                "nemotron_medium_low": 1.54,
+                "nemotron_low_actual": 0.70123,
+                "nemotron_low_synth": 0.62771,
+            },
+        ),
+        "dclm": (0.5, {"dclm_baseline": 3.8, "starcoder": 0.25, "proofpile_2": 0.055}),
+        "fineweb_edu": (0.1, {"fineweb_edu_10b": 1.0}),
+    },
+}
+"""By name: the groups, each with its share of all examples and the relative weights of its parts."""
+
+
+class GroupSpec(Model):
+    """Sources that have a share together."""
+
+    share: Share | None = None
+    """Its share of all examples, relative to the other groups; null keeps that of `base`."""
+    parts: dict[str, Share] = Field(default={})
+    """The weight of each part, relative to the others of the group; those of `base` that are not named stay."""
+
+
+class CompositeSpec(Model):
+    """A mixture of groups of sources: one that ships, changed or not, or one of your own."""
+
+    base: str | None = None
+    """A composite to begin with: `nemotron_dclm_fineweb_10b`; null begins with nothing."""
+    groups: dict[str, GroupSpec] = Field(default={})
+    """Groups that are added to those of `base`, or that change them; a share of 0 leaves one out."""
+
+    def weights(self) -> dict[str, float]:
+        """The weight of each part; all together are 1."""
+        groups = self._groups()
+        total = sum(share or 0.0 for share, _ in groups.values())
+        found: dict[str, float] = {}
+        for share, parts in groups.values():
+            inside = sum(parts.values())
+            for name, weight in parts.items():
+                found[name] = (share or 0.0) / total * weight / inside if weight else 0.0
+        return found
+
+    def problems(self) -> list[Conflict]:
+        """A base that is not there, groups without a share or without parts, parts of two groups."""
+        if self.base is not None and self.base not in COMPOSITES:
+            return [Conflict(("base",), f"expected one of {', '.join(COMPOSITES)}, or null")]
+        groups = self._groups()
+        found = []
+        owners: dict[str, str] = {}
+        for name, (share, parts) in groups.items():
+            if share is None:
+                found.append(Conflict(("groups", name, "share"), "expected a number, because `base` has no such group"))
+            if share != 0 and not any(parts.values()):
+                found.append(Conflict(("groups", name, "parts"), "expected at least one weight above 0"))
+            for part in parts:
+                if owners.setdefault(part, name) != name:
+                    reason = f"expected a name that the group {owners[part]!r} does not have"
+                    found.append(Conflict(("groups", name, "parts", part), reason))
+        if not found and not any(share for share, _ in groups.values()):
+            found.append(Conflict(("groups",), "expected at least one share above 0"))
+        return found
+
+    def _groups(self) -> dict[str, tuple[float | None, dict[str, float]]]:
+        base = COMPOSITES[self.base] if self.base is not None else {}
+        groups: dict[str, tuple[float | None, dict[str, float]]] = {**base}
+        for name, change in self.groups.items():
+            share, parts = groups.get(name, (None, {}))
+            groups[name] = (share if change.share is None else change.share, {**parts, **change.parts})
+        return groups
 
 
 class BpeSpec(Model):

@@ -1,20 +1,139 @@
-"""From a file or a dict to a validated spec: read, extend, fill variables, override, validate."""
+"""From a file or a dict, with the specs of pipeline steps, to a validated spec; spec differences and hashes."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.spec import overrides as dotted_overrides
-from palestra.spec import variables as spec_variables
+from palestra.spec import compose
+from palestra.spec.algorithm import PRESETS
 from palestra.spec.base import ExperimentSpec, NamedSpec
 from palestra.spec.compose import Reference, extend, read_spec
-from palestra.spec.plain import plain
-from palestra.spec.presets import PRESETS
+from palestra.spec.model import plain
 from palestra.spec.source import DataPath, Origin, Origins, Tree, write_text
-from palestra.spec.steps import with_step_specs
 from palestra.spec.validate import validate
+
+
+class _Absent:
+    """The value of a field that one side does not have."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field whose value differs; `ABSENT` on the side that does not have it."""
+
+    path: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before!r} → {self.after!r}"
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """The fields that differ between two trees of plain data, by dotted path; 1 and 1.0 are the same number."""
+    return list(_compare("", a, b))
+
+
+def spec_hash(spec: ExperimentSpec) -> str:
+    """The sha256 of all values of a spec, defaults included; it depends on neither key order nor 1 versus 1.0."""
+    return hashlib.sha256(_canonical(plain(spec)).encode()).hexdigest()
+
+
+def _compare(path: str, a: Any, b: Any) -> Iterator[Difference]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in (*a, *(key for key in b if key not in a)):
+            yield from _compare(f"{path}.{key}" if path else str(key), a.get(key, ABSENT), b.get(key, ABSENT))
+    elif _lists_of_mappings(a, b):
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _compare(f"{path}.{index}", left, right)
+    elif a is ABSENT or b is ABSENT or _canonical(a) != _canonical(b):
+        yield Difference(path, a, b)
+
+
+def _lists_of_mappings(a: Any, b: Any) -> bool:
+    if not isinstance(a, list) or not isinstance(b, list) or len(a) != len(b):
+        return False
+    return all(isinstance(item, Mapping) for item in (*a, *b))
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(_numbers(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _numbers(value: Any) -> Any:
+    """The value with whole floats as integers, so that 1 and 1.0 are written alike."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def with_step_specs(tree: Tree) -> Tree:
+    """A pipeline with the specs of its steps written out, named after the steps; any other spec as it is."""
+    data = tree.data
+    if not isinstance(data, dict) or data.get("kind") != "pipeline" or not isinstance(data.get("steps"), dict):
+        return tree
+    _look_beside(tree)
+    for name, step in data["steps"].items():
+        if isinstance(step, dict) and isinstance(step.get("spec"), str | dict):
+            tree = _with_spec(tree, name, step)
+    return tree
+
+
+def _with_spec(tree: Tree, name: str, step: dict[str, Any]) -> Tree:
+    place: DataPath = ("steps", name, "spec")
+    origin = tree.origin(place)
+    beside = Path(origin.file) if origin.file is not None else None
+    if isinstance(step["spec"], str):
+        reference = Reference.parse(step["spec"], beside)
+        if not reference.path.exists():
+            raise UsageError(f"{origin.where}: steps.{name}.spec names {reference.path}, and there is no such file")
+        inner = read_spec(reference)
+    else:
+        below = {path[len(place) :]: at for path, at in tree.origins.items() if path[: len(place)] == place}
+        inner = extend(Tree(step["spec"], below), beside)
+    changes = step.get("set")
+    if isinstance(changes, dict):
+        given = {key: tree.origin(("steps", name, "set", key)) for key in changes}
+        inner = _changed(inner, changes, given)
+    if isinstance(inner.data, dict):
+        named = {"name": name.rpartition("/")[2]}
+        inner = Tree({**inner.data, **named}, inner.origins | {("name",): Origin(origin.file, origin.line, "default")})
+    rest = {key: value for key, value in step.items() if key != "set" or not isinstance(changes, dict)}
+    steps = {**tree.data["steps"], name: {**rest, "spec": inner.data}}
+    origins = {path: at for path, at in tree.origins.items() if path[: len(place)] != place}
+    origins |= {(*place, *path): at for path, at in inner.origins.items()}
+    return Tree({**tree.data, "steps": steps}, origins)
+
+
+def _changed(inner: Tree, changes: dict[str, Any], origins: dict[str, Origin]) -> Tree:
+    for key, value in changes.items():
+        inner, paths = compose.apply(inner, [(key, value)])
+        inner = Tree(inner.data, inner.origins | {paths[0]: origins[key]})
+    return inner
+
+
+def _look_beside(tree: Tree) -> None:
+    """A pipeline's own functions may lie beside its file; the processes that run its steps look there too."""
+    file = tree.origin(("kind",)).file
+    folder = os.path.dirname(os.path.abspath(file)) if file is not None else None
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
+
 
 Source = str | PathLike[str] | Mapping[str, Any] | NamedSpec
 """A spec as a person gives it: "file.yaml", "file.yaml:name", a path, a dict or a spec."""
@@ -69,9 +188,9 @@ def load(
 ) -> Loaded:
     """Load and validate a spec; texts in `variables` and `overrides` get YAML typing, Python values stay."""
     given = plain(variables or {})
-    filled = spec_variables.fill(with_step_specs(read(source)), given)
-    pairs = [(path, plain(value)) for path, value in dotted_overrides.parse(overrides)]
-    tree, replaced = dotted_overrides.apply(filled.tree, pairs)
+    filled = compose.fill(with_step_specs(read(source)), given)
+    pairs = [(path, plain(value)) for path, value in compose.parse(overrides)]
+    tree, replaced = compose.apply(filled.tree, pairs)
     filled.require_values(given, replaced)
     filled.require_use(given)
     return Loaded(validate(tree.data, tree.origins), tree.data, tree.origins)
@@ -84,13 +203,13 @@ def resolved(data: Mapping[str, Any]) -> ExperimentSpec:
 
 def to_yaml(spec: NamedSpec) -> str:
     """The spec in full, defaults included, as YAML; loading it gives the same spec."""
-    return write_text(spec_variables.escape(plain(spec)))
+    return write_text(compose.escape(plain(spec)))
 
 
 def read(source: Source) -> Tree:
     """A spec as it is given, with what it extends: variables are not filled in, and nothing is checked."""
     if isinstance(source, NamedSpec):
-        return Tree(spec_variables.escape(plain(source)), {(): Origin(how="python")})
+        return Tree(compose.escape(plain(source)), {(): Origin(how="python")})
     if isinstance(source, Mapping):
         return extend(Tree(plain(source), {(): Origin(how="python")}), beside=None)
     if isinstance(source, str):

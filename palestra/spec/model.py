@@ -1,12 +1,20 @@
-"""The one base class of everything a spec holds: unknown keys are errors, values are never coerced, nothing changes."""
+"""The base class of everything a spec holds, cadences, values as plain data, execution-only fields."""
 
 import ast
 import inspect
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from os import PathLike
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, WithJsonSchema
+from pydantic_core import PydanticCustomError, core_schema
+
+from palestra.spec.words import Words
 
 
 class Model(BaseModel):
@@ -37,3 +45,199 @@ class Model(BaseModel):
 def _classes(module: str) -> dict[str, list[ast.stmt]]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+class Execution:
+    """`Execution[int]` as the type of a field: how a step is carried out, not what comes of it.
+
+    Such a field (workers, memory, a log's level) is no part of the step's address.
+    """
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return Annotated[item, cls]
+
+
+def is_execution(hint: Any) -> bool:
+    """Whether a type is `Execution[…]`."""
+    return get_origin(hint) is Annotated and Execution in hint.__metadata__
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The plain data of a model, taken apart."""
+
+    counted: dict[str, Any]
+    """What comes of it depends on this; fields that are null are left out."""
+    execution: list[tuple[list[str], Any]]
+    """How it is carried out: the path of each such field, and its value."""
+    unset: list[list[str]]
+    """The paths of the fields that are null: a field that is new and null by default changes nothing."""
+
+    def joined(self) -> dict[str, Any]:
+        """The data as it was."""
+        data = self.counted
+        for path, value in (*self.execution, *((path, None) for path in self.unset)):
+            data = _put(data, path, value)
+        return data
+
+
+def split(model: BaseModel, data: dict[str, Any]) -> Parts:
+    """Take the plain data of a model apart; models in lists and mappings are gone through too."""
+    parts = Parts({}, [], [])
+    counted = _split(model, data, [], parts)
+    return Parts(counted, parts.execution, parts.unset)
+
+
+def _split(value: Any, data: Any, path: list[str], parts: Parts) -> Any:
+    if isinstance(data, list):
+        items = value if isinstance(value, list) and len(value) == len(data) else [None] * len(data)
+        pairs = enumerate(zip(items, data, strict=True))
+        return [_split(item, plain, [*path, str(index)], parts) for index, (item, plain) in pairs]
+    if not isinstance(data, dict):
+        return data
+    fields = type(value).model_fields if isinstance(value, BaseModel) else {}
+    kept: dict[str, Any] = {}
+    for key, item in data.items():
+        at = [*path, key]
+        if key in fields and Execution in fields[key].metadata:
+            parts.execution.append((at, item))
+        elif key in fields and item is None:
+            parts.unset.append(at)
+        else:
+            inner = getattr(value, key, None) if fields else value.get(key) if isinstance(value, dict) else None
+            kept[key] = _split(inner, item, at, parts)
+    return kept
+
+
+def _put(here: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy with a value at a path."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(here, list):
+        return [_put(item, rest, value) if str(index) == key else item for index, item in enumerate(here)]
+    return {**here, key: _put(here.get(key), rest, value)}
+
+
+Unit = Literal["steps", "frames", "tokens", "seconds", "minutes", "hours"]
+
+_SECONDS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}
+_AMOUNT = r"[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
+_UNTIL = rf"(?: until ({_AMOUNT}))?"
+_COUNT_PATTERN = rf"^{_AMOUNT} *(?:steps?|frames?|tokens?){_UNTIL}$"
+_PATTERN = rf"^{_AMOUNT} *(?:(?:steps?|frames?|tokens?){_UNTIL}|seconds?|minutes?|hours?)$"
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """An amount of steps, of frames, of tokens or of time between two occurrences."""
+
+    amount: int | float
+    unit: Unit
+    until: int | float | None = None
+    """The count up to which it occurs; null: always."""
+
+    words: ClassVar[str] = "a cadence such as '20 steps', '1e4 frames' or '5 minutes'"
+
+    def __post_init__(self) -> None:
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"expected an amount of {', '.join(get_args(Unit))}")
+        if not 0 < self.amount < float("inf"):
+            raise ValueError("expected an amount above 0")
+        if float(self.amount).is_integer():
+            object.__setattr__(self, "amount", int(self.amount))
+        elif not self.is_time:
+            raise ValueError(f"expected a whole number of {self.unit}")
+        if self.until is not None:
+            if self.is_time or not float(self.until).is_integer() or self.until < self.amount:
+                raise ValueError("expected 'until' with a count that it reaches, as in '2 steps until 10'")
+            object.__setattr__(self, "until", int(self.until))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The cadence that a text such as "5 minutes" or "1 step" means."""
+        match = re.fullmatch(rf"({_AMOUNT}) *([a-z]+){_UNTIL}", text.strip())
+        if match is None:
+            raise ValueError(f"expected {cls.words}")
+        unit: Any = match[2] if match[2] + "s" not in get_args(Unit) else match[2] + "s"
+        until = None if match[3] is None else float(match[3].replace("_", ""))
+        return cls(float(match[1].replace("_", "")), unit, until)
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is measured by the clock rather than counted."""
+        return self.unit in _SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Its length in seconds; only for time."""
+        if not self.is_time:
+            raise ValueError(f"'{self}' is counted, it has no length in seconds")
+        return self.amount * _SECONDS[self.unit]
+
+    def crossed(self, before: int, after: int) -> bool:
+        """Whether a multiple of it lies in (before, after], and not behind its end; only for counts."""
+        if self.is_time:
+            raise ValueError(f"'{self}' is time, it cannot be counted")
+        last = after if self.until is None else min(after, self.until)
+        return last // self.amount > before // self.amount
+
+    def __str__(self) -> str:
+        end = "" if self.until is None else f" until {self.until}"
+        return f"{self.amount} {self.unit[:-1] if self.amount == 1 else self.unit}{end}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Validated from text or from a Cadence; serialised to text in JSON and YAML."""
+        return core_schema.no_info_plain_validator_function(
+            cls._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        """A string of the right pattern."""
+        return {"type": "string", "pattern": _PATTERN, "examples": ["20 steps", "1e4 frames", "5 minutes"]}
+
+    @classmethod
+    def _validate(cls, value: Any) -> Self:
+        if isinstance(value, cls):
+            return value
+        try:
+            if not isinstance(value, str):
+                raise ValueError(f"expected {cls.words}")
+            return cls.parse(value)
+        except ValueError as error:
+            raise PydanticCustomError("cadence", "{reason}", {"reason": str(error)}) from error
+
+
+def _counted(cadence: Cadence) -> Cadence:
+    if cadence.is_time:
+        reason = (
+            "expected a count such as steps: evaluation and logging are never timed in minutes, "
+            "because a resumed run must repeat them exactly"
+        )
+        raise PydanticCustomError("cadence", "{reason}", {"reason": reason})
+    return cadence
+
+
+CountCadence = Annotated[
+    Cadence,
+    AfterValidator(_counted),
+    WithJsonSchema({"type": "string", "pattern": _COUNT_PATTERN, "examples": ["20 steps", "1e4 frames"]}),
+    Words("a cadence in steps or frames such as '20 steps' or '1e4 frames'"),
+]
+"""A cadence that repeats exactly after a resume, because it is counted."""
+
+
+def plain(value: Any) -> Any:
+    """A spec or a part of one as mappings, lists and scalars, defaults included; tuples become lists."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's scalars and arrays, without importing it
+        return plain(value.tolist())
+    return str(value) if isinstance(value, Cadence | PathLike) else value

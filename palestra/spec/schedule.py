@@ -17,8 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from palestra.spec.base import Conflict
-from palestra.spec.cadence import Cadence
-from palestra.spec.model import Model
+from palestra.spec.model import Cadence, Model
 from palestra.spec.words import Words
 
 Shape = Literal["constant", "linear", "cosine", "rate", "periodic", "wsd", "inverse_sqrt"]

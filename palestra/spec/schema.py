@@ -8,9 +8,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json_schema
 
 from palestra.spec.kinds import kinds, spec_type
-from palestra.spec.model import Model
-from palestra.spec.place import models
-from palestra.spec.plain import plain
+from palestra.spec.model import Model, plain
+from palestra.spec.validate import models
 
 _VARIABLE = {"$ref": "#/$defs/Variable"}
 _EXTENDS = {

@@ -1,23 +1,103 @@
-"""A submission: trains a spec and writes speedrun.json, the spec with all that was measured, into the run's folder."""
+"""A submission: its predicted cost, the device's peak, the run, and speedrun.json with all that was measured."""
 
 import socket
 import subprocess
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from palestra.api import run
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.kinds.models import named_dtype
+from palestra.lm.trainer import peak_flops
 from palestra.runs.run import Run, open_run
-from palestra.runs.status import read_status
+from palestra.runs.session import read_status
 from palestra.runs.store import clear_write_errors, read_json, write_json
-from palestra.spec.kinds.pretrain import PretrainSpec
+from palestra.spec.kinds.lm import PretrainSpec
 from palestra.spec.load import Source, resolved
-from palestra.spec.plain import plain
-from palestra.spec.precision import precision
-from palestra.speedrun.cost import cost, pretraining, shape_of
+from palestra.spec.load import load as load_spec
+from palestra.spec.model import plain
+from palestra.spec.shape import Shape, precision
+
+MFU = (0.5, 0.2)
+"""The shares of a device's peak that well and badly tuned training reaches: between them an estimate lies."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What follows from a spec whose vocabulary is known."""
+
+    parameters: int
+    active: int
+    tokens: int
+    flops_per_token: float
+    """Forward floating-point operations a token; training is three times as much."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole training."""
+        return 3 * self.flops_per_token * self.tokens
+
+
+def cost(spec: PretrainSpec, shape: Shape) -> Cost:
+    """The cost of a spec whose model has that shape, its vocabulary included."""
+    return Cost(
+        parameters=shape.parameters(),
+        active=shape.parameters(active=True),
+        tokens=spec.train.steps * spec.train.batch * spec.data.context,
+        flops_per_token=shape.flops_per_token(spec.data.context),
+    )
+
+
+def pretraining(
+    spec: Source, variables: Mapping[str, Any] | None, overrides: Iterable[str] | Mapping[str, Any]
+) -> PretrainSpec:
+    """The spec of a speedrun: kind `pretrain`, which measures bits per byte."""
+    loaded = load_spec(spec, variables=variables, overrides=overrides).spec
+    if not isinstance(loaded, PretrainSpec):
+        raise UsageError(f"{loaded.name}: a speedrun is of kind 'pretrain', which measures bits per byte")
+    if not loaded.data.eval and loaded.data.holdout == 0:
+        raise UsageError(f"{loaded.name}: bits per byte of what? Set data.eval or data.holdout")
+    return loaded
+
+
+def shape_of(spec: PretrainSpec, root: Path = Path("runs")) -> Shape:
+    """The shape of a spec's model; a vocabulary that is not given comes from the tokenizer, made where it must be."""
+    shape = spec.model.shape
+    if shape is not None and shape.vocab is not None:
+        return shape
+    try:
+        from palestra.kinds.models import start_of
+    except ModuleNotFoundError as error:
+        raise MissingExtra("counting a model whose vocabulary the tokenizer says", "train") from error
+    return start_of(spec, root).shape
+
+
+def about(
+    spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> dict[str, str]:
+    """What `palestra speedrun info` prints."""
+    loaded = pretraining(spec, variables, overrides)
+    found = cost(loaded, shape_of(loaded))
+    low, high = (found.flops / mfu for mfu in MFU)
+    at_peak = 989.5e12  # of an H100 or H200, for a feeling of hours
+    return {
+        "parameters": f"{found.parameters:,}",
+        "active parameters": f"{found.active:,}",
+        "steps": f"{loaded.train.steps:,}",
+        "tokens": f"{found.tokens:,}",
+        "tokens per parameter": f"{found.tokens / found.active:.1f} (active)",
+        "FLOPs a token, forward": f"{found.flops_per_token:.4e}",
+        "model FLOPs": f"{found.flops:.5e}",
+        "hardware FLOPs, estimated": f"{low:.2e} to {high:.2e} ({MFU[0]:.0%} to {MFU[1]:.0%} of the peak used)",
+        "hours on one H100 or H200": f"{low / at_peak / 3600:.3g} to {high / at_peak / 3600:.3g}",
+    }
+
 
 NAME = "speedrun.json"
 SCORE = "eval/bits_per_byte"
@@ -85,8 +165,7 @@ def submit(
 
 def _info(done: Run, seed: int, author: Author, description: str, peak: float | None) -> dict[str, Any]:
     """What was measured of one seed. The keys are those of Marin's speedruns where they mean the same."""
-    from palestra.kinds.start import device_of  # torch, which the commands must do without until here
-    from palestra.speedrun.device import gpu_name, peak_of
+    from palestra.kinds.models import device_of  # torch, which the commands must do without until here
 
     folder = done.trial.session(seed).path
     manifest = read_json(folder / "manifest.json")
@@ -158,3 +237,34 @@ def _git_name() -> str:
     except FileNotFoundError:  # no git here
         return ""
     return done.stdout.strip()
+
+
+SIZE = 1024
+SECONDS = 0.5
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """The name of the GPU, where it is one."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def peak_of(device: torch.device, precision: str) -> tuple[float, str]:
+    """Floating-point operations a second of one device, and how that is known."""
+    known = peak_flops(device)
+    if known is not None:
+        return known, "data sheet, dense bf16"
+    return measured_peak(device, precision), f"measured, {precision} matrix products of {SIZE} rows and columns"
+
+
+def measured_peak(device: torch.device, precision: str) -> float:
+    """The fastest of the products that fit into half a second: others at work on the machine only slow some down."""
+    size = SIZE if device.type == "cpu" else 8 * SIZE
+    a = torch.ones(size, size, dtype=named_dtype(precision), device=device)
+    best, since = 0.0, time.perf_counter()
+    while best == 0 or time.perf_counter() - since < SECONDS:
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best

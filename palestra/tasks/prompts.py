@@ -1,13 +1,13 @@
-"""Questions as prompts: plain text to go on from or a conversation, with worked examples and a system prompt."""
+"""Questions as prompts: plain text or conversations, with worked examples; demonstrations to imitate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from palestra.tasks.task import TaskArgs
-from palestra.tasks.types import Message
+from palestra.errors import UsageError
+from palestra.tasks.task import Message, Problem, Task, TaskArgs
 
 BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
 """What a conversation asks for where the answer is short."""
@@ -69,3 +69,38 @@ def stops_of(args: PromptArgs, plain: tuple[str, ...]) -> tuple[str, ...]:
 
 def _put(template: str, question: str) -> str:
     return template.replace("{question}", question)
+
+
+def messages_of(problem: Problem) -> list[Message]:
+    """The conversation to be answered; a plain prompt is one message of the user."""
+    if isinstance(problem.prompt, str):
+        return [{"role": "user", "content": problem.prompt}]
+    return list(problem.prompt)
+
+
+def text_of(problem: Problem) -> str:
+    """The prompt; of a conversation of one message its content, of a longer one each with its role."""
+    messages = messages_of(problem)
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def demonstrations(task: Task, split: str, count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Rows `{"prompt", "completion"}` of the problems `start` to `start + count` of a split, as SFT reads them.
+
+    A prompt is a text, or a list of messages where the task asks in conversations. The task's rows must have a
+    `solution`, a text that it judges as right.
+    """
+    problems = task.problems(split)
+    if start < 0 or count < 1 or start + count > len(problems):
+        raise UsageError(
+            f"the split '{split}' of {task.name} has {len(problems)} problems; asked for {count} from {start} on"
+        )
+    rows = []
+    for problem in problems[start : start + count]:
+        if "solution" not in problem.row:
+            raise UsageError(f"{problem.id} has no solution in its row: {task.name} cannot be learned by imitation")
+        asked = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
+        rows.append({"prompt": asked, "completion": problem.row["solution"]})
+    return rows

@@ -1,17 +1,20 @@
-"""All that a trainer tells while it trains: rows of metrics, timings, the trace and the progress line."""
+"""What a trainer reports: rows of metrics, timings, hooks, the trace and the progress line."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from palestra.errors import PalestraError
 from palestra.runs.session import Session
 from palestra.spec.base import ExperimentSpec
-from palestra.spec.plain import plain
+from palestra.spec.imports import load_function
+from palestra.spec.model import plain
 from palestra.track.progress import Progress
-from palestra.track.stats import Stats
+from palestra.track.sinks import Stats, Tracker
 from palestra.track.trace import Tracer
-from palestra.track.tracker import Tracker
 
 COLUMNS = {"steps": "step", "frames": "frame", "tokens": "tokens"}
 """How a row and the status call what a trainer counts."""
@@ -93,3 +96,38 @@ class Silent:
 
     def __exit__(self, *raised: object) -> None:
         pass
+
+
+class HookFailed(PalestraError):
+    """A hook raised; its traceback is the cause."""
+
+
+@dataclass
+class Moment:
+    """What a hook sees: the row about to be written, the policy as it is now, and where the run lives."""
+
+    step: int
+    seen: int
+    """Frames, or tokens of a language model, so far."""
+    metrics: dict[str, float]
+    policy: Any
+    folder: Path
+    stop: bool = False
+    """Set it to True to end the run here, as if it had reached its end."""
+
+
+Hook = Callable[[Moment], dict[str, float] | None]
+
+
+def load_hooks(names: list[str]) -> dict[str, Hook]:
+    """The functions that a spec names, by name."""
+    return {name: load_function(name, "hooks") for name in names}
+
+
+def call_hooks(hooks: dict[str, Hook], moment: Moment) -> None:
+    """Call each hook; numbers that it returns join the row."""
+    for name, hook in hooks.items():
+        try:
+            moment.metrics.update(hook(moment) or {})
+        except Exception as error:
+            raise HookFailed(f"the hook {name} raised {type(error).__name__} at step {moment.step}: {error}") from error

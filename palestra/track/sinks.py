@@ -1,4 +1,4 @@
-"""Where metric rows go: the run's own JSON lines, and TensorBoard, W&B, SwanLab and Trackio as extras."""
+"""Where metric rows go: metrics.jsonl at once; TensorBoard, W&B, SwanLab and Trackio in the background."""
 
 import contextlib
 import importlib.util
@@ -9,14 +9,15 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, Self
 
 from palestra.errors import MissingExtra, PalestraError
-from palestra.runs.redact import redact
+from palestra.runs.redact import redact, redacted
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
@@ -273,3 +274,89 @@ class Background:
         except Exception as error:  # a service's failure must not become the run's
             self._failed = True
             logger.warning("%s failed and gets no more rows: %s: %s", self._name, type(error).__name__, error)
+
+
+class Stats:
+    """Collects numbers by key and exports them as one flat row of floats. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._row: dict[str, float] = {}
+
+    def last(self, key: str, value: float) -> None:
+        """Record a number; the latest is exported."""
+        self._row[key] = float(value)
+
+    @contextmanager
+    def timer(self, key: str) -> Iterator[None]:
+        """Add the seconds spent inside to `time/<key>`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{key}"
+            self._row[key] = self._row.get(key, 0.0) + time.perf_counter() - start
+
+    def export(self) -> dict[str, float]:
+        """Return everything recorded since the last export, and forget it."""
+        row, self._row = self._row, {}
+        return row
+
+
+class Tracker:
+    """Logs rows of one session.
+
+    `sinks` names the sinks beside metrics.jsonl: tensorboard, wandb, swanlab, trackio. `id` is the session's, by which
+    services know a run again. `config` is the resolved spec, shown by those that show one. Rows of `stats`, if given,
+    are exported into each row. `append` continues a resumed session: the file is continued and the services' runs are
+    taken up again.
+    """
+
+    def __init__(
+        self,
+        session_dir: Path,
+        sinks: list[str],
+        *,
+        project: str,
+        name: str,
+        id: str,
+        config: dict[str, Any],
+        stats: Stats | None = None,
+        append: bool = False,
+    ) -> None:
+        self._stats = stats
+        place = Place(session_dir, project, name, id, redacted(config), append)
+        others = [make_sink(sink, place) for sink in sinks]
+        self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
+        self._others = [Background(sink) for sink in others]
+
+    def log(self, row: dict[str, Any], step: int, **counts: int) -> dict[str, Any]:
+        """Write one row and return it: `step`, the other counts (`frame`, `tokens`), then metrics, `stats` first.
+
+        Wall-clock numbers have keys under `time/`, so that two runs can be compared number for number without them.
+        """
+        full = {"step": step, **counts, **(self._stats.export() if self._stats else {}), **row}
+        self._jsonl.write(full)
+        numbers = {key: float(value) for key, value in full.items() if key != "step" and _is_number(value)}
+        for sink in self._others:
+            sink.write(numbers, step)
+        return full
+
+    def flush(self) -> None:
+        """Make sure that every row logged is in metrics.jsonl on disk."""
+        self._jsonl.flush()
+
+    def close(self) -> None:
+        """Give the background sinks a little time to finish, then close."""
+        for sink in self._others:
+            sink.close()
+        self._jsonl.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or hasattr(value, "item")

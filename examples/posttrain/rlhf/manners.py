@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from palestra.tasks.task import Task, TaskArgs
-from palestra.tasks.types import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
 
 VERBS: dict[str, Callable[[str], str]] = {
     "reverse": lambda word: word[::-1],

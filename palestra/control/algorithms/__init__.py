@@ -1,6 +1,5 @@
 """The algorithms, by the name a spec calls them. Each is one file: what it stores, how it acts, how it learns."""
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.base import Algorithm
 from palestra.control.algorithms.crossq import CrossQ
@@ -10,6 +9,7 @@ from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.algorithms.sac import SAC
 from palestra.control.algorithms.sarsa import SARSA
 from palestra.control.algorithms.td3 import TD3
+from palestra.control.nets.heads import ActionHead
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from palestra.control.actions import ActionHead
-from palestra.control.actors import Actor
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import Episodes
+from palestra.control.nets.actor_critic import Actor
+from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy, observation_shape
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions

@@ -12,22 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.compiling import compiled
-from palestra.control.critics import RenormCritics
+from palestra.control.algorithms.sac import SoftPolicy
 from palestra.control.memory.replay import Batch
-from palestra.control.nets import Flat
-from palestra.control.renorm import Running, warmth_after
+from palestra.control.nets.actor_critic import Flat
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.values import RenormCritics, Running, SoftActor, check_bounds, warmth_after
+from palestra.control.optim import Shaped, Trained, compiled, gradient, put_back, taken
 from palestra.control.scaling import obs_scale
-from palestra.control.soft_policy import SoftPolicy
-from palestra.control.squashed import SoftActor, check_bounds
-from palestra.control.vectors import Shaped, Trained, gradient, put_back, taken
+from palestra.rl.losses import td_target, twin_loss
 from palestra.rl.schedules import value
-from palestra.rl.soft import td_target, twin_loss
-from palestra.spec.control.off_policy import CrossQSpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, CrossQSpec
 
 
 class Learned(NamedTuple):

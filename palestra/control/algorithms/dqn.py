@@ -13,21 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
-from palestra.control.adam import clip_norm
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.compiling import compiled, together
-from palestra.control.exploring import Draws, draws, explored
 from palestra.control.memory.replay import Batch
-from palestra.control.nets import Flat
-from palestra.control.q_nets import QNet
+from palestra.control.nets.actor_critic import Flat
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.values import Draws, QNet, draws, explored
+from palestra.control.optim import Shaped, Trained, clip_norm, compiled, pace, put_back, taken, together
 from palestra.control.scaling import obs_scale
-from palestra.control.vectors import Shaped, Trained, pace, put_back, taken
-from palestra.rl.quantiles import quantile_loss
+from palestra.rl.losses import quantile_loss
 from palestra.rl.schedules import value
-from palestra.spec.control.off_policy import DQNSpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, DQNSpec
 from palestra.spec.schedule import in_fractions
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.base import Algorithm, Parts
 from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
 from palestra.control.memory.replay import Batch, Replay
+from palestra.control.nets.heads import ActionHead
+from palestra.control.optim import no_denormals, products
 from palestra.control.policy import Policy
-from palestra.control.precision import no_denormals, products
 from palestra.control.scaling import ObsScale, Rewards
 from palestra.errors import UsageError
-from palestra.spec.control.off_policy import DQNSpec, OffPolicySpec
+from palestra.spec.kinds.control import DQNSpec, OffPolicySpec
 
 GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, more or less
 DRAWN_AT_ONCE = 16  # batches drawn by the same priorities: one by one, drawing them costs much of an update

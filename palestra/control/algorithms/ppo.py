@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import Parts
-from palestra.control.algorithms.imitation import imitation
-from palestra.control.algorithms.on_policy import Batch, OnPolicy
+from palestra.control.algorithms.on_policy import Batch, OnPolicy, imitation
 from palestra.control.collector import Rollout
-from palestra.control.schedule import scheduled
+from palestra.control.optim import scheduled
 from palestra.rl.losses import masked_mean, ppo_policy_loss, value_loss
-from palestra.rl.normalise import batch_normalise
-from palestra.spec.control.on_policy import PPOSpec
+from palestra.rl.normalize import batch_normalise
+from palestra.spec.kinds.control import PPOSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 

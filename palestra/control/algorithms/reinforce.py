@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.on_policy import OnPolicy
-from palestra.control.nets import PolicyNet
+from palestra.control.episodes import WholeEpisodes
+from palestra.control.nets.actor_critic import PolicyNet
+from palestra.control.nets.heads import ActionHead
+from palestra.control.optim import scheduled
 from palestra.control.scaling import obs_scale
-from palestra.control.schedule import scheduled
-from palestra.control.whole_episodes import WholeEpisodes
-from palestra.rl.normalise import batch_normalise
-from palestra.spec.control.on_policy import ReinforceSpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.rl.normalize import batch_normalise
+from palestra.spec.kinds.control import ControlSpec, ReinforceSpec
 
 METRICS = ("policy_loss", "entropy", "grad_norm")
 

@@ -12,23 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
-from palestra.control.adam import Adam, adam_step, clip_norm
 from palestra.control.algorithms.base import Algorithm, Parts
 from palestra.control.algorithms.off_policy import refuse_masks
 from palestra.control.collector import Collector, Rollout
-from palestra.control.compiling import compiled
 from palestra.control.episodes import Episodes
-from palestra.control.exploring import draws, explored
-from palestra.control.nets import Flat
+from palestra.control.nets.actor_critic import Flat
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.values import QNet, draws, explored
+from palestra.control.optim import Adam, adam_step, clip_norm, compiled, scheduled
 from palestra.control.policy import Policy
-from palestra.control.q_nets import QNet
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
-from palestra.control.schedule import scheduled
 from palestra.rl.losses import masked_mean
 from palestra.rl.returns import lambda_returns
-from palestra.spec.control.on_policy import SARSASpec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, SARSASpec
 
 METRICS = ("loss", "q", "grad_norm")
 

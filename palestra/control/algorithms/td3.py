@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.actions import ActionHead
 from palestra.control.algorithms.base import Parts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.compiling import compiled
-from palestra.control.critics import Critics
 from palestra.control.memory.replay import Batch
-from palestra.control.nets import Flat
+from palestra.control.nets.actor_critic import Flat
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.values import Critics, DeterministicActor, check_bounds
+from palestra.control.optim import Shaped, Trained, compiled, gradient, pace, put_back, taken
 from palestra.control.scaling import obs_scale
-from palestra.control.squashed import DeterministicActor, check_bounds
-from palestra.control.vectors import Shaped, Trained, gradient, pace, put_back, taken
+from palestra.rl.losses import polyak, td_target, twin_loss
 from palestra.rl.schedules import value
-from palestra.rl.soft import polyak, td_target, twin_loss
-from palestra.spec.control.off_policy import TD3Spec
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, TD3Spec
 
 
 class Learned(NamedTuple):

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 from gymnasium import spaces
 
-from palestra.control.envs.copies import MAKE, Arrays, Block, Copies, Make
-from palestra.control.envs.hang import Patience, hung
 from palestra.control.envs.stepping import EnvironmentFailed
+from palestra.control.envs.vector import MAKE, Arrays, Block, Copies, Make
+from palestra.control.envs.watchdog import Patience, hung
 
 STACK_SECONDS = 2.0  # that a process has to say where it hangs
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from palestra.control.envs.stepping import Transition
-from palestra.control.memory.shards import LIMIT, drop_shards, read_shard, write_shard
-from palestra.control.memory.sparse import Sparse
-from palestra.control.memory.sum_tree import SumTree
-from palestra.spec.control.off_policy import PrioritisedSpec
+from palestra.control.memory.storage import LIMIT, Sparse, SumTree, drop_shards, read_shard, write_shard
+from palestra.spec.kinds.control import PrioritisedSpec
 
 ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
 

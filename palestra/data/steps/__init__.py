@@ -13,7 +13,7 @@ STEPS = {
     "dedup_exact": "palestra.data.steps.dedup:dedup_exact",
     "dedup_fuzzy": "palestra.data.steps.dedup:dedup_fuzzy",
     "decontaminate": "palestra.data.steps.decontaminate:decontaminate",
-    "consolidate": "palestra.data.steps.consolidate:consolidate",
+    "consolidate": "palestra.data.steps.transform:consolidate",
     "train_tokenizer": "palestra.data.steps.tokenize:train_tokenizer",
     "tokenize": "palestra.data.steps.tokenize:tokenize",
 }

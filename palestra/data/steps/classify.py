@@ -13,14 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from palestra.data.duplicates import ngram_hashes, word_hashes
+from palestra.data.mixture import Permutation, stream_key
 from palestra.data.readers import Row
-from palestra.data.shuffle import Permutation, stream_key
-from palestra.data.steps.documents import Compression, Drop, documents, map_documents
-from palestra.data.steps.ngrams import ngram_hashes, word_hashes
-from palestra.data.steps.shards import LEDGER, Source, Where, each_shard, forget, same_recipe, sources, write_counts
+from palestra.data.steps.shards import (
+    LEDGER,
+    Compression,
+    Drop,
+    Source,
+    Where,
+    documents,
+    each_shard,
+    forget,
+    map_documents,
+    same_recipe,
+    sources,
+    write_counts,
+)
 from palestra.errors import UsageError
 from palestra.runs.store import read_json, write_json, written
-from palestra.spec.execution import Execution
+from palestra.spec.model import Execution
 
 MODEL, ABOUT = "weights.npy", "classifier.json"
 FEATURES, TRAINED = "features", "trained.npz"

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from palestra.data.duplicates import ngram_hashes, word_hashes
 from palestra.data.readers import Row
-from palestra.data.steps.documents import Compression, Drop, map_documents
-from palestra.data.steps.ngrams import ngram_hashes, word_hashes
-from palestra.data.steps.shards import LEDGER, Source, Where, each_shard, sources
+from palestra.data.steps.shards import LEDGER, Compression, Drop, Source, Where, each_shard, map_documents, sources
 from palestra.errors import UsageError
 from palestra.runs.store import written
-from palestra.spec.execution import Execution
+from palestra.spec.model import Execution
 
 CONTAMINATED = "contaminated: {}"
 

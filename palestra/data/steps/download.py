@@ -21,7 +21,7 @@ from palestra.data.steps.shards import FILES, LEDGER, same_recipe, write_counts
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.redact import redacted
 from palestra.runs.store import read_json, sync_folder, write_json
-from palestra.spec.execution import Execution
+from palestra.spec.model import Execution
 
 CHUNK = 1 << 20
 SECONDS = 60.0

@@ -1,4 +1,6 @@
-"""The step `filter`: documents that are too short, too long, no prose or full of repetition are left out.
+"""The step `filter`: drops documents that are too short, too long, repetitive, not prose or in other languages.
+
+Short texts, code and languages that are not in the table are unknown.
 
 The rules for words and repetition are those of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A1,
 table A1), with its thresholds. Each is off where its bound is None. A document is counted under the first rule that it
@@ -7,17 +9,54 @@ breaks.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from palestra.data.readers import Row
-from palestra.data.steps.documents import Compression, Drop, map_documents
-from palestra.data.steps.languages import STOP_WORDS, language_of
-from palestra.data.steps.shards import Where
+from palestra.data.steps.shards import Compression, Drop, Where, map_documents
 from palestra.errors import UsageError
-from palestra.spec.execution import Execution
+from palestra.spec.model import Execution
+
+STOP_WORDS = {
+    line.split()[0]: line.split()[1:]
+    for line in """
+    de der die das und ist nicht ein eine zu den mit sich auf für auch von dem im sie er wir wie war aber oder
+    en the of and to in is that it was for on with as his he be at by this had not are but from or have
+    es el la los las que de y en un una por con no se es del su al lo como más pero sus le ya o este
+    fr le la les des et est dans que qui un une pour pas sur avec ce au il elle sont plus ne se par mais ou
+    it il lo la gli che di e è un una per non con si del della sono come più ma anche nel alla dei le o
+    nl de het een en van is dat niet op te zijn met voor er ook als aan maar om bij hij was uit dan of
+    pt o a os as que de e em um uma não por com se do da no na para como mais mas foi ao dos das ou
+    """.strip().splitlines()
+}
+"""By code, words that stand in nearly every text of the language."""
+
+_LANGUAGES_OF: dict[str, tuple[str, ...]] = {}
+for _code, _words in STOP_WORDS.items():
+    for _word in set(_words):
+        _LANGUAGES_OF[_word] = (*_LANGUAGES_OF.get(_word, ()), _code)
+_EDGES = re.compile(r"^\W+|\W+$")
+LEAST_SHARE = 0.1
+"""Of the words that must be stop words of a language; prose has between a fifth and a half."""
+
+
+def language_of(words: Iterable[str]) -> str | None:
+    """The code of the language whose stop words are the most frequent; None where none is frequent enough.
+
+    A word that several languages have counts for each of them in part.
+    """
+    scores: dict[str, float] = dict.fromkeys(STOP_WORDS, 0.0)
+    count = 0
+    for word in words:
+        count += 1
+        known = _LANGUAGES_OF.get(_EDGES.sub("", word).lower(), ())
+        for code in known:
+            scores[code] += 1 / len(known)
+    best = max(scores, key=lambda code: scores[code])
+    return best if count and scores[best] >= LEAST_SHARE * count else None
+
 
 GOPHER_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}

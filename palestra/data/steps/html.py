@@ -12,9 +12,8 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from palestra.data.readers import Row
-from palestra.data.steps.documents import Compression, Drop, map_documents
-from palestra.data.steps.shards import Where
-from palestra.spec.execution import Execution
+from palestra.data.steps.shards import Compression, Drop, Where, map_documents
+from palestra.spec.model import Execution
 
 
 def _names(text: str) -> frozenset[str]:

@@ -9,10 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from palestra.data.readers import shards
-from palestra.data.steps.documents import Drop, documents
-from palestra.data.steps.shards import Source, Where, same_recipe, sources, write_counts
+from palestra.data.steps.shards import Drop, Source, Where, documents, same_recipe, sources, write_counts
 from palestra.errors import MissingExtra, PalestraError, UsageError
-from palestra.spec.execution import Execution
+from palestra.spec.model import Execution
 
 if TYPE_CHECKING:
     from palestra.data.encoders import Encoder
@@ -37,7 +36,7 @@ def tokenize(
     to be tested on is refused unless `allow_held_out`.
     """
     from palestra.data.sources import resolve
-    from palestra.data.tokenise import build_store
+    from palestra.data.tokenize import build_store
 
     found = shards(source, split=split)
     if not allow_held_out:
@@ -89,8 +88,7 @@ def _texts(given: list[Source], text_key: str) -> Iterator[str]:
 
 def _encoder(folder: Path, format: str, text_key: str) -> "Encoder":
     _tokenizers()
-    from palestra.data.chat_encoders import ChatEncoder
-    from palestra.data.encoders import TextEncoder
+    from palestra.data.encoders import ChatEncoder, TextEncoder
 
     if format == "text":
         return TextEncoder.load(folder, text_key=text_key)

@@ -20,32 +20,23 @@ class Kind:
     load: str
 
 
+def _kind(module: str, spec: str, load: str | None = None) -> Kind:
+    return Kind(
+        f"palestra.spec.kinds.{module}:{spec}", f"palestra.kinds.{module}:run", f"palestra.kinds.{load or module}:load"
+    )
+
+
 KINDS: dict[str, Kind] = {
-    "control": Kind(
-        spec="palestra.spec.kinds.control:ControlSpec",
-        run="palestra.kinds.control:run",
-        load="palestra.kinds.control:load",
-    ),
-    **{
-        name: Kind(
-            spec=f"palestra.spec.kinds.{name}:{spec}",
-            run=f"palestra.kinds.{name}:run",
-            load=f"palestra.kinds.{name}:load",
-        )
-        for name, spec in (
-            ("pretrain", "PretrainSpec"),
-            ("sft", "SftSpec"),
-            ("dpo", "DpoSpec"),
-            ("reward_model", "RewardModelSpec"),
-            ("posttrain", "PosttrainSpec"),
-            ("evaluate", "EvaluateSpec"),
-            ("distill", "DistillSpec"),
-        )
-    },
+    "control": _kind("control", "ControlSpec"),
+    "pretrain": _kind("lm", "PretrainSpec"),
+    "sft": _kind("lm", "SftSpec"),
+    "dpo": _kind("lm", "DpoSpec"),
+    "reward_model": _kind("lm", "RewardModelSpec"),
+    "posttrain": _kind("posttrain", "PosttrainSpec", load="lm"),
+    "distill": _kind("distill", "DistillSpec", load="lm"),
+    "evaluate": _kind("evaluate", "EvaluateSpec"),
     "pipeline": Kind(
-        spec="palestra.spec.kinds.pipeline:PipelineSpec",
-        run="palestra.pipeline.form:run",
-        load="palestra.pipeline.form:load",
+        "palestra.spec.kinds.pipeline:PipelineSpec", "palestra.pipeline.form:run", "palestra.pipeline.form:load"
     ),
 }
 

@@ -5,13 +5,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from palestra.spec.base import Conflict
+from palestra.spec.kinds.lm import ChatData
 from palestra.spec.kinds.posttrain import PosttrainEvery, RolloutSpec, TaskEval
-from palestra.spec.kinds.sft import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Model
 from palestra.spec.schedule import warmup_problems
-from palestra.spec.suites import SuiteUse, suite_conflicts
-from palestra.spec.tasks import TasksSpec
+from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
 class TeacherSpec(Model):

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from palestra.spec.base import Conflict, Every, ExperimentSpec, Name
-from palestra.spec.execution import Execution
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
 from palestra.spec.lm import TextSource
-from palestra.spec.model import Model
-from palestra.spec.precision import described
+from palestra.spec.model import Execution, Model
+from palestra.spec.shape import described
 from palestra.spec.tasks import TaskUse
 
 

@@ -6,14 +6,11 @@ from pydantic import Field
 
 from palestra.spec.algorithm import AlgorithmSpec
 from palestra.spec.base import Conflict, Every, Function
-from palestra.spec.cadence import Cadence, CountCadence
-from palestra.spec.execution import Execution
-from palestra.spec.kinds.sft import ChatData
+from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
-from palestra.spec.model import Model
+from palestra.spec.model import Cadence, CountCadence, Execution, Model
 from palestra.spec.schedule import warmup_problems
-from palestra.spec.suites import SuiteUse, suite_conflicts
-from palestra.spec.tasks import TasksSpec
+from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
 class SingleTurnSpec(Model):

@@ -1,0 +1,268 @@
+"""Scores of shipped specs: finished runs by seed, the append-only file of results, interquartile means."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from palestra.bench.suites import SEEDS, Entry
+from palestra.control.trial_metrics import score
+from palestra.errors import PalestraError, UsageError
+from palestra.runs.folder import Trial, trials
+from palestra.runs.run import Run
+from palestra.runs.session import state_of
+from palestra.runs.store import read_json, write_bytes
+from palestra.spec.base import ExperimentSpec
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.load import load, resolved, spec_hash
+from palestra.spec.model import plain
+
+NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
+"""What tells runs of one spec apart, and what a search would vary."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A spec of the folder of specs as it is now."""
+
+    spec: ControlSpec
+    hash: str
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "Shipped | None":
+        """The spec of that name; None where there is no such file."""
+        path = folder / f"{name}.yaml"
+        if not path.is_file():
+            return None
+        spec = load(path).spec
+        if not isinstance(spec, ControlSpec):
+            raise UsageError(f"{path} is of kind {spec.kind}: the suites are of kind control")
+        return cls(spec, identity(spec))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sessions of one spec, by seed, and how many others are there that another version of it made."""
+
+    done: dict[int, Path]
+    open: dict[int, Trial]
+    """Begun, not done, and not being worked on: to be resumed."""
+    running: set[int]
+    stale: int
+
+
+def identity(spec: ExperimentSpec) -> str:
+    """The hash of all that a spec says of a run: without its seeds, and without what a search would vary."""
+    return spec_hash(spec.model_copy(update=NEUTRAL))
+
+
+def find(root: Path, name: str, wanted: str) -> Found:
+    """What there is under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
+    done: dict[int, Path] = {}
+    begun: dict[int, Trial] = {}
+    running: set[int] = set()
+    stale = 0
+    for trial in [one for one in trials(root) if one.path.parent.name == name]:  # newest first
+        for session in trial.sessions():
+            if identity_today(read_json(session.path / "manifest.json")["spec"]) != wanted:
+                stale += 1
+                continue
+            state = state_of(session.path)
+            if state == "done":
+                done.setdefault(session.seed, session.path)
+            elif state == "running":
+                running.add(session.seed)
+            else:
+                begun.setdefault(session.seed, trial)
+    # A run that another run of the same seed has overtaken needs no end.
+    return Found(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
+
+
+def log_points(session: Path) -> Iterator[dict[str, float]]:
+    """The rows of a session that have a return."""
+    return (row for row in Run(session).metrics() if "return" in row)
+
+
+def identity_today(spec: dict[str, Any]) -> str | None:
+    """Of a spec's plain data as it reads today, with the defaults of new fields; None where it is no spec any more."""
+    try:
+        return identity(resolved(spec))
+    except PalestraError:
+        return None
+
+
+RESAMPLES = 10_000
+
+
+class Interval(NamedTuple):
+    """The ends of an interval."""
+
+    low: float
+    high: float
+
+
+def interquartile_mean(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The mean of what is left without the lowest and the highest quarter (rounded down), over the last dimension."""
+    ordered = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
+    cut = ordered.shape[-1] // 4
+    return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95, seed: int = 0) -> Interval:
+    """The percentile interval of the interquartile mean of `values` drawn again with replacement; seeded."""
+    known = np.asarray(values, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
+    means = interquartile_mean(known[drawn])
+    tail = (1 - level) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+PAGE = ("docs/benchmarks.", "docs/plots/")  # what this package itself writes into a checkout
+
+
+@dataclass(frozen=True)
+class Record:
+    """Finished seeds of one version of a spec, by one commit on one machine: a line of the file."""
+
+    spec: str
+    hash: str
+    env: str
+    frames: int
+    window: float
+    scores: dict[int, float]
+    commit: str | None
+    """None: unknown, or with changes; such a record never reaches the file."""
+    machine: str
+    date: str
+    settings: dict[str, Any]
+    """The whole spec."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all recorded seeds of one version of a spec came to."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """By seed; what was recorded first stays."""
+        return {seed: value for record in reversed(self.records) for seed, value in record.scores.items()}
+
+    @property
+    def values(self) -> list[float]:
+        """The scores in the order of the seeds."""
+        return [value for _, value in sorted(self.scores.items())]
+
+    @property
+    def mean(self) -> float:
+        """SLM-Lab's number for a trial."""
+        return fmean(self.values)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean."""
+        return stdev(self.values) / sqrt(len(self.values)) if len(self.values) > 1 else float("inf")
+
+    @property
+    def iqm(self) -> float:
+        """The interquartile mean over seeds."""
+        return float(interquartile_mean(self.values))
+
+    @property
+    def interval(self) -> Interval:
+        """Of the interquartile mean."""
+        return bootstrap_interval(self.values)
+
+    def verdict(self, published: float) -> str:
+        """Above (mean and IQM reach the figure), below, or tied: less than two standard errors away."""
+        if abs(self.mean - published) < 2 * self.standard_error:
+            return "tied"
+        return "above" if min(self.mean, self.iqm) >= published else "below"
+
+
+def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[Record]:
+    """The finished runs of the spec as it is shipped, those from dirty commits too."""
+    shipped = Shipped.read(specs, entry.spec)
+    if shipped is None:
+        return []
+    window, grouped, settings = entry.window(shipped.spec.train.frames), {}, plain(shipped.spec) | NEUTRAL
+    for seed, path in find(root, shipped.spec.name, shipped.hash).done.items():
+        points = list(log_points(path))
+        if seed not in seeds or not points:  # no episode ended: no score
+            continue
+        manifest = read_json(path / "manifest.json")
+        value = score([row["return"] for row in points], [row["frame"] for row in points], window)
+        frames, date = int(points[-1]["frame"]), manifest["created"][:10]
+        key = (_clean_commit(path, manifest["git"]), _machine(manifest))
+        new = Record(entry.spec, shipped.hash, shipped.spec.env.id, frames, window, {seed: value}, *key, date, settings)
+        old = grouped.get(key, new)
+        grouped[key] = replace(new, scores=old.scores | new.scores, date=max(old.date, date))
+    return list(grouped.values())
+
+
+def append(path: Path, records: Iterable[Record], tell: Callable[[str], None]) -> None:
+    """Add what is new to the file; a run that may not enter the table is refused with a sentence."""
+    known = read(path)
+    lines = []
+    for record in records:
+        taken = {seed for old in known if old.hash == record.hash for seed in old.scores}
+        new = {seed: record.scores[seed] for seed in sorted(record.scores) if seed in SEEDS and seed not in taken}
+        if not new:
+            continue
+        if record.commit is None:
+            what = f"{record.spec} seed {', '.join(map(str, new))}: not entered in the table"
+            tell(f"{what}, because it is not from a commit without changes; commit, then run it again")
+            continue
+        lines.append(json.dumps(asdict(replace(record, scores=new)), sort_keys=True) + "\n")
+    if lines:
+        before = path.read_bytes() if path.exists() else b""
+        write_bytes(path, before + "".join(lines).encode())
+
+
+def read(path: Path) -> list[Record]:
+    """The lines of the file; none where there is none yet."""
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            data: dict[str, Any] = json.loads(line)
+            scores = {int(seed): float(value) for seed, value in data.pop("scores").items()}
+            data["hash"] = identity_today(data["settings"]) or data["hash"]  # a field that was added since changes none
+            records.append(Record(**data, scores=scores))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"{path}:{number} is not a line of benchmark results ({error}): restore it") from error
+    return records
+
+
+def results(records: Iterable[Record]) -> dict[tuple[str, str], Result]:
+    """By name and hash of the spec."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.spec, record.hash), []).append(record)
+    return {key: Result(tuple(of)) for key, of in found.items()}
+
+
+def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:
+    """The commit, if nothing was changed but the page of benchmarks, which an earlier suite may have written."""
+    if git is None:
+        return None
+    if not git["dirty"]:
+        return git["commit"]
+    diff = session / "git.diff"
+    text = diff.read_text(errors="replace") if diff.exists() else ""
+    changed = re.findall(r"^diff --git a/(\S+)", text, re.MULTILINE) + git["untracked"]
+    return git["commit"] if changed and all(path.startswith(PAGE) for path in changed) else None
+
+
+def _machine(manifest: dict[str, Any]) -> str:
+    architecture = re.search(r"x86_64|aarch64|arm64|AMD64", manifest["os"])
+    return f"{manifest['cpu']} ({architecture[0] if architecture else manifest['os']}, {manifest['cores']} cores)"

@@ -1,0 +1,1 @@
+"""Networks for control: trunks, action heads, actor-critics, values."""

@@ -1,0 +1,311 @@
+"""Feature extractors: initialized layers, MLPs, convolutions, and graphs of torch.nn layers that a spec describes."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.errors import UsageError
+from palestra.spec.kinds.control import GraphSpec, NetSpec
+
+THIN = 8  # numbers in a side of a matrix
+
+
+def begin(layer: nn.Linear | nn.Conv2d, gain: float | None) -> None:
+    """Orthogonal weights of the given gain and zero biases; None leaves torch's own."""
+    if gain is None:
+        return
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
+    """A linear layer, with orthogonal weights of the given gain and zero biases, or with torch's own (None)."""
+    layer = nn.Linear(inputs, outputs)
+    begin(layer, gain)
+    return layer
+
+
+def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **given: Any) -> nn.Conv2d:
+    """A convolution over images, with initial weights as `linear`'s."""
+    layer = nn.Conv2d(inputs, outputs, kernel, **given)
+    begin(layer, gain)
+    return layer
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight`, (..., B, inputs) and (..., inputs, outputs).
+
+    In a compiled graph on a CPU a matrix with a side of a few numbers, as the first and last ones of a network are, is
+    multiplied element by element: that becomes a part of the kernels around it, where a product of its own costs more
+    to call than to work out (docs/log.md).
+    """
+    inputs, outputs = weight.shape[-2:]
+    if not _thin(x, weight):
+        return x @ weight
+    # Stacked, which copies: numbers that lie next to each other in the long side are read many at a time.
+    if inputs <= THIN:
+        rows = torch.stack(weight.unbind(-2)).unsqueeze(-2)
+        return sum((x[..., k, None] * rows[k] for k in range(1, inputs)), x[..., 0, None] * rows[0])
+    columns = torch.stack(weight.unbind(-1)).unsqueeze(-2)
+    return torch.stack([(x * columns[k]).sum(dim=-1) for k in range(outputs)], dim=-1)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`F.linear` with `product` where that is thin: weights are (outputs, inputs)."""
+    return product(x, weight.mT) + bias if _thin(x, weight) else F.linear(x, weight, bias)
+
+
+def _thin(x: Tensor, weight: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.is_cpu and min(weight.shape[-2:]) <= THIN
+
+
+OBS = "obs"  # the name of the observation in `join`
+# What they give depends on whether one is learning: the ratio of PPO would not be 1 at the start, nor a target exact.
+MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+
+
+class Graph(nn.Module):
+    """Layers in the order of the spec, each after the one before it or after those that `join` names."""
+
+    def __init__(self, obs_shape: Sequence[int], spec: GraphSpec, *, orthogonal: bool):
+        super().__init__()
+        if not spec.layers:
+            raise UsageError("net.graph.layers: expected at least one layer")
+        self._inputs = _inputs(spec)
+        self._layers = {name: _layer(name, given) for name, given in spec.layers.items()}
+        self.nodes = nn.ModuleDict(self._layers)
+        # One forward pass: lazy layers learn their sizes, and what does not fit is found now.
+        with torch.no_grad():
+            self.size = self.forward(torch.zeros(2, *obs_shape)).shape[1]
+        if orthogonal:
+            for module in self.modules():
+                if isinstance(module, nn.Linear | nn.Conv2d):
+                    begin(module, math.sqrt(2))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """(B, ...) to (B, size): what the last layer gives, flattened."""
+        found = {OBS: obs}
+        out = obs
+        for name, layer in self._layers.items():
+            try:
+                parts = [found[other] for other in self._inputs[name]]
+                out = layer(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                raise UsageError(f"net.graph.layers.{name}: does not take what comes before it: {error}") from error
+            if not isinstance(out, Tensor):
+                raise UsageError(f"net.graph.layers.{name}: gives a {type(out).__name__}, expected one tensor")
+            found[name] = out
+        return out.flatten(1)
+
+
+def _inputs(spec: GraphSpec) -> dict[str, list[str]]:
+    """What each layer takes; every layer but the last must be taken by a later one."""
+    names = list(spec.layers)
+    if OBS in names:
+        raise UsageError(f"net.graph.layers.{OBS}: the name stands for the observation: choose another")
+    for name in spec.join:
+        if name not in names:
+            raise UsageError(f"net.graph.join.{name}: there is no such layer: {', '.join(names)}")
+    inputs = {}
+    for i, name in enumerate(names):
+        before = [OBS, *names[:i]]
+        inputs[name] = spec.join.get(name, [before[-1]])
+        unknown = [other for other in inputs[name] if other not in before]
+        if unknown or not inputs[name]:
+            raise UsageError(
+                f"net.graph.join.{name}: expected layers that come before it ({', '.join(before)}), "
+                f"got {', '.join(unknown) or 'none'}"
+            )
+    taken = {other for others in inputs.values() for other in others}
+    for name in names[:-1]:
+        if name not in taken:
+            raise UsageError(f"net.graph.layers.{name}: no later layer takes it: name it in net.graph.join")
+    return inputs
+
+
+def _layer(name: str, given: dict[str, dict[str, Any]]) -> nn.Module:
+    at = f"net.graph.layers.{name}"
+    if "." in name or name in dir(nn.ModuleDict):
+        raise UsageError(f"{at}: a layer cannot have this name: choose another")
+    if len(given) != 1:
+        raise UsageError(f"{at}: expected one class of torch.nn with its arguments, got {', '.join(given) or 'none'}")
+    ((kind, arguments),) = given.items()
+    made = getattr(nn, kind, None)
+    if not (isinstance(made, type) and issubclass(made, nn.Module)):
+        raise UsageError(f"{at}.{kind}: torch.nn has no layer of this name")
+    try:
+        layer = made(**{key: tuple(v) if isinstance(v, list) else v for key, v in arguments.items()})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{at}.{kind}: cannot be made with {arguments}: {error}") from error
+    if isinstance(layer, MODAL):
+        raise UsageError(f"{at}.{kind}: what it gives when acting is not what it gives when learning: leave it out")
+    return layer
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
+
+SMALLEST_IMAGE = 36  # pixels a side: what is left of fewer is nothing after the three convolutions of Nature's network
+
+
+def make_trunk(
+    obs_shape: Sequence[int], spec: NetSpec, hidden: Sequence[int] | None = None, obs_scale: nn.Module | None = None
+) -> "Trunk":
+    """What turns observations (B, ...) into features (B, .size), as `spec` says.
+
+    `hidden` stands in for `spec.hidden` where given; `obs_scale` is applied to raw observations first.
+    """
+    widths = spec.hidden if hidden is None else hidden
+    if spec.graph is not None:
+        return Trunk(obs_scale, Graph(obs_shape, spec.graph, orthogonal=spec.orthogonal), None)
+    images = _images(tuple(obs_shape), spec)
+    inputs = math.prod(obs_shape) if images is None else images.size
+    return Trunk(obs_scale, images, Mlp([inputs, *widths], spec))
+
+
+class Trunk(nn.Module):
+    """Raw observations to features: scaled, then through convolutions or a graph, then through hidden layers."""
+
+    def __init__(self, obs_scale: nn.Module | None, front: "Images | Graph | None", mlp: "Mlp | None"):
+        super().__init__()
+        self.obs_scale, self.front, self.mlp = obs_scale, front, mlp
+        last = mlp or front
+        assert last is not None
+        self.size: int = last.size
+        # Beside the registered ones: on nets this small, looking a module up costs as much as its matmul.
+        self._parts = (obs_scale, front, mlp)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The hidden layers."""
+        assert self.mlp is not None
+        return self.mlp.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) to (B, size)."""
+        obs_scale, front, mlp = self._parts
+        if obs_scale is not None:
+            x = obs_scale.forward(x)
+        if not x.is_floating_point():
+            x = x / 255 if x.dtype == torch.uint8 else x.float()  # the one place where images are scaled
+        if front is not None:
+            x = front.forward(x)
+        elif x.ndim != 2:
+            x = x.reshape(len(x), -1)
+        return x if mlp is None else mlp.forward(x)
+
+
+class Mlp(nn.Module):
+    """Hidden layers, the activation after each, layer normalisation before it where the spec says so."""
+
+    def __init__(self, sizes: Sequence[int], spec: NetSpec):
+        super().__init__()
+        self.size = sizes[-1]
+        self.activation = ACTIVATIONS[spec.activation]
+        gain = math.sqrt(2) if spec.orthogonal else None
+        self._linears = [linear(i, o, gain) for i, o in pairwise(sizes)]
+        self.layers = nn.ModuleList(self._linears)
+        self._norms = [nn.LayerNorm(o) for o in sizes[1:]] if spec.layer_norm else []
+        self.norms = nn.ModuleList(self._norms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, first size) to (B, last size)."""
+        for i, layer in enumerate(self._linears):
+            x = affine(x, layer.weight, layer.bias)
+            if self._norms:
+                x = self._norms[i].forward(x)
+            x = self.activation(x)
+        return x
+
+
+class Images(nn.Module):
+    """Convolutions over images that are scaled already, (B, *shape) to (B, size), with ReLUs as in the papers."""
+
+    def __init__(self, shape: tuple[int, ...], body: Callable[[int, float | None], nn.Module], orthogonal: bool):
+        super().__init__()
+        self.last = _channels_last(shape)
+        height, width = shape[-3:-1] if self.last else shape[-2:]
+        channels = math.prod(shape) // (height * width)
+        self.body = body(channels, math.sqrt(2) if orthogonal else None)
+        with torch.no_grad():
+            self.size = self.body(torch.zeros(1, channels, height, width)).shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) images, channels first or last, stacked or not, to (B, size)."""
+        if self.last:
+            x = x.movedim(-1, -3)
+        # A stack of images is one image with the channels of all of them.
+        return self.body(x.reshape(len(x), -1, *x.shape[-2:]))
+
+
+def nature(channels: int, gain: float | None) -> nn.Sequential:
+    """The convolutions of Mnih et al. 2015; their hidden layer of 512 is `net.hidden`."""
+    return nn.Sequential(
+        conv(channels, 32, 8, gain, stride=4),
+        nn.ReLU(),
+        conv(32, 64, 4, gain, stride=2),
+        nn.ReLU(),
+        conv(64, 64, 3, gain),
+        nn.ReLU(),
+        nn.Flatten(),
+    )
+
+
+def impala(channels: int, gain: float | None) -> nn.Sequential:
+    """The deep residual network of Espeholt et al. 2018 (fig. 3), whose hidden layer of 256 is `net.hidden`."""
+    sizes = [channels, 16, 32, 32]
+    stages = [_stage(i, o, gain) for i, o in pairwise(sizes)]
+    return nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
+
+
+class Residual(nn.Module):
+    """x + two convolutions of it."""
+
+    def __init__(self, channels: int, gain: float | None):
+        super().__init__()
+        self.first = conv(channels, channels, 3, gain, padding=1)
+        self.second = conv(channels, channels, 3, gain, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        return x + self.second(F.relu(self.first(F.relu(x))))
+
+
+def _stage(inputs: int, outputs: int, gain: float | None) -> nn.Sequential:
+    return nn.Sequential(
+        conv(inputs, outputs, 3, gain, padding=1),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        Residual(outputs, gain),
+        Residual(outputs, gain),
+    )
+
+
+def _images(shape: tuple[int, ...], spec: NetSpec) -> Images | None:
+    """The convolutions for observations of `shape`; None for hidden layers alone."""
+    if spec.trunk == "mlp":
+        return None
+    sides = () if len(shape) < 2 else shape[-3:-1] if _channels_last(shape) else shape[-2:]
+    if spec.trunk == "auto":
+        return Images(shape, nature, spec.orthogonal) if sides and min(sides) >= SMALLEST_IMAGE else None
+    least = SMALLEST_IMAGE if spec.trunk == "nature" else 1
+    if not sides or min(sides) < least:
+        raise UsageError(
+            f"net.trunk: {spec.trunk} takes images of at least {least} × {least} pixels, and observations have the "
+            f"shape {shape}: use mlp"
+        )
+    return Images(shape, nature if spec.trunk == "nature" else impala, spec.orthogonal)
+
+
+def _channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether the channels of an image come last: there are fewer of them than pixels on a side."""
+    return len(shape) >= 3 and shape[-1] < min(shape[-3], shape[-2])

@@ -1,0 +1,310 @@
+"""Q-networks and twin critics, the squashed policies that go with them, batch renormalization, exploration."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.control.nets.actor_critic import Actor
+from palestra.control.nets.heads import ActionHead
+from palestra.control.nets.trunks import ACTIVATIONS, Mlp, affine, linear, make_trunk, product
+from palestra.errors import UsageError
+from palestra.rl.distributions import Categorical, SquashedGaussian
+from palestra.rl.schedules import value
+from palestra.spec.kinds.control import NetSpec
+from palestra.spec.schedule import Schedule
+
+
+class QNet(Actor):
+    """Q of every action of a Discrete space; acts greedily."""
+
+    def __init__(
+        self,
+        obs_shape: Sequence[int],
+        head: ActionHead,
+        spec: NetSpec,
+        obs_scale: nn.Module | None = None,
+        *,
+        dueling: bool = False,
+        quantiles: int = 1,
+    ):
+        super().__init__(head)
+        gain = 1.0 if spec.orthogonal else None
+        own = spec.hidden[-1:] if dueling else []  # of dueling streams the last hidden layer is each one's own
+        self.trunk = make_trunk(obs_shape, spec, spec.hidden[: len(spec.hidden) - len(own)], obs_scale)
+        sizes = [self.trunk.size, *own]
+        self.advantage_stream = Mlp(sizes, spec) if own else None
+        self.advantage_head = linear(sizes[-1], head.outputs * quantiles, gain)
+        self.value_stream = Mlp(sizes, spec) if own else None
+        self.value_head = linear(sizes[-1], quantiles, gain) if dueling else None
+        self.shape = (head.outputs, quantiles)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """The quantiles of the return of every action, (B, A, quantiles); one quantile is the mean."""
+        hidden = self.trunk.forward(obs)
+        own = hidden if self.advantage_stream is None else self.advantage_stream.forward(hidden)
+        values = affine(own, self.advantage_head.weight, self.advantage_head.bias).unflatten(1, self.shape)
+        if self.value_head is None:
+            return values
+        own = hidden if self.value_stream is None else self.value_stream.forward(hidden)
+        # Without the mean taken out, a constant could move between the two (Wang et al. 2016, eq. 9).
+        return self.value_head(own).unsqueeze(1) + values - values.mean(dim=1, keepdim=True)
+
+    def q(self, obs: Tensor) -> Tensor:
+        """Q of every action, (B, A)."""
+        return self.forward(obs).mean(dim=2)
+
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The actions of the highest Q."""
+        q = self.q(obs)
+        return (q if mask is None else q.masked_fill(~mask, float("-inf"))).argmax(dim=1)
+
+
+LOG_STD_BOUNDS = (-20.0, 2.0)  # of Haarnoja's code: beyond them log-densities overflow or nothing is learned
+
+
+def check_bounds(head: ActionHead, algorithm: str) -> None:
+    """Refuse a Box without bounds: actions within −1..1 are units of half of its range."""
+    if not head.continuous:
+        return
+    low, high = head.description["low"], head.description["high"]
+    if not (np.isfinite(low) & np.isfinite(high)).all():
+        raise UsageError(
+            f"{algorithm} acts within the bounds of the action space, and {low} to {high} has none in some part: "
+            "wrap the environment in gymnasium.wrappers.ClipAction or RescaleAction with finite bounds, or use ppo"
+        )
+
+
+class SoftActor(Actor):
+    """Draws its actions: from a squashed Gaussian for a Box, by softmax for Discrete."""
+
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+        super().__init__(head)
+        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        outputs = head.outputs
+        gain = 0.01 if spec.orthogonal else None  # the first policy is almost the same whatever the observation
+        self.policy_head = linear(self.trunk.size, 2 * outputs if head.continuous else outputs, gain)
+        if head.continuous:
+            with torch.no_grad():
+                self.policy_head.bias[outputs:] = spec.log_std
+
+    def forward(self, obs: Tensor, mask: Tensor | None = None) -> SquashedGaussian | Categorical:
+        """The distribution over actions in `obs`, (B, ...); `mask`, (B, A), is True for Discrete ones allowed."""
+        outputs = affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
+        if not self.head.continuous:
+            return Categorical(outputs, mask)
+        mean, log_std = outputs.chunk(2, dim=-1)
+        return SquashedGaussian(mean, log_std.clamp(*LOG_STD_BOUNDS))
+
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The most likely actions; the middle of the squashed Gaussian."""
+        return self.forward(obs, mask).mode()
+
+    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        """Actions drawn from the policy."""
+        return self.forward(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
+
+
+class DeterministicActor(Actor):
+    """One action of a Box for each observation: what TD3 learns."""
+
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+        super().__init__(head)
+        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        self.policy_head = linear(self.trunk.size, head.outputs, 0.01 if spec.orthogonal else None)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Actions within −1..1, (B, D)."""
+        return torch.tanh(affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
+
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The same: it draws nothing, and a Box has no mask."""
+        return self.forward(obs)
+
+
+MOST_SCALE, MOST_SHIFT = (
+    3.0,
+    5.0,
+)  # how far batch and running statistics may disagree after the warm-up (Ioffe 2017, §4)
+EPS = 1e-3
+
+
+class Running(NamedTuple):
+    """The running mean and variance of one layer for each of the twins, `(2, 1, D)`."""
+
+    mean: Tensor
+    var: Tensor
+
+    @classmethod
+    def start(cls, width: int) -> "Running":
+        """Before the first batch."""
+        return cls(torch.zeros(2, 1, width), torch.ones(2, 1, width))
+
+
+def warmth_after(updates: int, warmup: int) -> list[float]:
+    """How far batch and running statistics may disagree by then: in scale, from 1 on, and in shift, from 0 on.
+
+    Plain batch normalisation at first, renormalisation after `warmup` updates, linearly in between.
+    """
+    share = 1.0 if warmup == 0 else min(1.0, updates / warmup)
+    return [1.0 + share * (MOST_SCALE - 1.0), share * MOST_SHIFT]
+
+
+def normalised(x: Tensor, running: Running) -> Tensor:
+    """`x` (2, B, D) by the running statistics: how a network that is not learning sees it."""
+    return (x - running.mean) * torch.rsqrt(running.var + EPS)
+
+
+def renormalised(x: Tensor, running: Running, warmth: Tensor, momentum: float) -> tuple[Tensor, Running]:
+    """`x` (2, B, D) by the batch's statistics, corrected towards the running ones, and these after the batch.
+
+    `warmth` (2,) is what `warmth_after` says. The correction has no gradient; within its bounds the result equals
+    `normalised`, so that what is learned is what the policy's step then sees.
+    """
+    var, mean = torch.var_mean(x, dim=1, keepdim=True, correction=0)
+    std, running_std = (var + EPS).sqrt(), (running.var + EPS).sqrt()
+    ratio, offset = std.detach() / running_std, (mean.detach() - running.mean) / running_std
+    scale = torch.minimum(torch.maximum(ratio, 1.0 / warmth[0]), warmth[0])
+    shift = torch.minimum(torch.maximum(offset, -warmth[1]), warmth[1])
+    after = Running(torch.lerp(running.mean, mean.detach(), momentum), torch.lerp(running.var, var.detach(), momentum))
+    return (x - mean) / std * scale + shift, after
+
+
+class TwinLayers(nn.Module):
+    """The layers of both critics: once what reads images or is a graph of the spec, twice the hidden ones."""
+
+    def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
+        super().__init__()
+        self.encoder = make_trunk(obs_shape, spec, hidden=[], obs_scale=obs_scale)
+        self.continuous = head.continuous
+        hidden = spec.hidden if spec.critic_hidden is None else spec.critic_hidden
+        self.sizes = [self.encoder.size + (head.outputs if self.continuous else 0), *hidden]
+        outputs = 1 if self.continuous else head.outputs
+        self.activation = ACTIVATIONS[spec.activation]
+        layers = [*pairwise(self.sizes), (self.sizes[-1], outputs)]
+        gains = [math.sqrt(2)] * len(hidden) + [1.0]
+        begun = [_begun(i, o, gain if spec.orthogonal else None) for (i, o), gain in zip(layers, gains, strict=True)]
+        self.weights = nn.ParameterList([weight for weight, _ in begun])  # (2, inputs, outputs)
+        self.biases = nn.ParameterList([bias for _, bias in begun])  # (2, 1, outputs)
+        normed = hidden if spec.layer_norm else []
+        self.norm_weights = nn.ParameterList([torch.ones(2, 1, size) for size in normed])
+        self.norm_biases = nn.ParameterList([torch.zeros(2, 1, size) for size in normed])
+        self.layer_norm = spec.layer_norm
+
+    def inputs(self, obs: Tensor, actions: Tensor | None, twins: int = 2) -> Tensor:
+        """What the hidden layers of both take, (2, B, inputs), or of the first alone, (1, B, inputs)."""
+        features = self.encoder.forward(obs)
+        if self.continuous:
+            assert actions is not None
+            features = torch.cat([features, actions], dim=1)
+        return features.expand(twins, *features.shape)
+
+    def hidden(self, x: Tensor, layer: int) -> Tensor:
+        """One hidden layer of those that `x` is for."""
+        n = len(x)
+        x = product(x, self.weights[layer][:n]) + self.biases[layer][:n]  # not baddbmm: that copies the biases first
+        if self.layer_norm:
+            x = F.layer_norm(x, x.shape[-1:]) * self.norm_weights[layer][:n] + self.norm_biases[layer][:n]
+        return self.activation(x)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """From the last hidden layer to values."""
+        q = product(x, self.weights[-1][: len(x)]) + self.biases[-1][: len(x)]
+        return q.squeeze(-1) if self.continuous else q
+
+
+class Critics(TwinLayers):
+    """Q of observations and actions for a Box, (2, B); Q of every action for Discrete, (2, B, A)."""
+
+    def forward(self, obs: Tensor, actions: Tensor | None = None, twins: int = 2) -> Tensor:
+        """Values of both, or of the first alone; `actions` are looked at where they are a Box's."""
+        x = self.inputs(obs, actions, twins)
+        for layer in range(len(self.sizes) - 1):
+            x = self.hidden(x, layer)
+        return self.outputs(x)
+
+
+class RenormCritics(TwinLayers):
+    """The same with batch renormalisation of what each layer takes (Bhatt et al. 2024, fig. 2)."""
+
+    def __init__(
+        self,
+        obs_shape: Sequence[int],
+        head: ActionHead,
+        spec: NetSpec,
+        obs_scale: nn.Module | None = None,
+        momentum: float = 0.01,
+    ):
+        super().__init__(obs_shape, head, spec, obs_scale)
+        self.momentum = momentum
+        self.scales = nn.ParameterList([torch.ones(2, 1, size) for size in self.sizes])
+        self.shifts = nn.ParameterList([torch.zeros(2, 1, size) for size in self.sizes])
+
+    def start(self) -> list[Running]:
+        """The statistics before the first batch."""
+        return [Running.start(size) for size in self.sizes]
+
+    def forward(
+        self, obs: Tensor, actions: Tensor | None, running: list[Running], warmth: Tensor | None = None
+    ) -> tuple[Tensor, list[Running]]:
+        """Values of both and the new running statistics; without `warmth` by the running ones, which then stay."""
+        x, after = self.inputs(obs, actions), []
+        for layer, (statistics, scale, shift) in enumerate(zip(running, self.scales, self.shifts, strict=True)):
+            if layer > 0:
+                x = self.hidden(x, layer - 1)
+            if warmth is None:
+                x, now = normalised(x, statistics), statistics
+            else:
+                x, now = renormalised(x, statistics, warmth, self.momentum)
+            x = x * scale + shift
+            after.append(now)
+        return self.outputs(x), after
+
+
+def _begun(inputs: int, outputs: int, gain: float | None) -> tuple[nn.Parameter, nn.Parameter]:
+    """First weights and biases of one layer of both: orthogonal of this gain, or as torch's own linear layers have."""
+    layers = [nn.Linear(inputs, outputs) for _ in range(2)]
+    if gain is not None:
+        for layer in layers:
+            nn.init.orthogonal_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+    weight = torch.stack([layer.weight.detach().T for layer in layers])
+    return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
+
+
+class Draws(NamedTuple):
+    """The noise of a whole step, drawn at once."""
+
+    chance: np.ndarray  # (T, N) uniform: below ε the action is random
+    random: Tensor  # (T, N) uniform actions
+    gumbel: Tensor | None  # (T, N, A), where actions are drawn by a softmax
+
+
+def draws(net: QNet, generator: torch.Generator, steps: int, envs: int, *, softmax: bool) -> Draws:
+    """What `explored` needs for `steps` vector steps."""
+    actions = net.head.outputs
+    chance = torch.rand(steps, envs, generator=generator).numpy()
+    random = torch.randint(actions, (steps, envs), generator=generator)
+    # argmax(x + Gumbel noise) is a draw from softmax(x).
+    uniform = torch.rand(steps, envs, actions, generator=generator) if softmax else None
+    return Draws(chance, random, None if uniform is None else -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7))))
+
+
+def explored(
+    net: QNet, obs: Tensor, noise: Draws, t: int, progress: float, epsilon: Schedule, temperature: Schedule | None
+) -> Tensor:
+    """Actions of the exploring policy for `obs`, (N, ...)."""
+    if temperature is not None:
+        assert noise.gumbel is not None
+        degree = max(value(progress=progress, **temperature.arguments()), 1e-8)  # 0 is greedy
+        return (net.q(obs) / degree + noise.gumbel[t].to(obs.device)).argmax(dim=1)
+    random = noise.chance[t] < value(progress=progress, **epsilon.arguments())
+    if random.all():
+        return noise.random[t]
+    best = net.greedy(obs)
+    return best if not random.any() else torch.where(torch.from_numpy(random), noise.random[t], best.cpu())

@@ -1,0 +1,211 @@
+"""Updates: Adam on one flat parameter vector, functional networks, schedules, compilation, matmul precision.
+
+`nets.Flat` and `adam.py` do the same for PPO's small networks. Here the vectors have 10⁵ numbers: it is worth not to
+allocate them again, and not to work out Adam's bias corrections, which are the same for all, once for each number.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from palestra.errors import UsageError
+from palestra.rl.schedules import value
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.schedule import Schedule
+
+BETA1, BETA2 = 0.9, 0.999
+
+
+class Adam(NamedTuple):
+    """Adam's memory, all of it tensors, so that counting does not recompile."""
+
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+    """Updates so far."""
+    left: Tensor
+    """1 − β₁ᵗ and 1 − β₂ᵗ of the update that comes next, (2,). Worked out an update ahead: in the same graph they would
+    be worked out again for every parameter."""
+
+    @classmethod
+    def zeros(cls, parameters: Tensor) -> "Adam":
+        """The memory before the first update."""
+        count = parameters.new_zeros((), dtype=torch.float64)
+        return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), count, _left(count, parameters.dtype))
+
+
+def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float) -> tuple[Tensor, Adam]:
+    """One update: the new parameters and the new memory. `eps` is added to the corrected root, as in the paper."""
+    mean = torch.lerp(adam.mean, gradient, 1 - BETA1)
+    square = torch.lerp(adam.square, gradient * gradient, 1 - BETA2)
+    first, second = adam.left.unbind()
+    root = (square / second).sqrt_().add_(eps)
+    count = adam.count + 1
+    return parameters - (lr / first) * mean / root, Adam(mean, square, count, _left(count, parameters.dtype))
+
+
+def _left(count: Tensor, dtype: torch.dtype) -> Tensor:
+    # From the count in double precision: 1 - 0.999 has lost five digits in single.
+    return torch.stack([1 - BETA1 ** (count + 1), 1 - BETA2 ** (count + 1)]).to(dtype)
+
+
+def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
+    """The gradient scaled down to the norm `most` where it is longer, and its norm before."""
+    norm = torch.linalg.vector_norm(gradient)
+    if most is None:
+        return gradient, norm
+    return gradient * (most / (norm + 1e-6)).clamp(max=1.0), norm
+
+
+class Trained(NamedTuple):
+    """Parameters that are learned and both moments of Adam (Kingma & Ba 2015), changed in place."""
+
+    vector: Tensor
+    mean: Tensor
+    square: Tensor
+
+    @classmethod
+    def of(cls, vector: Tensor) -> "Trained":
+        """These, before the first update."""
+        return cls(vector, torch.zeros_like(vector), torch.zeros_like(vector))
+
+    def step(self, gradient: Tensor, pace: Tensor, most: float | None = None, beta1: float = BETA1) -> None:
+        """One gradient step at this `pace`, the gradient's norm clipped to `most`."""
+        if most is not None:
+            gradient, _ = clip_norm(gradient, most)
+        mean = torch.lerp(self.mean, gradient, 1 - beta1)
+        square = torch.lerp(self.square, gradient * gradient, 1 - BETA2)
+        self.vector.copy_(self.vector - pace[0] * mean / (square.sqrt() + pace[1]))
+        self.mean.copy_(mean)
+        self.square.copy_(square)
+
+
+def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> list[float]:
+    """Step size and ε of the `count`-th update (from 1), both with the corrections of the moments in them.
+
+    lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + ε) = [lr · √(1-β₂ᵗ)/(1-β₁ᵗ)] · m / (√v + [ε · √(1-β₂ᵗ)])
+    """
+    root = math.sqrt(1 - BETA2**count)
+    return [lr * root / (1 - beta1**count), eps * root]
+
+
+class Shaped:
+    """The shapes of a network's parameters: `shaped(vector)` is the network with these parameters."""
+
+    def __init__(self, net: nn.Module):
+        self.net = net
+        self.names = [name for name, _ in net.named_parameters()]
+        self.shapes = [p.shape for p in net.parameters()]
+        self.sizes = [p.numel() for p in net.parameters()]
+
+    def start(self) -> Tensor:
+        """The parameters that the network was made with, as one vector."""
+        return torch.cat([p.detach().reshape(-1) for p in self.net.parameters()])
+
+    def __call__(self, vector: Tensor) -> Callable:
+        """The network as a function of its arguments, differentiable in `vector`."""
+        parts = zip(self.names, vector.split(self.sizes), self.shapes, strict=True)
+        named = {name: part.view(shape) for name, part, shape in parts}
+        return lambda *args: torch.func.functional_call(self.net, named, args)
+
+
+def gradient(loss: Callable[[Tensor], tuple[Tensor, Any]], vector: Tensor) -> tuple[Tensor, Any]:
+    """The gradient of `loss(vector)[0]`, and `loss(vector)[1]`; eager or inside a compiled graph."""
+    if torch.compiler.is_compiling():
+        slope, (_, extra) = torch.func.grad_and_value(loss, has_aux=True)(vector)
+        return slope, extra
+    leaf = vector.detach().requires_grad_()
+    with torch.enable_grad():
+        value, extra = loss(leaf)
+    return torch.autograd.grad(value, leaf)[0], extra
+
+
+def taken(tensors: Sequence[Any]) -> list[Any]:
+    """A copy of nested tuples of tensors, as plain lists on the CPU."""
+    return [part.to("cpu", copy=True) if isinstance(part, Tensor) else taken(part) for part in tensors]
+
+
+def put_back(tensors: Sequence[Any], saved: Sequence[Any]) -> None:
+    """Write what `taken` gave into the same tensors, so that views of them stay views."""
+    for part, kept in zip(tensors, saved, strict=True):
+        if isinstance(part, Tensor):
+            part.copy_(kept)
+        else:
+            put_back(part, kept)
+
+
+# Compiling takes about 20 s on two cores and saves about 1 ms an update of a small network (docs/log.md).
+WORTH_UPDATES = 25_000
+# Four updates of DQN in one graph take 13 s more to compile and save 80 µs each (docs/log.md).
+WORTH_TOGETHER = 160_000
+
+
+def should_compile(spec: ControlSpec) -> bool:
+    """What `train.compile` means here: auto compiles long runs where there is a compiler."""
+    wanted = spec.train.compile
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if wanted == "on" and compiler is None:
+        raise UsageError(
+            "train.compile: on needs a C++ compiler (g++ or clang++), found none: install one or set it to off"
+        )
+    return wanted == "on" or (wanted == "auto" and compiler is not None and spec.updates >= WORTH_UPDATES)
+
+
+def together(spec: ControlSpec) -> int:
+    """How many updates one graph is worth to hold: several in long runs, or where compiling is asked for."""
+    return 4 if spec.train.compile == "on" or spec.updates >= WORTH_TOGETHER else 1
+
+
+def compiled(method: MethodType) -> Callable:
+    """`method` as one graph for fixed shapes.
+
+    On small networks what surrounds the kernels costs as much as they do: the C++ wrapper and checking only the tensors
+    (the Python objects an update reads never change) save 40 % of a call (docs/log.md). The price of not checking: an
+    argument that was None must stay None.
+    """
+    # torch keeps graphs by code object, and nothing it still checks tells two objects of one class apart: with a code
+    # object of its own, one learner cannot be handed the graph, and so the coefficients, of another.
+    f: Any = method.__func__
+    own = FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    options: dict[str, Any] = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+    return torch.compile(MethodType(own, method.__self__), fullgraph=True, dynamic=False, options=options)
+
+
+@contextmanager
+def products(precision: Literal["fp32", "bf16"]) -> Iterator[None]:
+    """Products of single-precision matrices in it, or with their factors rounded to bfloat16 and sums in single.
+
+    The latter is several times as fast on a CPU with AMX and changes nothing where the hardware has no such products.
+    Parameters, gradients and the optimizer's memory are single precision either way.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def no_denormals() -> Iterator[None]:
+    """Numbers below 1e-38 are 0 in it, on processors that can.
+
+    The moments of Adam of a weight whose gradient has become 0, as behind a unit that is never active, shrink to such
+    numbers and stay there, and arithmetic with them takes ten times as long (docs/log.md).
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def scheduled(schedule: Schedule, progress: float) -> Tensor:
+    """The value at `progress` in [0, 1] as a 0-dim tensor: a compiled update must not compile again when it moves."""
+    return torch.tensor(value(progress=progress, **schedule.arguments()))

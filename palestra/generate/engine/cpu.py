@@ -1,0 +1,366 @@
+"""The model on the CPU: prefill, decode bursts, weight updates, and products whose bits do not depend on the batch."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from palestra.errors import UsageError
+from palestra.generate.engine.batch import Rows, Step, advance
+from palestra.generate.engine.kv_cache import (
+    BLOCK,
+    COLUMNS,
+    Cache,
+    DecodeAttention,
+    PrefillAttention,
+    Segment,
+    columns_for,
+    rows_that_fit,
+)
+from palestra.generate.engine.sampler import Needs
+from palestra.lm import native
+from palestra.lm.head import logits
+from palestra.lm.hf import empty_model
+from palestra.lm.layers import MLP, Linear, wide
+from palestra.lm.model import Transformer
+from palestra.lm.moe import MoE
+from palestra.spec.shape import precision
+
+PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
+DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
+"""Rows of a product. A matrix library picks its kernel, and with it the order of additions, by the number of rows: the
+same number always gives the same bits. bf16 needs 64 to reach the matrix units, and more to keep them busy."""
+ROWS = 16
+"""Everything but products works on a multiple of so many rows: cut into a thread's shares between rows, so that no
+row has elements at the end of a share, where one by one they round otherwise than in vectors."""
+WORTH_PACKING = {torch.float32: 2**17, torch.bfloat16: 2**12}
+"""Elements from which a matrix gains by lying in the library's own order."""
+
+
+class Tiles:
+    """How many rows a product is computed with, for all matrices of a model that this puts into tiles."""
+
+    def __init__(self, model: Transformer):
+        self.dtype = model.dtype
+        self.whole = precision("auto", "cpu") == "fp32" and model.dtype in native.NAMES and model.shape.moe is None
+        self.whole = self.whole and native.library() is not None
+        """Whether our own product computes all rows at once, with the same bits for any number of them. With AVX-512
+        the library's are faster; elsewhere they take up to 0.4 ms for a call, and as long for one row as for many."""
+        half = model.dtype == torch.bfloat16
+        known = torch.backends.mkldnn.is_available() and (not half or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        self.worth_packing = WORTH_PACKING.get(model.dtype, math.inf) if known else math.inf
+        self.for_prefill()
+        self.head = TiledHead(model.unembed, self)
+        self._matrices: list[TiledLinear] = [self.head]
+        self._short: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        """Memory for tiles that are not full."""
+        self._wholes: dict[tuple[object, ...], bool] = {}
+        self._put_into(model)
+
+    def _put_into(self, module: nn.Module) -> None:
+        """Let the parts of a module multiply in tiles."""
+        for name, part in list(module.named_children()):
+            if isinstance(part, MoE):
+                part = TiledMoE(part, self)
+            elif isinstance(part, MLP):
+                part = TiledMLP(part, self)
+            elif isinstance(part, Linear):
+                part = TiledLinear(part.weight, part.bias, self)
+            setattr(module, name, part)
+            if isinstance(part, TiledLinear):
+                self._matrices.append(part)
+            self._put_into(part)
+
+    def pack(self) -> None:
+        """Bring the weights, which have changed, into the order in which products read them."""
+        for matrix in self._matrices:
+            matrix.pack()
+
+    def for_prefill(self) -> None:
+        """Many rows: large tiles."""
+        self.rows = PREFILL_ROWS.get(self.dtype, 64)
+
+    def for_decoding(self) -> None:
+        """Maybe few rows: tiles that waste little. A token is only ever computed in one of the two sizes."""
+        self.rows = DECODE_ROWS.get(self.dtype, 64)
+
+    def apply(self, product: Callable[[Tensor], Tensor], x: Tensor, key: object = None) -> Tensor:
+        """A function of rows (T, D), tile by tile; at once where `key` names the product and that gives the same bits.
+
+        Whether it does is tried out once for each number of rows: which kernel is taken depends on shapes alone.
+        """
+        if self.whole:
+            return product(x)
+        if len(x) <= self.rows or key is None:
+            return self._tiled(product, x)
+        case = (key, self.rows, len(x))
+        if case not in self._wholes:
+            trial = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x.dtype)
+            expected = self._tiled(product, trial)
+            if not expected.any():  # weights of zeros tell nothing
+                return self._tiled(product, x)
+            self._wholes[case] = torch.equal(expected, product(trial))
+        return product(x) if self._wholes[case] else self._tiled(product, x)
+
+    def _tiled(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out = [product(tile) for tile in self.of(x)]
+        return (out[0] if len(out) == 1 else torch.cat(out))[: len(x)]
+
+    def of(self, x: Tensor) -> Iterator[Tensor]:
+        """The tiles of rows (T, D). A last one that is short lies on other rows, whose results nobody reads.
+
+        Take each before the next call: short tiles share their memory.
+        """
+        for tile in x.split(self.rows):
+            yield tile if len(tile) == self.rows else self._filled_up(tile)
+
+    def _filled_up(self, tile: Tensor) -> Tensor:
+        key = (self.rows, tile.shape[1], tile.dtype)
+        if key not in self._short:
+            self._short[key] = tile.new_zeros(self.rows, tile.shape[1])
+        self._short[key][: len(tile)] = tile
+        return self._short[key]
+
+
+class TiledLinear(nn.Module):
+    """A matrix that is applied to tiles of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Tiles):
+        super().__init__()
+        self.weight, self.bias, self.tiles = weight, bias, tiles
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Lay the weights out as products read them, which would otherwise be done in each."""
+        if self.tiles.whole:
+            self._packed = native.in_panels(self.weight.detach().float())
+        elif self.weight.numel() >= self.tiles.worth_packing:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, inputs) → (T, outputs)."""
+        return self.tiles.apply(self.product, x, (type(self), self.weight.shape))
+
+    def product(self, tile: Tensor) -> Tensor:
+        """The same for one tile."""
+        if self._packed is None:
+            return F.linear(tile, self.weight, self.bias)
+        if self.tiles.whole:
+            return self._product(tile, torch.empty(len(tile), len(self.weight))).to(tile.dtype)
+        return torch.ops.mkldnn._linear_pointwise(tile, self._packed, self.bias, "none", [], "")
+
+    def _product(self, x: Tensor, out: Tensor) -> Tensor:
+        """All rows by our own kernel, in FP32."""
+        assert self._packed is not None
+        native.product(x.float(), self._packed, out)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class TiledGate(TiledLinear):
+    """Gate and up projections with what joins them."""
+
+    def __init__(self, gate_up: Tensor, gate: Callable[[Tensor], Tensor], tiles: Tiles):
+        super().__init__(gate_up, None, tiles)
+        self.gate = gate
+
+    def product(self, tile: Tensor) -> Tensor:
+        """(rows, D) → (rows, F)."""
+        return self.gate(super().product(tile))
+
+
+class TiledMLP(nn.Module):
+    """A feed-forward network that is applied to tiles of rows."""
+
+    def __init__(self, mlp: MLP, tiles: Tiles):
+        super().__init__()
+        self.tiles = tiles
+        self.gate_up = TiledGate(mlp.gate_up.weight, mlp.gate, tiles)
+        self.down = TiledLinear(mlp.down.weight, None, tiles)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, D) → (T, D)."""
+        key = (type(self), self.gate_up.gate, self.down.weight.shape)
+        return self.tiles.apply(lambda tile: self.down.product(self.gate_up.product(tile)), x, key)
+
+
+class TiledHead(TiledLinear):
+    """The output head, whose scores are FP32: weights in bf16 are kept in FP32 beside, as `logits` multiplies them."""
+
+    def __init__(self, unembed: Tensor, tiles: Tiles):
+        super().__init__(unembed, None, tiles)
+        self._wide: Tensor | None = None
+
+    def pack(self) -> None:
+        """Take over new weights."""
+        if self.weight.dtype == torch.float32 or self.tiles.whole:
+            super().pack()
+        else:
+            self._wide = self.weight.detach().float()
+
+    def room(self, count: int) -> Tensor:
+        """Memory for the scores of so many rows. New memory for them in every step took a tenth of its time."""
+        return torch.empty(-(-count // self.tiles.rows) * self.tiles.rows, len(self.weight))
+
+    def forward(self, x: Tensor, room: Tensor | None = None) -> Tensor:
+        """(T, D) → (T, V), which may lie in `room`, if it is given, and are lost when it is used again."""
+        room = self.room(len(x)) if room is None else room
+        if self.tiles.whole:
+            return self._product(x, room[: len(x)])
+        if self._wide is None:
+            return super().forward(x)
+        for tile, scores in zip(self.tiles.of(x), room.split(self.tiles.rows), strict=False):
+            logits(tile, self._wide, out=scores)
+        return room[: len(x)]
+
+
+class TiledMoE(MoE):
+    """Experts that are applied to tiles of the rows that chose them."""
+
+    def __init__(self, moe: MoE, tiles: Tiles):
+        nn.Module.__init__(self)
+        self.spec, self.gate, self.shared, self.tiles = moe.spec, moe.gate, moe.shared, tiles
+        self.router, self.gate_up, self.down = moe.router, moe.gate_up, moe.down
+        self.register_buffer("bias", moe.bias)
+
+    def _route(self, x: Tensor) -> Tensor:
+        return self.tiles.apply(super()._route, x)
+
+    def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+        pieces, start = [rows[:0]], 0
+        for end, first, second in zip(ends.tolist(), self.gate_up.unbind(), self.down.unbind(), strict=True):
+            if start < end:
+                expert = partial(_expert, first=first, second=second, gate=self.gate)
+                pieces.append(self.tiles.apply(expert, rows[start:end]))
+            start = end
+        return torch.cat(pieces)
+
+
+def _expert(x: Tensor, first: Tensor, second: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
+    return F.linear(gate(F.linear(x, first)), second)
+
+
+PORTION = BLOCK
+"""Tokens of prompts in one forward pass on the CPU: more would not fit into its caches. A whole number of blocks."""
+
+
+class Runner:
+    """A copy of a model in compute precision with its cache and rows on a device."""
+
+    captures = 0
+    """CUDA graphs captured so far."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        budget: int | None,
+        most_rows: int,
+    ):
+        """`budget` is the memory for keys and values in bytes; None takes of what the weights leave free."""
+        self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
+        self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
+        self.load(model.state_dict())
+        columns = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
+        rows = rows_that_fit(model.shape, columns, dtype, device, budget, most_rows)
+        self.slots = rows
+        """How many sequences run at a time."""
+        self.cache = Cache(model.shape, rows, columns, dtype, device)
+        self.host = Rows.empty(self._padded(rows), torch.device("cpu"))
+        """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
+        self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)
+        self._room: Tensor | None = None
+        if self.tiles is not None:
+            self.tiles.for_decoding()
+            self._room = self.tiles.head.room(rows)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over weights in place. Nothing has changed if a name, a shape or a value does not fit."""
+        mine = self.model.state_dict()
+        if missing := sorted(mine.keys() - weights.keys()):
+            raise UsageError(f"the weights lack {_named(missing)}, which the model has")
+        if extra := sorted(weights.keys() - mine.keys()):
+            raise UsageError(f"the weights have {_named(extra)}, which the model has not")
+        for name, tensor in mine.items():
+            if tensor.shape != weights[name].shape:
+                theirs = tuple(weights[name].shape)
+                raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
+            # The extremes tell, for they carry a NaN, and cost no copy of the weights.
+            extremes = torch.stack(weights[name].detach().aminmax()).to(tensor.dtype)
+            if not extremes.isfinite().all():
+                raise UsageError(f"the weight {name} has values that are not finite in {tensor.dtype}")
+        for name, tensor in mine.items():
+            tensor.copy_(weights[name].detach())
+        if self.tiles is not None:
+            self.tiles.pack()
+
+    @torch.inference_mode()
+    def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
+        """Put the keys and values of `tokens`, those of all segments end to end, into the cache."""
+        if self.tiles is not None:
+            self.tiles.for_prefill()
+        offset = 0
+        for portion in _portions(segments):
+            positions = [position for segment in portion for position in range(segment.start, segment.end)]
+            padding = [0] * (self._padded(len(positions)) - len(positions))
+            mine = tokens[offset : offset + len(positions)]
+            inputs = torch.tensor([[*mine, *padding], [*positions, *padding]], device=self.device)
+            self.model(inputs[0], inputs[1], PrefillAttention(self.cache, portion))
+            offset += len(positions)
+
+    @torch.inference_mode()
+    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+        """`steps` tokens in each of the first rows: (steps, B) on the host. No row has more than `longest` cached."""
+        if self.rows is self.host:
+            return self.burst(batch, steps, longest, needs)
+        self.rows.copy_(self.host)
+        found = self.burst(batch, steps, longest, needs)
+        self.host.copy_(self.rows)
+        return Step(*(part.cpu() for part in found))
+
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+        """The same on the device, without waiting for it."""
+        done = [self.step(batch, longest + step + 1, needs) for step in range(steps)]
+        return Step(*(torch.stack(parts) for parts in zip(*done, strict=True)))
+
+    def step(self, batch: int, columns: int, needs: Needs) -> Step:
+        """One token in each of the first rows, which look at `columns` positions of the cache at most."""
+        if self.tiles is not None:
+            self.tiles.for_decoding()
+        inputs = slice(self._padded(batch))
+        attend = DecodeAttention(self.cache, self.rows.length[:batch], columns)
+        hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
+        return advance(self.rows, self._scores(hidden[:batch]), needs)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        if self.tiles is None:
+            return logits(hidden, self.model.unembed)
+        return wide(self.tiles.head(hidden, self._room))
+
+    def _padded(self, count: int) -> int:
+        # Our own kernels go row by row. What torch computes beside them are angles, and those fill whole vectors.
+        if self.tiles is None or (self.tiles.whole and count <= PORTION and self.model.shape.dim % ROWS == 0):
+            return count
+        return -(-count // ROWS) * ROWS
+
+
+def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """The segments in order, cut and put together to portions of at most PORTION tokens."""
+    portion, size = [], 0
+    for segment in segments:
+        for start in range(segment.start, segment.end, PORTION):
+            piece = Segment(segment.row, start, min(start + PORTION, segment.end))
+            if size + piece.end - piece.start > PORTION:
+                yield portion
+                portion, size = [], 0
+            portion.append(piece)
+            size += piece.end - piece.start
+    yield portion
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

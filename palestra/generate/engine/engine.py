@@ -1,0 +1,445 @@
+"""The generation engine: requests in, tokens out, in bursts of work that the owner of the device asks for."""
+
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.engine.batch import Drawn, Scheduler
+from palestra.generate.engine.cpu import Runner
+from palestra.generate.engine.kv_cache import BLOCK, Segment
+from palestra.generate.engine.request import (
+    Alternatives,
+    EngineFailed,
+    GrowingText,
+    Job,
+    PromptTooLong,
+    QueueFull,
+    Sample,
+    Sink,
+    checked,
+)
+from palestra.generate.engine.sampler import Needs
+from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
+from palestra.lm.hf import load_pretrained
+from palestra.lm.model import Transformer
+
+__all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
+
+
+class Engine:
+    """Generates with a copy of a model. Any thread may call any method; one at a time is at work.
+
+    A sequence lives in one row of the batch and of the cache. Its tokens and log-probabilities depend on its prompt,
+    sampling and seed alone; on the CPU bit for bit, whatever else is running.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        eos: frozenset[int],
+        tokenizer: Tokenizer | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
+        max_running: int = 256,
+        max_waiting: int = 4096,
+        kv_bytes: int | None = None,
+        burst: int | None = None,
+        prefill_tokens: int | None = None,
+    ):
+        """`dtype` and `context` are the model's unless given, `kv_bytes` a share of the memory that is free.
+
+        A burst computes about `prefill_tokens` tokens of prompts, then draws up to `burst` tokens in every row.
+        """
+        shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
+        self.context = min(context or shape.context, shape.context)
+        self.eos, self.tokenizer = eos, tokenizer
+        # A GPU waits for the host after every burst, and takes many prompts as fast as few.
+        self.steps = burst or (32 if device.type == "cuda" else 8)
+        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 4096)
+        self.max_waiting = max_waiting
+        self.version = 0
+        self.failure: BaseException | None = None
+        """What ended the engine."""
+        self._runner = _runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
+        self.slots = self._runner.slots
+        self._scheduler = Scheduler(self.slots, BLOCK)
+        self._jobs: dict[str, Job] = {}
+        self._new: list[Job] = []
+        self._aborted: list[Job] = []
+        self._inbox = threading.Lock()
+        self._turns = _Turns()
+        self._paused = False
+        self._generated = self._prefilled = self._copied = 0
+
+    @classmethod
+    def from_folder(cls, path: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> "Engine":
+        """An engine for a model folder, with its tokenizer if it has one."""
+        found = load_pretrained(path, dtype, dtype)
+        tokenizer = None if found.tokenizer is None else Tokenizer.load(found.tokenizer)
+        return cls(found.model, eos=frozenset(found.eos), tokenizer=tokenizer, **settings)
+
+    @property
+    def model(self) -> Transformer:
+        """The copy that generates; `publish` changes it."""
+        return self._runner.model
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far; none on the CPU. In a steady state it stays the same."""
+        return self._runner.captures
+
+    def submit(self, request: Request, sink: Sink) -> str:
+        """Queue a request and give its id. What cannot be done is refused here."""
+        vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
+        job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
+        with self._inbox:
+            if self.failure is not None:
+                raise EngineFailed(self.failure)
+            if job.id in self._jobs:
+                raise UsageError(f"a request with the id {job.id!r} is at work already")
+            waiting = len(self._new) + len(self._scheduler.waiting)
+            if waiting >= self.max_waiting:
+                raise QueueFull(f"{waiting} requests wait, which is the limit: try again later")
+            self._jobs[job.id] = job
+            self._new.append(job)
+        return job.id
+
+    def abort(self, id: str) -> None:
+        """End a request at the next burst, with what it has. One that has ended is let be."""
+        with self._inbox:
+            # The job, not the id, which another request may have by then.
+            if (job := self._jobs.get(id)) is not None:
+                self._aborted.append(job)
+
+    def burst(self) -> bool:
+        """Do what there is to do for a moment: admit, compute prompts, draw tokens, deliver. False: there was nothing.
+
+        An error ends the engine: every request fails with it, and so does every later one. Ctrl-C ends what is at work
+        alone.
+        """
+        if self.failure is not None:
+            raise EngineFailed(self.failure)
+        with self._turns.mine():
+            try:
+                self._take_in()
+                if self._paused:
+                    return False
+                admitted = self._scheduler.admit(self.prefill_tokens)
+                for sample in admitted:
+                    sample.text = self._growing_text(sample.job) if sample.job.sink.streams else None
+                self._set_cached([(sample, 0) for sample in admitted])
+                prefilled = self._prefill()
+                return self._decode() or prefilled
+            except Exception as error:
+                self.fail(error)
+                raise
+            except BaseException:
+                self._drop()
+                raise
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine: all that is asked of it fails, with `error` as the cause."""
+        with self._inbox:
+            self.failure = error
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+        for job in jobs:
+            job.sink.fail(EngineFailed(error))
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Generate for all requests here and now; results in their order."""
+        done: dict[int, Result] = {}
+        ids: list[str] = []
+        try:
+            while len(done) < len(requests):
+                while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
+                    ids.append(self.submit(requests[len(ids)], _Collect(done, len(ids))))
+                if not self.burst() and self._paused:
+                    raise PalestraError("the engine is paused: resume it before a run")
+        except BaseException:
+            # Nobody waits for the others any more.
+            for id in (id for place, id in enumerate(ids) if place not in done):
+                self.abort(id)
+            with self._turns.mine():
+                self._take_in()
+            raise
+        return [done[place] for place in range(len(requests))]
+
+    def pause(self) -> None:
+        """Draw nothing until `resume`. Returns once the burst at work has ended."""
+        with self._turns.mine():
+            self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._paused = False
+
+    def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
+        """Take over weights between two bursts; tokens from now on are of `version`.
+
+        With `keep_cache` running sequences go on from what they have cached. Without it they compute it again, as if
+        the new weights had read what the old ones wrote.
+        """
+        with self._turns.mine():
+            self._runner.load(weights)
+            self.version = version
+            rows = self._scheduler.rows
+            for sample in rows:
+                # Computed again together with its tokens, a prompt is cut into other pieces, which round otherwise.
+                sample.shareable = not keep_cache and not sample.tokens
+                sample.active &= keep_cache
+            if not keep_cache:
+                self._runner.host.active.zero_()
+                self._set_cached([(sample, 0) for sample in rows])
+
+    def metrics(self) -> dict[str, float]:
+        """What it is doing and has done."""
+        running, waiting = len(self._scheduler.rows), [*self._new, *self._scheduler.waiting]
+        return {
+            "running": running,
+            "waiting": sum(job.request.n - job.started for job in waiting),
+            "requests": len(self._jobs),
+            "slots": self.slots,
+            "free_slots": self.slots - running,
+            "generated_tokens": self._generated,
+            "prefill_tokens": self._prefilled,
+            "shared_tokens": self._copied,
+            "cache_bytes": self._runner.cache.nbytes,
+            "version": self.version,
+            "paused": self._paused,
+        }
+
+    def _drop(self) -> None:
+        """Forget all requests: what a burst that was cut short had at work is of no use."""
+        with self._inbox:
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+            self._new, self._aborted = [], []
+            self._scheduler = Scheduler(self.slots, BLOCK)
+        self._runner.host.active.zero_()
+        for job in jobs:
+            job.sink.fail(PalestraError("interrupted before it was complete: ask again"))
+
+    def _take_in(self) -> None:
+        """What has been asked since the last burst."""
+        with self._inbox:
+            new, self._new = self._new, []
+            aborted, self._aborted = self._aborted, []
+            self._scheduler.waiting.extend(new)
+        for job in aborted:
+            if self._jobs.get(job.id) is job:
+                self._abort(job)
+
+    def _abort(self, job: Job) -> None:
+        self._scheduler.withdraw(job)
+        for sample in [sample for sample in self._scheduler.rows if sample.job is job]:
+            self._end(sample, len(sample.tokens), "", StopReason.ABORT)
+        for index in range(job.started, job.request.n):
+            self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
+
+    def _growing_text(self, job: Job) -> GrowingText | None:
+        return None if self.tokenizer is None else GrowingText(self.tokenizer, job.sampling.stop)
+
+    def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
+        """The text of a sample so far, once a stop string may end in its new tokens; until then nobody reads it."""
+        stops, tokenizer = sample.job.sampling.stop, self.tokenizer
+        if not stops or tokenizer is None or not may_end(stops, tokens, tokenizer):
+            return None
+        text = GrowingText(tokenizer, stops)
+        for token in sample.tokens:
+            text.push(token, ignore_stops=True)  # none ended in them
+        return text
+
+    def _prefill(self) -> bool:
+        """Compute a share of the prompts, copy those that others have, and start what is complete."""
+        pieces = list(self._scheduler.pieces(self.prefill_tokens))
+        if pieces:
+            segments = [Segment(sample.row, sample.cached, end) for sample, end in pieces]
+            tokens = [token for sample, end in pieces for token in sample.piece(sample.cached, end)]
+            self._runner.prefill(segments, tokens)
+            self._prefilled += len(tokens)
+            self._set_cached(pieces)
+        self._copy_prompts()
+        ready = [sample for sample in self._scheduler.rows if not sample.active and sample.cached == sample.due]
+        if ready:
+            self._runner.host.start(ready)
+            for sample in ready:
+                sample.active = True
+        return bool(pieces)
+
+    def _copy_prompts(self) -> None:
+        """Give samples the prompts that others have computed, all of one length at once."""
+        by_length: dict[int, list[Sample]] = {}
+        for sample in self._scheduler.rows:
+            if sample.source is not None:
+                by_length.setdefault(sample.due, []).append(sample)
+        cache = self._runner.cache
+        for length, samples in by_length.items():
+            targets = torch.tensor([sample.row for sample in samples], device=cache.keys.device)
+            sources = torch.tensor([sample.source.row for sample in samples if sample.source], device=targets.device)
+            for tensor in (cache.keys, cache.values):
+                tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
+            for sample in samples:
+                sample.source = None
+            self._set_cached([(sample, length) for sample in samples])
+            self._copied += length * len(samples)
+
+    def _set_cached(self, lengths: Sequence[tuple[Sample, int]]) -> None:
+        """Say how much is cached. A step that runs before the rest is there writes its nonsense behind it."""
+        if not lengths:
+            return
+        for sample, length in lengths:
+            sample.cached = length
+        rows = torch.tensor([sample.row for sample, _ in lengths])
+        self._runner.host.length[rows] = torch.tensor([length for _, length in lengths])
+
+    def _decode(self) -> bool:
+        """Draw tokens in all rows that can, and deliver them."""
+        running = [sample for sample in self._scheduler.rows if sample.active]
+        if not running:
+            return False
+        steps = min(self.steps, max(sample.remaining for sample in running))
+        longest = max(sample.cached for sample in running)
+        needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
+        drawn = Drawn(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
+        # Where a sample ends another may move in, with all that it has cached: every row is read before.
+        found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
+        for sample, (tokens, _, _) in zip(running, found, strict=True):
+            sample.cached += len(tokens)
+        # From the last row: where the last one ends, none has to move into its place.
+        for sample, (tokens, logprobs, top) in reversed(list(zip(running, found, strict=True))):
+            if not drawn.finite and not all(map(math.isfinite, logprobs)):
+                raise PalestraError(f"the weights of version {self.version} give log-probabilities that are no numbers")
+            self._extend(sample, tokens, logprobs, top)
+        return True
+
+    def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float], top: list[Alternatives]) -> None:
+        """Add drawn tokens to a sample and see whether it has ended."""
+        since, job, text = len(sample.tokens), sample.job, ""
+        count = len(tokens)
+        if sample.text is None:
+            sample.text = self._watched_text(sample, tokens)
+        if sample.text is not None:
+            for count, token in enumerate(tokens, start=1):
+                text += sample.text.push(token, ignore_stops=since + count < job.sampling.min_new_tokens)
+                if sample.text.stopped_by is not None:
+                    break
+        sample.tokens += tokens[:count]
+        sample.logprobs += logprobs[:count]
+        sample.versions += [self.version] * count
+        sample.top += top[:count]
+        self._generated += count
+        if sample.text is not None and sample.text.stopped_by is not None:
+            self._end(sample, since, text, StopReason.STOP, sample.text.stopped_by)
+        elif sample.tokens[-1] in job.ends:
+            last = sample.tokens[-1]
+            self._end(sample, since, text, StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS, last)
+        elif sample.remaining == 0:
+            self._end(sample, since, text, StopReason.LENGTH)
+        elif job.sink.streams:
+            job.sink.chunk(sample.chunk(since, text))
+
+    def _end(self, sample: Sample, since: int, text: str, reason: StopReason, match: str | int | None = None) -> None:
+        """Free the row of a sample and deliver what it has; tokens from number `since` on and `text` are new."""
+        job, whole = sample.job, None
+        if sample.text is not None:
+            text += sample.text.finish()
+            whole = sample.text.text
+        elif self.tokenizer is not None:
+            whole = self.tokenizer.decode(sample.tokens, continues=True)
+        if sample.row >= 0:
+            self._free(sample)
+        if job.sink.streams:
+            job.sink.chunk(sample.chunk(since, text, reason))
+        tokens, logprobs, versions = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
+        top = tuple(sample.top)
+        job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, top, match)
+        if len(job.generations) == job.request.n:
+            with self._inbox:
+                del self._jobs[job.id]
+            generations = tuple(job.generations[index] for index in range(job.request.n))
+            job.sink.finish(Result(job.id, job.request.prompt, generations))
+
+    def _free(self, sample: Sample) -> None:
+        move, host = self._scheduler.release(sample), self._runner.host
+        if move is None:
+            host.stop(sample.row)
+        else:
+            self._runner.cache.copy(move.source, move.target, move.length)
+            host.move(move.source, move.target)
+
+
+def _runner(
+    model: Transformer,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    budget: int | None,
+    most_rows: int,
+    steps: int,
+) -> Runner:
+    if device.type != "cuda":
+        return Runner(model, dtype, device, context, budget, most_rows)
+    from palestra.generate.engine.cuda import CudaRunner  # Triton comes with torch for GPUs alone
+
+    return CudaRunner(model, dtype, device, context, budget, most_rows, steps)
+
+
+def may_end(stops: Sequence[str], tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether one of the strings may end in the text of one of the tokens.
+
+    A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
+    """
+    last = _last_bytes(tuple(stops))
+    return last is None or any(not last.isdisjoint(tokenizer.piece(token)) for token in tokens)
+
+
+@lru_cache(maxsize=256)
+def _last_bytes(stops: tuple[str, ...]) -> frozenset[int] | None:
+    """The bytes that strings end with; None where any may be it."""
+    return None if any(stop[-1] == "\ufffd" for stop in stops) else frozenset(stop.encode()[-1] for stop in stops)
+
+
+class _Turns:
+    """A lock that is handed over in turn: who works all the time lets others in between."""
+
+    def __init__(self) -> None:
+        self._next, self._work = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        with self._next:
+            self._work.acquire()
+        try:
+            yield
+        finally:
+            self._work.release()
+
+
+class _Collect:
+    """Keeps the result of a request that is not streamed."""
+
+    streams = False
+
+    def __init__(self, done: dict[int, Result], place: int):
+        self.done, self.place = done, place
+
+    def chunk(self, chunk: Chunk) -> None:
+        raise AssertionError("not streamed")
+
+    def finish(self, result: Result) -> None:
+        self.done[self.place] = result
+
+    def fail(self, error: BaseException) -> None:
+        """The burst that failed has raised it."""

@@ -1,0 +1,253 @@
+"""A request at work: validation, the state of each of its samples, growing text and stop strings."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from palestra.data.tokenizers import Detokenizer, Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+
+
+class StopStrings:
+    """Looks for strings in text that comes in pieces, and keeps back what might become one."""
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self.found: str | None = None
+        self._kept = ""
+
+    def push(self, text: str, *, ignore: bool = False) -> str:
+        """The text that is certain to lie before any stop string. Sets `found` once one ends in `text`.
+
+        The first one to begin counts, of several the longest. With `ignore` none does.
+        """
+        seen, before = self._kept + text, len(self._kept)
+        matches = []
+        for stop in () if ignore else self.stops:
+            # Not one that lay in the kept text already: it was ignored then.
+            start = seen.find(stop, max(0, before - len(stop) + 1))
+            if start >= 0:
+                matches.append((start, -len(stop), stop))
+        if matches:
+            start, _, self.found = min(matches)
+            self._kept = ""
+            return seen[:start]
+        kept = max((self._beginning(seen, stop) for stop in self.stops), default=0)
+        self._kept = seen[len(seen) - kept :]
+        return seen[: len(seen) - kept]
+
+    def finish(self) -> str:
+        """What was kept back and did not become a stop string."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    @staticmethod
+    def _beginning(text: str, stop: str) -> int:
+        """How many of the last characters are the first of `stop`, but not all of it."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class GrowingText:
+    """Tokens to text, up to a stop string. Text that may still change or be cut is not given out."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self.text = ""
+        """All that has been given out."""
+        self._detokenizer = Detokenizer(tokenizer, continues=True)
+        self._stops = StopStrings(stops)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that the last token completed."""
+        return self._stops.found
+
+    def push(self, token: int, *, ignore_stops: bool) -> str:
+        """The text that the token makes certain."""
+        return self._give(self._stops.push(self._detokenizer.push([token]), ignore=ignore_stops))
+
+    def finish(self) -> str:
+        """The text that was kept back, when no more tokens come; nothing after a stop string."""
+        if self.stopped_by is not None:
+            return ""
+        # Half a character becomes U+FFFD, which no more tokens can follow: too late to stop.
+        return self._give(self._stops.push(self._detokenizer.finish(), ignore=True) + self._stops.finish())
+
+    def _give(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+MOST_ENDS = 16
+"""How many end tokens a request can have."""
+MOST_ALTERNATIVES = 20
+"""How many alternatives a request can ask for beside each token."""
+MOST_STOPS, LONGEST_STOP = 16, 1000
+"""How many stop strings a request can have, and of how many characters each: all are looked for after every token."""
+COLDEST, HOTTEST = 1e-4, 1e4
+"""Temperatures other than 0 that FP32 scores can be divided by."""
+LEAST_TOP_P = 1e-6
+"""Far below the probability of the most likely token in any vocabulary, which is always kept."""
+
+
+Alternatives = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities."""
+
+
+class PromptTooLong(UsageError):
+    """A prompt that leaves no room for a token in the context."""
+
+
+class QueueFull(PalestraError):
+    """More requests wait than may."""
+
+
+class EngineFailed(PalestraError):
+    """What ended the engine, told to one of those who asked it.
+
+    A new error each time: one that is raised again and again keeps all the tracebacks.
+    """
+
+    def __init__(self, cause: BaseException):
+        super().__init__(str(cause) if isinstance(cause, PalestraError) else f"{type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
+class Sink(Protocol):
+    """Where what becomes of a request goes. It is called in the thread that calls for bursts."""
+
+    streams: bool
+    """Whether it wants chunks."""
+
+    def chunk(self, chunk: Chunk) -> None:
+        """New tokens."""
+        ...
+
+    def finish(self, result: Result) -> None:
+        """All generations have ended."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """The engine cannot go on."""
+        ...
+
+
+@dataclass(eq=False)
+class Job:
+    """A request at work."""
+
+    id: str
+    request: Request
+    sink: Sink
+    seed: int
+    ends: tuple[int, ...]
+    """Tokens that end a generation."""
+    limit: int
+    """New tokens of a generation at most."""
+    key: int
+    """Hash of the prompt."""
+    started: int = 0
+    """How many of the n samples have been given a row."""
+    generations: dict[int, Generation] = field(default_factory=dict)
+    """Those that have ended, by index."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        return self.request.sampling
+
+    def same_prompt(self, other: "Job") -> bool:
+        """Whether both go on from the same tokens."""
+        return self is other or (self.key == other.key and self.request.prompt == other.request.prompt)
+
+
+@dataclass(eq=False)
+class Sample:
+    """One of a request's generations, in a row of the batch."""
+
+    job: Job
+    index: int
+    row: int
+    age: int
+    """Counts samples: older ones have their prompts computed first."""
+    source: "Sample | None" = None
+    """A sample with the same prompt, whose keys and values are copied in the burst that admits this one."""
+    text: GrowingText | None = None
+    """Where it is wanted as it grows."""
+    cached: int = 0
+    """How many tokens have their keys and values in the row."""
+    active: bool = False
+    """Whether tokens are being drawn."""
+    shareable: bool = True
+    """Whether its prompt is cached as another request with the same prompt would compute it."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[Alternatives] = field(default_factory=list)
+
+    @property
+    def due(self) -> int:
+        """How many tokens must be cached before the next is drawn: all but the last, which the decode step takes in."""
+        return len(self.job.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be drawn."""
+        return self.job.limit - len(self.tokens)
+
+    def piece(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and generation."""
+        return [*self.job.request.prompt, *self.tokens][start:end]
+
+    def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
+        """The tokens from number `since` on."""
+        tokens, logprobs = tuple(self.tokens[since:]), tuple(self.logprobs[since:])
+        versions, top = tuple(self.versions[since:]), tuple(self.top[since:])
+        return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
+
+
+def checked(request: Request, sink: Sink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool) -> Job:
+    """A job for a request that can be done; what cannot is refused by name."""
+    sampling, prompt = request.sampling, request.prompt
+    if len(prompt) >= context:
+        raise PromptTooLong(f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {context}")
+    if not prompt:
+        raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
+    for token in (*prompt, *sampling.stop_ids):
+        if not 0 <= token < vocab:
+            raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
+    for name, value, expected, right in (
+        ("n", request.n, "at least 1", request.n >= 1),
+        (
+            "temperature",
+            sampling.temperature,
+            f"0, or {COLDEST:g} to {HOTTEST:g}",
+            sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST,
+        ),
+        ("top_k", sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
+        ("top_p", sampling.top_p, f"{LEAST_TOP_P:g} to 1", LEAST_TOP_P <= sampling.top_p <= 1),
+        ("min_p", sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
+        ("max_new_tokens", sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
+        ("min_new_tokens", sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
+        ("logprobs", sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
+    ):
+        if not right:
+            raise UsageError(f"{name} = {value!r}: expected {expected}")
+    ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}))
+    if len(ends) > MOST_ENDS:
+        raise UsageError(f"{len(ends)} end tokens: expected at most {MOST_ENDS}, the model's own included")
+    if len(sampling.stop) > MOST_STOPS:
+        raise UsageError(f"{len(sampling.stop)} stop strings: expected at most {MOST_STOPS}")
+    for stop in sampling.stop:
+        if not stop:
+            raise UsageError("a stop string is empty: leave it out")
+        if len(stop) > LONGEST_STOP:
+            raise UsageError(f"a stop string has {len(stop)} characters: expected at most {LONGEST_STOP}")
+    if sampling.stop and not has_text:
+        raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
+    limit = min(sampling.max_new_tokens, context - len(prompt))
+    # No more than there can be, and a number that fits the rows' tensors.
+    request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    return Job(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))

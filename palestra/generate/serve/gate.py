@@ -1,0 +1,301 @@
+"""What every HTTP request passes: authentication, body limits, disconnects, server-sent events, Prometheus counters."""
+
+import asyncio
+import hmac
+import json
+import time
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palestra.generate.serve.openai import ApiError
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had its answer."""
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event. In ASCII: readers of lines take more than a line feed for the end of one."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def error_response(error: ApiError) -> Response:
+    """A refusal; one that says "later" says when."""
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` gives; if the client goes away first, `work` is cancelled and `ClientGone` raised.
+
+    The body of the request must have been read: the next message is then that of the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        # What they hold (a slot of the engine) is free when this returns.
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. An error before the first is an ordinary response, a later one is the last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], explain: Callable[[Exception], ApiError]):
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._explain = events, explain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until there are no more or no one to send them to."""
+        try:
+            refusal = await unless_gone(receive, self._send(send))
+        except ClientGone:
+            return
+        if refusal is not None:
+            await error_response(refusal)(scope, receive, send)
+
+    async def _send(self, send: Send) -> ApiError | None:
+        started = False
+
+        async def write(data: bytes, *, last: bool = False) -> None:
+            nonlocal started
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                started = True
+            await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+        async with aclosing(self._events):
+            try:
+                async for data in self._events:
+                    await write(data)
+            except Exception as error:
+                explained = self._explain(error)
+                if not started:
+                    return explained
+                await write(event(explained.body))
+        await write(b"", last=True)
+        return None
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Counter:
+    """A number that only grows, one for each combination of labels."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...] = ()):
+        self.name, self.text, self.labels = name, text, labels
+        self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+
+    def add(self, *labels: str, amount: float = 1.0) -> None:
+        """Count, under the values of the labels."""
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+    def lines(self) -> Iterable[str]:
+        """The exposition."""
+        yield from _heading(self.name, self.text, "counter")
+        for values, number in sorted(self._values.items()):
+            yield f"{self.name}{_labels(zip(self.labels, values, strict=True))} {_number(number)}"
+
+
+class Histogram:
+    """How many observations (in seconds) lie at or below each bound, for each combination of labels."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...] = (), bounds: tuple[float, ...] = SECONDS):
+        self.name, self.text, self.labels, self.bounds = name, text, labels, bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Add one observation, under the values of the labels."""
+        counts = self._counts.setdefault(labels, [0] * (len(self.bounds) + 1))
+        counts[bisect_left(self.bounds, value)] += 1
+        self._sums[labels] = self._sums.get(labels, 0.0) + value
+
+    def lines(self) -> Iterable[str]:
+        """The exposition: buckets are cumulative."""
+        yield from _heading(self.name, self.text, "histogram")
+        for values, counts in sorted(self._counts.items()):
+            pairs = list(zip(self.labels, values, strict=True))
+            total = 0
+            for bound, count in zip([*map(_number, self.bounds), "+Inf"], counts, strict=True):
+                total += count
+                yield f"{self.name}_bucket{_labels([*pairs, ('le', bound)])} {total}"
+            yield f"{self.name}_sum{_labels(pairs)} {_number(self._sums[values])}"
+            yield f"{self.name}_count{_labels(pairs)} {total}"
+
+
+def gauges(prefix: str, values: Mapping[str, float], text: str) -> Iterable[str]:
+    """The exposition of numbers that are read now, each under its own name."""
+    for name, value in values.items():
+        yield from _heading(prefix + name, f"{text}: {name.replace('_', ' ')}.", "gauge")
+        yield f"{prefix}{name} {_number(value)}"
+
+
+def _heading(name: str, text: str, kind: str) -> Iterable[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _labels(pairs: Iterable[tuple[str, str]]) -> str:
+    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    return repr(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+# The key is not asked for here, so that whoever starts and stops machines can look.
+OPEN_PATHS = frozenset({"/health"})
+# Whoever may call these decides what the model says.
+CONTROL_PATHS = frozenset({"/update_weights", "/pause", "/resume"})
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Gate:
+    """An ASGI middleware: wrong keys and bodies that are too long go no further, and are never read into memory.
+
+    `max_body_bytes_of` holds the limits that differ, by method and path. A request names one of `allowed_hosts`, if
+    there are any: else a page could have its own name mean this machine, and talk to it as to its own server.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        max_body_bytes_of: Mapping[str, int],
+        allowed_hosts: Collection[str],
+        requests: Counter,
+        seconds: Histogram,
+    ):
+        self.app, self.api_key, self.allowed_hosts = app, api_key, allowed_hosts
+        self.max_body_bytes, self.max_body_bytes_of = max_body_bytes, max_body_bytes_of
+        self.requests, self.seconds = requests, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it; count it either way."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 499  # what nginx calls a client that went away before it got an answer
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._admit(scope, receive, noting)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            # A path of the client's choosing would make a new series for every request.
+            path = getattr(scope.get("route"), "path", "other")
+            self.requests.add(path, str(status))
+            self.seconds.observe(time.monotonic() - started, path)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, limit = Headers(scope=scope), self._limit_of(scope)
+        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            error = ApiError(
+                401, "Incorrect or missing API key: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        elif self.allowed_hosts and _host(headers) not in self.allowed_hosts:
+            error = ApiError(
+                403, f"The host {_host(headers)!r} is not one of those allowed: start the server with --allowed-host"
+            )
+        elif headers.get("sec-fetch-site") in ("cross-site", "same-site") or _other_origin(headers):
+            # Any page that a browser on this machine shows can post to a loopback address.
+            error = ApiError(403, "Requests from pages of other sites are refused")
+        elif scope["path"] in CONTROL_PATHS and self.api_key is None and not _from_here(scope, headers):
+            error = ApiError(403, f"{scope['path']} needs a key from another machine: start the server with --api-key")
+        elif int(headers.get("content-length", 0)) > limit:
+            error = _too_long(limit)
+        else:
+            await self.app(scope, _limited(receive, limit), send)
+            return
+        await error_response(error)(scope, receive, send)
+
+    def _limit_of(self, scope: Scope) -> int:
+        return self.max_body_bytes_of.get(f"{scope['method']} {scope['path']}", self.max_body_bytes)
+
+    def _has_key(self, headers: Headers) -> bool:
+        if self.api_key is None:
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Starlette reads the bytes of a header as Latin-1; clients send keys in UTF-8.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+
+
+def _host(headers: Headers) -> str:
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    except ValueError:  # brackets of an address that is none
+        return ""
+
+
+def _other_origin(headers: Headers) -> bool:
+    """Whether a page of another server asks."""
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def _from_here(scope: Scope, headers: Headers) -> bool:
+    """Whether a program on this machine asks, by a name that is always this machine's."""
+    address = (scope.get("client") or ("",))[0].removeprefix("::ffff:")
+    return _host(headers) in LOOPBACK and (address.startswith("127.") or address in LOOPBACK)
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """`receive`, until more bytes have come than allowed: a body need not say how long it is."""
+    read = 0
+
+    async def counted() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        if read > limit:
+            raise HTTPException(413, str(_too_long(limit)))
+        return message
+
+    return counted
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"The body is longer than the {limit:,} bytes allowed here", code="request_too_large")

@@ -1,0 +1,357 @@
+"""OpenAI's JSON: its completion requests as requests for the engine, and the engine's answers as its responses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from palestra.data.tokenizers import Detokenizer, Tokenizer
+from palestra.generate.client import (
+    Alternatives,
+    Count,
+    MinP,
+    Samples,
+    Seed,
+    StopString,
+    Temperature,
+    TokenId,
+    TopP,
+)
+from palestra.generate.engine.request import LONGEST_STOP, MOST_STOPS
+from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+
+# Accepted and without effect: none of these changes what is generated.
+HARMLESS = frozenset({
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+})  # fmt: skip
+# Would change what is generated: accepted at the value that changes nothing, refused by name at any other.
+UNSUPPORTED: dict[str, Any] = {
+    "audio": None, "best_of": 1, "echo": False, "frequency_penalty": 0, "function_call": "none", "functions": [],
+    "logit_bias": {}, "modalities": ["text"], "presence_penalty": 0, "reasoning_effort": None, "repetition_penalty": 1,
+    "response_format": {"type": "text"}, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
+    "web_search_options": None,
+}  # fmt: skip
+# OpenAI's stand-in for a log-probability of minus infinity, which JSON cannot say.
+NEVER = -9999.0
+FINISH = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORT: "abort"}
+
+
+class ApiError(Exception):
+    """A refusal, as OpenAI's error object and HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Options(BaseModel):
+    """What chat and plain completions have in common. A null is as good as leaving the field out."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    n: Samples = 1
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    seed: Seed | None = None
+    stop: (
+        Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[list[StopString], Field(max_length=MOST_STOPS)]
+    ) = []
+    stream: bool = False
+    stream_options: "StreamOptions | None" = None
+    # Beyond OpenAI's, under the names that vLLM gave them.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: MinP = 0.0
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
+        for name in sorted(given.keys() - cls.model_fields.keys()):
+            if name not in UNSUPPORTED:
+                raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
+            if given[name] != UNSUPPORTED[name]:
+                raise ApiError(
+                    400,
+                    f"{name} is not supported by this server: leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+            del given[name]
+        return given
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with a count of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, max_new_tokens: int, alternatives: int) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k if self.top_k > 0 else None,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop),
+            stop_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            logprobs=alternatives,
+        )
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+def _prompts(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
+        return [value]
+    return value
+
+
+class CompletionBody(Options):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[list[str | list[TokenId]], BeforeValidator(_prompts), Field(min_length=1, max_length=2048)]
+    """A string, a list of token ids, or a list of either."""
+    logprobs: Alternatives | None = None
+
+    @property
+    def characters(self) -> int:
+        """The length of its longest text."""
+        return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
+
+    def sampling(self, context: int) -> Sampling:
+        """How to draw; 16 tokens where nothing is said, as OpenAI does."""
+        return self._sampling(self.max_tokens or 16, self.logprobs or 0)
+
+
+class TextPart(BaseModel):
+    """A part of a message; only text is understood."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        # A message of an earlier response has tool_calls, refusal and the like as nulls.
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @property
+    def characters(self) -> int:
+        """The length of its text."""
+        return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in self.content)
+
+    def message(self) -> dict[str, Any]:
+        """For the chat template. What OpenAI now calls developer messages, templates know as system messages."""
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role}
+
+
+class ChatBody(Options):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Alternatives = 0
+
+    @property
+    def characters(self) -> int:
+        """The length of what was said so far."""
+        return sum(message.characters for message in self.messages)
+
+    def sampling(self, context: int) -> Sampling:
+        """How to draw; up to the end of the context where nothing is said."""
+        return self._sampling(self.max_completion_tokens or self.max_tokens or context, self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _logprobs_asked_for(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response to a chat or completion request, whole or as events of a stream."""
+
+    body: ChatBody | CompletionBody
+    id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+    tokenizer: Tokenizer
+    requests: tuple[Request, ...]
+    """One for each prompt, of `body.n` generations each."""
+    _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
+    """Of completions with log-probabilities: where in its text each choice is."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether it answers a chat."""
+        return isinstance(self.body, ChatBody)
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The response object."""
+        choices = [
+            self._choice(prompt * self.body.n + index, prompt, generation)
+            for prompt, result in enumerate(results)
+            for index, generation in enumerate(result.generations)
+        ]
+        tokens = sum(len(generation.tokens) for result in results for generation in result.generations)
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": choices, "usage": self.usage(tokens)} | self._chat_prompt()
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The events before any token: a chat's choices say who speaks."""
+        if not self.chat:
+            return []
+        choices = range(self.body.n)
+        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._event({"index": index, **start}) | self._chat_prompt() for index in choices]
+
+    def part(self, prompt: int, chunk: Chunk) -> dict[str, Any] | None:
+        """The event for a chunk of a prompt's stream; None where it has nothing to tell."""
+        told = chunk.text or chunk.stop_reason or self._asks_logprobs or self.body.return_token_ids
+        if not told:  # half a character, or what may become a stop string
+            return None
+        index = prompt * self.body.n + chunk.index
+        choice: dict[str, Any] = {"index": index}
+        if self.chat:
+            choice["delta"] = {"content": chunk.text} if chunk.text else {}
+        else:
+            choice["text"] = chunk.text
+        choice["logprobs"] = self._logprobs(index, chunk)
+        choice["finish_reason"] = None if chunk.stop_reason is None else FINISH[chunk.stop_reason]
+        return self._event(choice | self._ids(prompt, chunk))
+
+    def closing(self, tokens: int) -> list[dict[str, Any]]:
+        """The events after the last token: what was used, if asked for."""
+        if not self.body.usage_in_stream:
+            return []
+        return [{**self._head(self._event_kind), "choices": [], "usage": self.usage(tokens)}]
+
+    def usage(self, tokens: int) -> dict[str, int]:
+        """The count of tokens; each prompt counts once, whatever n."""
+        prompt = sum(len(request.prompt) for request in self.requests)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+    @property
+    def _asks_logprobs(self) -> bool:
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
+    @property
+    def _event_kind(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.body.usage_in_stream else {}
+        return {**self._head(self._event_kind), "choices": [choice], **usage}
+
+    def _choice(self, index: int, prompt: int, generation: Generation) -> dict[str, Any]:
+        text = generation.text or ""
+        return {
+            "index": index,
+            **({"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}),
+            "logprobs": self._logprobs(index, generation),
+            "finish_reason": FINISH[generation.stop_reason],
+        } | self._ids(prompt, generation)
+
+    def _chat_prompt(self) -> dict[str, Any]:
+        asked = self.chat and self.body.return_token_ids
+        return {"prompt_token_ids": self.requests[0].prompt} if asked else {}
+
+    def _ids(self, prompt: int, made: Generation | Chunk) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        ids = {"token_ids": made.tokens, "versions": made.versions}
+        return ids if self.chat else {**ids, "prompt_token_ids": self.requests[prompt].prompt}
+
+    def _logprobs(self, index: int, made: Generation | Chunk) -> dict[str, Any] | None:
+        if not self._asks_logprobs:
+            return None
+        alternatives = made.top or ((),) * len(made.tokens)
+        rows = list(zip(made.tokens, made.logprobs, alternatives, strict=True))
+        if self.chat:
+            content = [
+                {**self._token(token, logprob), "top_logprobs": [self._token(*pair) for pair in top]}
+                for token, logprob, top in rows
+            ]
+            return {"content": content, "refusal": None}
+        offsets = self._offsets.setdefault(index, _Offsets(self.tokenizer))
+        return {
+            "tokens": [token_text(self.tokenizer.piece(token)) for token in made.tokens],
+            "token_logprobs": [max(logprob, NEVER) for logprob in made.logprobs],
+            # The drawn token is always among them, also where others were likelier.
+            "top_logprobs": [self._by_text({**dict(top), token: logprob}) for token, logprob, top in rows]
+            if self.body.logprobs
+            else None,
+            "text_offset": [offsets.before(token) for token in made.tokens],
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self.tokenizer.piece(token)
+        return {"token": token_text(piece), "logprob": max(logprob, NEVER), "bytes": list(piece)}
+
+    def _by_text(self, logprobs: Mapping[int, float]) -> dict[str, float]:
+        return {token_text(self.tokenizer.piece(token)): max(value, NEVER) for token, value in logprobs.items()}
+
+
+class _Offsets:
+    """How many characters of a choice's text come before each of its tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._text = Detokenizer(tokenizer, continues=True)
+        self._length = 0
+
+    def before(self, token: int) -> int:
+        start = self._length
+        self._length += len(self._text.push([token]))
+        return start
+
+
+def token_text(piece: bytes) -> str:
+    """A token's bytes as text; those that are no whole characters are spelled out, as OpenAI does."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

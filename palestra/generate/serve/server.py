@@ -1,0 +1,373 @@
+"""The HTTP server: OpenAI's endpoints, tokens in and out, new weights, and how it is doing."""
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from palestra.data.chat import encode_chat
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import PalestraError, UsageError
+from palestra.generate.client import MOST_SAMPLES, GenerateBody, result_json
+from palestra.generate.engine.engine import Engine
+from palestra.generate.engine.request import EngineFailed, PromptTooLong
+from palestra.generate.local import LocalGenerator
+from palestra.generate.serve.gate import (
+    CONTENT_TYPE,
+    LOOPBACK,
+    ClientGone,
+    EventStream,
+    Gate,
+    error_response,
+    unless_gone,
+)
+from palestra.generate.serve.openai import Answer, ApiError, ChatBody, CompletionBody
+from palestra.generate.serve.service import Service, read_safetensors, read_weights
+from palestra.generate.types import Request
+
+try:
+    import h11
+    import uvicorn
+    from fastapi import FastAPI
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.requests import Request as HttpRequest
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.exceptions import HTTPException
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    from palestra.errors import MissingExtra
+
+    raise MissingExtra("The server", "serve") from error
+
+
+MAX_BODY_BYTES = 4 << 20
+MAX_CONCURRENT = 1024
+HEADER_SECONDS = 10.0
+"""How long the headers of a request may take to come."""
+# How long requests may go on after the server was told to stop, before they are ended where they are.
+GRACE_SECONDS = 5.0
+
+
+class UpdateBody(BaseModel):
+    """`POST /update_weights`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    path: str
+    """A Hugging Face folder, a checkpoint, or a safetensors file that the server can read."""
+    version: int
+    keep_cache: bool = True
+
+
+class AbortBody(BaseModel):
+    """`POST /abort`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    id: str
+
+
+def create_app(
+    generator: LocalGenerator,
+    tokenizer: Tokenizer,
+    *,
+    model_name: str,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_concurrent: int = MAX_CONCURRENT,
+    allowed_hosts: Sequence[str] = LOOPBACK,
+) -> FastAPI:
+    """The application over a generator that drives itself; without `allowed_hosts` any name may be asked for."""
+    engine = generator.engine
+    service = Service(generator, max_concurrent=max_concurrent)
+    app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
+    app.state.service = service
+    # Weights are sent in FP32 at most, and the header of the file is small.
+    upload_bytes = 4 * engine.model.shape.parameters() + (1 << 20)
+    app.add_middleware(
+        Gate,
+        api_key=api_key,
+        max_body_bytes=max_body_bytes,
+        max_body_bytes_of={"PUT /update_weights": upload_bytes},
+        allowed_hosts=allowed_hosts,
+        requests=service.requests,
+        seconds=service.seconds,
+    )
+    _explain_errors(app, service)
+    _talk_as_openai(app, service, tokenizer, model_name)
+    _work_with_tokens(app, service)
+    _take_weights(app, generator)
+    _tell_state(app, service, model_name)
+    return app
+
+
+def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
+    """`/v1/…`, as OpenAI's clients ask."""
+    engine = service.generator.engine
+    # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalisation
+    # shortens no text to less than a fourth.)
+    most_characters = 4 * engine.context * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
+    created = int(time.time())
+    model = {"id": model_name, "object": "model", "created": created, "owned_by": "palestra"}
+
+    def check(body: ChatBody | CompletionBody) -> None:
+        if body.model is not None:
+            check_model(body.model)
+        prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+        if prompts * body.n > MOST_SAMPLES:
+            said = f"{prompts:,} prompts with n = {body.n:,} are more than the {MOST_SAMPLES:,} samples of one request"
+            raise ApiError(400, f"{said}: send several requests", param="n")
+        if body.characters > most_characters:
+            raise PromptTooLong(
+                f"the prompt has {body.characters:,} characters, but the context is {engine.context} tokens"
+            )
+
+    def check_model(name: str) -> None:
+        if name != model_name:
+            said = f"The model {name!r} is not served here: this is {model_name!r}"
+            raise ApiError(404, said, param="model", code="model_not_found")
+
+    async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
+        id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
+        requests = tuple(
+            Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
+            for place, prompt in enumerate(prompts)
+        )
+        answer = Answer(body, id, int(time.time()), model_name, tokenizer, requests)
+        if body.stream:
+            return EventStream(service.answer_events(answer), service.explain)
+        return JSONResponse(answer.whole(await unless_gone(http.receive, service.results(requests))))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        check(body)
+        messages = [message.message() for message in body.messages]
+        encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, add_generation_prompt=True)
+        return await respond(body, [encoded.tokens], http)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        check(body)
+        prompts = [
+            await asyncio.to_thread(tokenizer.encode_prompt, prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+        return await respond(body, prompts, http)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return model
+
+
+def _work_with_tokens(app: FastAPI, service: Service) -> None:
+    """Tokens in, tokens out, and the end of a request."""
+
+    @app.post("/generate")
+    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+        request = body.request()
+        if body.stream:
+            return EventStream(service.chunk_events(request), service.explain)
+        (result,) = await unless_gone(http.receive, service.results([request]))
+        return JSONResponse(result_json(result))
+
+    @app.post("/abort")
+    async def abort(body: AbortBody) -> dict[str, str]:
+        await service.generator.abort(body.id)
+        return {"id": body.id}
+
+
+def _take_weights(app: FastAPI, generator: LocalGenerator) -> None:
+    """New weights, one set at a time, and pauses for whoever sends them."""
+    publishing = asyncio.Lock()
+
+    @app.post("/update_weights")
+    async def update_weights(body: UpdateBody) -> dict[str, int]:
+        async with publishing:
+            weights = await asyncio.to_thread(read_weights, Path(body.path))
+            await generator.publish(weights, body.version, keep_cache=body.keep_cache)
+        return {"version": body.version}
+
+    @app.put("/update_weights")
+    async def upload_weights(http: HttpRequest, version: int, keep_cache: bool = True) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            async for piece in http.stream():
+                await asyncio.to_thread(file.write, piece)
+            file.flush()
+            async with publishing:
+                weights = await asyncio.to_thread(read_safetensors, Path(file.name))
+                await generator.publish(weights, version, keep_cache=keep_cache)
+        return {"version": version}
+
+    @app.post("/pause")
+    async def pause() -> dict[str, bool]:
+        await generator.pause()
+        return {"paused": True}
+
+    @app.post("/resume")
+    async def resume() -> dict[str, bool]:
+        await generator.resume()
+        return {"paused": False}
+
+
+def _tell_state(app: FastAPI, service: Service, model_name: str) -> None:
+    """Whether it is well, and numbers for Prometheus."""
+    engine = service.generator.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        if engine.failure is not None:
+            return error_response(service.explain(EngineFailed(engine.failure)))
+        return JSONResponse({"status": "ok", "model": model_name, "version": engine.version})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def serve_engine(
+    engine: Engine,
+    *,
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_concurrent: int = MAX_CONCURRENT,
+    allowed_hosts: Sequence[str] = (),
+) -> None:
+    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free.
+
+    Requests must name one of `allowed_hosts`; without any, a loopback name on loopback, and any name elsewhere.
+
+    After the signal requests have a few seconds to end by themselves; then they are answered with what they have.
+    """
+    if engine.tokenizer is None:
+        raise UsageError(f"{name} has no tokenizer, which a server of text needs: put its tokenizer.json in its folder")
+    with _bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
+        app = create_app(
+            generator,
+            engine.tokenizer,
+            model_name=name,
+            api_key=api_key,
+            max_body_bytes=max_body_bytes,
+            max_concurrent=max_concurrent,
+            allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+        )
+        config = uvicorn.Config(
+            app,
+            http=PromptHeaders,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            # Clients give up idle connections first, so that none is used while it is being closed here.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
+        )
+        port = listening.getsockname()[1]
+        if api_key is None and host not in LOOPBACK:
+            print(
+                f"warning: whoever reaches {host} port {port} can use this model. Give --api-key or PALESTRA_API_KEY.",
+                file=sys.stderr,
+            )
+        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
+        _Server(config, app.state.service).run(sockets=[listening])
+
+
+class PromptHeaders(H11Protocol):
+    """HTTP of which the headers come soon: a connection that never completes them would stay open for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first headers."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop to wait when headers are whole, begin again when others are not."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._late.cancel()
+        elif self._late.cancelled():
+            self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+
+class _Server(uvicorn.Server):
+    """A server that ends its requests when it must stop."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: to stop so is no failure."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, wait, end what still runs, and wait for that."""
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        await asyncio.sleep(GRACE_SECONDS)
+        await self._service.abort_all()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens, or a clear word why not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PalestraError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port") from error
+
+
+def _explain_errors(app: FastAPI, service: Service) -> None:
+    """Every refusal and every failure as OpenAI's error object."""
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: HttpRequest, __: Exception) -> Response:
+        return Response(status_code=499)  # no one reads it
+
+    @app.exception_handler(ApiError)
+    @app.exception_handler(PalestraError)
+    @app.exception_handler(Exception)
+    async def explained(_: HttpRequest, error: Exception) -> Response:
+        return error_response(service.explain(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: HttpRequest, error: HTTPException) -> Response:
+        code = "request_too_large" if error.status_code == 413 else None
+        return error_response(ApiError(error.status_code, str(error.detail), code=code))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
+        return error_response(_invalid(error.errors()))
+
+
+def _invalid(found: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field that is wrong, and what it should be; a union says so for each of its types."""
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is no JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+    parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
+    where = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
+    said = "; or ".join(dict.fromkeys(str(one["msg"]) for one in found if one["loc"][:2] == first["loc"][:2]))
+    return ApiError(400, f"{'.'.join(where) or 'The body'}: {said}", param=where[0] if where else None)

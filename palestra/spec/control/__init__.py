@@ -1,1 +1,0 @@
-"""What kind `control` is made of: environments, networks and the algorithms."""

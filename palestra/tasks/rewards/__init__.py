@@ -1,0 +1,1 @@
+"""Rewards beside a task's own verifier: functions, language models as judges, reward models."""

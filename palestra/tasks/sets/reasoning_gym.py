@@ -1,0 +1,163 @@
+"""The task `reasoning_gym`: any of the generated tasks of the package of that name, with its own scoring.
+
+Some of its generators iterate over sets of strings, whose order differs from process to process. So problems are made
+in a process of their own, with a fixed hash seed, and the entry that the scorer needs is part of the row.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache, cached_property
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from palestra.errors import MissingExtra, UsageError
+from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+
+HELD_OUT_PART = 10
+"""One problem in so many, by a hash of the question, is held out."""
+
+
+class ReasoningGymArgs(TaskArgs):
+    """Which of its tasks."""
+
+    task: str = Field(min_length=1)
+    """The name of the task there, such as leg_counting."""
+    seed: int = Field(default=0, ge=0)
+    """The seed of its problems."""
+    size: int = Field(default=1000, ge=1)
+    """How many problems are made; those asked twice are left out, and one in ten is held out."""
+    config: dict[str, Any] = Field(default={})
+    """What the task there is told, such as {min_animals: 2}; see its documentation."""
+    format: Literal["plain", "chat"] = "plain"
+    """Prompts as a text to go on from, or as a question in a conversation."""
+    partial: bool = False
+    """Score answers as the package does, which knows half-right ones; else an answer is right or not."""
+
+
+class ReasoningGym(Task[ReasoningGymArgs]):
+    """Problems and scoring of the package reasoning-gym.
+
+    In plain text all of an answer counts, or what stands in its last `<answer>…</answer>`; in a conversation only that.
+    """
+
+    Args = ReasoningGymArgs
+    isolated = True  # its scorers parse and compute what the model wrote
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Plain answers end with an empty line: some have several lines."""
+        if self.args.stop is not None:
+            return tuple(self.args.stop)
+        return ("\n\n",) if self.args.format == "plain" else ()
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        """The different problems of a split."""
+        if split not in self.splits:
+            raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
+        found: dict[str, Problem] = {}
+        for entry in _entries(self.args.task, self.args.seed, self.args.size, json.dumps(self.args.config)):
+            digest = blake2b(entry["question"].encode(), digest_size=8)
+            held_out = int.from_bytes(digest.digest(), "little") % HELD_OUT_PART == 0
+            if held_out == (split == "test"):
+                found.setdefault(digest.hexdigest(), self._problem(split, digest.hexdigest(), entry))
+        if not found:
+            raise UsageError(
+                f"{self.name}: none of {self.args.size} problems of {self.args.task} is in the split '{split}'; "
+                "make more of them with `size`"
+            )
+        return list(found.values())
+
+    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+        """As the package scores it."""
+        tagged = re.findall(r"<answer>(.*?)</answer>", answer.text, re.DOTALL)
+        text = tagged[-1].strip() if tagged else answer.text.strip()
+        if not text or (self.args.format == "chat" and not tagged):
+            return Verdict(0.0, Status.UNPARSABLE, {"score": 0.0})
+        score = float(self._scorer.score_answer(text, ast.literal_eval(problem.row["entry"])))
+        right = score >= 1.0
+        status = Status.CORRECT if right else Status.WRONG
+        return Verdict(score if self.args.partial else float(right), status, {"score": score}, note=text[:200])
+
+    def warm_up(self) -> None:
+        """Load the package, which takes seconds that no answer should pay for."""
+        _ = self._scorer
+
+    @cached_property
+    def _scorer(self) -> Any:
+        return _dataset(self.args.task, self.args.seed, 1, self.args.config)
+
+    def _problem(self, split: str, row: str, entry: dict[str, Any]) -> Problem:
+        question, chat = entry["question"].strip(), self.args.format == "chat"
+        data = {"answer": entry["answer"], "entry": entry["entry"]}
+        if entry["answer"] is not None:  # some puzzles have many answers and give none
+            data["solution"] = f"<answer>{entry['answer']}</answer>" if chat else f" {entry['answer']}"
+        if not chat:
+            return Problem(self.id(split, row), f"{question}\nAnswer:", data)
+        asked = f"{question}\n\nThink first. Then write the answer alone between <answer> and </answer>."
+        return Problem(self.id(split, row), ({"role": "user", "content": asked},), data)
+
+
+@cache
+def _entries(task: str, seed: int, size: int, config: str) -> list[dict[str, Any]]:
+    """Question, answer and entry of all problems, made in another process."""
+    if find_spec("reasoning_gym") is None:
+        raise MissingExtra("the task reasoning_gym", "reasoning-gym")
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder) / "entries.json"  # a file, because the package prints
+        command = [sys.executable, "-W", "ignore", "-m", __name__, task, str(seed), str(size), config, str(to)]
+        done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True)
+        if done.returncode:
+            raise UsageError(f"reasoning_gym cannot make problems of {task!r}: {done.stderr.strip()[-2000:]}")
+        return json.loads(to.read_text())
+
+
+def _dataset(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=seed, size=size, **config)
+
+
+def _literal(value: Any) -> Any:
+    """What `ast.literal_eval` can give back: tuples stay tuples, which some scorers ask for."""
+    if isinstance(value, dict):
+        return {_literal(key): _literal(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(_literal, value)) if type(value) in (list, tuple, set) else [_literal(v) for v in value]
+    if hasattr(value, "item"):  # numbers and texts of NumPy
+        return _literal(value.item())
+    try:
+        return value if ast.literal_eval(repr(value)) == value else repr(value)
+    except (ValueError, SyntaxError):
+        return repr(value)
+
+
+def _write_entries(task: str, seed: str, size: str, config: str, to: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = get_close_matches(task, DATASETS, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        sys.exit(f"it has no such task.{hint} It has: {', '.join(sorted(DATASETS))}")
+    try:
+        made = _dataset(task, int(seed), int(size), json.loads(config))
+        # From the first on, because some draw each from a generator that they keep.
+        entries = [made[number] for number in range(int(size))]
+    except (AssertionError, TypeError, ValueError) as error:  # how its tasks refuse a config
+        sys.exit(f"{type(error).__name__}: {error}")
+    rows = [{"question": e["question"], "answer": e["answer"], "entry": repr(_literal(e))} for e in entries]
+    Path(to).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    _write_entries(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Verifiers: final answers, mathematics, code and instructions. No torch."""

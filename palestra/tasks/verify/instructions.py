@@ -1,0 +1,489 @@
+"""The 25 checkable instructions of IFEval (arXiv:2311.07911), also under AllenAI's names, strict and loose.
+
+Each does what Google's published checker does, but for these points. Words are words, never patterns. A "letter" such
+as "#" is counted, not replaced by one drawn at random. English in capitals is recognised in small letters, because the
+detector takes it for German. A text in which no language can be told is in none. Sentences are counted by
+`palestra.tasks.verify.text`. Time is linear in the length of the text.
+
+There "the word X should appear 3 times" means exactly 3. Where AllenAI's functions and the instruction that the model
+reads differ, the instruction counts: letters count in capitals or not, an answer may have blanks around it, options
+are words of their own.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, partial
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from palestra.errors import PalestraError
+from palestra.tasks.verify.text import check_language, count_capital_words, count_sentences, language_of
+
+Relation = Literal["at least", "less than"]
+Letter = Annotated[str, Field(min_length=1, max_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
+Ordinal = Annotated[int, Field(ge=1)]
+Language = Annotated[str, AfterValidator(check_language)]
+
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
+
+
+def existence(text: str, *, keywords: Texts) -> bool:
+    """All keywords occur, in capitals or not."""
+    return all(occurrences(text, keyword) for keyword in keywords)
+
+
+def frequency(text: str, *, keyword: Text, frequency: Count, relation: Relation) -> bool:
+    """A keyword occurs so often."""
+    return compare(occurrences(text, keyword), relation, frequency)
+
+
+def forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
+    """None of the words occurs as a word."""
+    return not any(occurrences(text, word, whole=True) for word in forbidden_words)
+
+
+def letter_frequency(text: str, *, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
+    """A letter occurs so often, in capitals or not."""
+    return compare(count_letter(text, letter), let_relation, let_frequency)
+
+
+def response_language(text: str, *, language: Language) -> bool:
+    """It is written in that language."""
+    return language_of(text) == language
+
+
+def number_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
+    """It has so many sentences."""
+    return compare(count_sentences(text), relation, num_sentences)
+
+
+def number_paragraphs(text: str, *, num_paragraphs: Count) -> bool:
+    """It has so many paragraphs with `***` between them."""
+    given = [bool(paragraph.strip()) for paragraph in text.split("***")]
+    return all(given[1:-1]) and sum(given) == num_paragraphs
+
+
+def number_words(text: str, *, num_words: Count, relation: Relation) -> bool:
+    """It has so many words, runs of letters and digits."""
+    return compare(len(re.findall(r"\w+", text)), relation, num_words)
+
+
+def nth_paragraph_first_word(text: str, *, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Text) -> bool:
+    """It has so many paragraphs with empty lines between them, and one of them begins with that word."""
+    paragraphs = [paragraph.split() for paragraph in text.split("\n\n")]
+    count = sum(map(bool, paragraphs))
+    if count != num_paragraphs or nth_paragraph > count or not paragraphs[nth_paragraph - 1]:
+        return False
+    beginning = paragraphs[nth_paragraph - 1][0].lstrip("'").lstrip('"').lower()
+    return re.split(r"[.,?!'\"]", beginning, maxsplit=1)[0] == first_word.lower()
+
+
+def number_placeholders(text: str, *, num_placeholders: Count) -> bool:
+    """It has at least so many placeholders, such as [name]."""
+    return count_placeholders(text) >= num_placeholders
+
+
+def postscript(text: str, *, postscript_marker: Text) -> bool:
+    """It has a postscript."""
+    return re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None
+
+
+def number_bullet_lists(text: str, *, num_bullets: Count) -> bool:
+    """It has exactly so many bullet points."""
+    return count_bullets(text) == num_bullets
+
+
+def constrained_response(text: str) -> bool:
+    """It has one of the three answers that are offered."""
+    return any(option in text for option in OPTIONS)
+
+
+def number_highlighted_sections(text: str, *, num_highlights: Count) -> bool:
+    """It has at least so many *highlighted* or **highlighted** parts."""
+    return count_highlights(text) >= num_highlights
+
+
+def multiple_sections(text: str, *, section_spliter: Text, num_sections: Count) -> bool:
+    """It has at least so many sections that begin with a word and a number."""
+    return len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """It is JSON as a whole, in a Markdown fence or not."""
+    try:
+        json.loads(re.sub(r"(?i)\A```(?:json)?|```\Z", "", text.strip()))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """It has a title, such as <<poem of joy>>."""
+    for line in text.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if begin >= 0 and end > begin + 2 and line[begin:end].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def two_responses(text: str) -> bool:
+    """It is two different answers with `******` between them."""
+    answers = [answer.strip() for answer in text.split("******")]
+    given = [answer for answer in answers if answer]
+    return all(answers[1:-1]) and len(given) == 2 and given[0] != given[1]
+
+
+def repeat_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
+    """It begins with the request."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, *, end_phrase: Text) -> bool:
+    """It ends with that phrase."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def capital_word_frequency(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
+    """It has so many words in capitals."""
+    return compare(count_capital_words(text), capital_relation, capital_frequency)
+
+
+def english_capital(text: str) -> bool:
+    """It is English in capitals."""
+    return text.isupper() and language_of(text.lower()) == "en"
+
+
+def english_lowercase(text: str) -> bool:
+    """It is English in small letters."""
+    return text.islower() and language_of(text) == "en"
+
+
+def no_comma(text: str) -> bool:
+    """It has no comma."""
+    return "," not in text
+
+
+def quotation(text: str) -> bool:
+    """It is in double quotation marks as a whole."""
+    stripped = text.strip()
+    return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
+
+
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": existence,
+    "keywords:frequency": frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": response_language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}
+"""Google's names for them."""
+
+
+def compare(found: int, relation: Relation, wanted: int) -> bool:
+    """Whether a count is as it should be."""
+    return found >= wanted if relation == "at least" else found < wanted
+
+
+def occurrences(text: str, words: str, *, whole: bool = False) -> int:
+    """How often words occur, in capitals or not; `whole` leaves out those inside longer words."""
+    pattern = re.escape(words)
+    return len(re.findall(rf"(?<!\w){pattern}(?!\w)" if whole else pattern, text, re.IGNORECASE))
+
+
+def count_letter(text: str, letter: str) -> int:
+    """How often a character occurs, in capitals or not."""
+    return text.lower().count(letter.lower())
+
+
+def count_placeholders(text: str) -> int:
+    """How many pairs of square brackets there are, each on one line."""
+    return sum("[" in piece for line in text.split("\n") for piece in line.split("]")[:-1])
+
+
+def count_bullets(text: str) -> int:
+    """How many lines begin with a hyphen or one asterisk."""
+    beginnings = [line.lstrip()[:2] for line in text.split("\n")]
+    return sum(two[:1] == "-" or (two[:1] == "*" and two[1:] not in ("", "*")) for two in beginnings)
+
+
+def count_highlights(text: str) -> int:
+    """How many parts are in single or double asterisks, each on one line and not empty."""
+    found = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(inside.strip()) for inside in found)
+
+
+Quantifier = Literal["at least", "at most", "around", "exactly", "at_least", "at_most"]
+
+# The sentence that asks for a repetition. Rows count it to what is to be repeated, although it says of itself not to.
+REPEAT = (
+    "First, repeat the request without change, then give your answer (do not say anything before repeating the "
+    "request; the request you need to repeat does not include this sentence)"
+)
+
+
+def verify_keywords(text: str, *, keyword_list: Texts) -> bool:
+    """All keywords occur."""
+    return existence(text, keywords=keyword_list)
+
+
+def verify_keyword_frequency(text: str, *, word: Text, N: Count) -> bool:
+    """A word occurs exactly so often."""
+    return occurrences(text, word, whole=True) == N
+
+
+def validate_forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
+    """None of the words occurs, not even inside a longer word."""
+    return not any(occurrences(text, word) for word in forbidden_words)
+
+
+def verify_letter_frequency(text: str, *, letter: Letter, N: Count) -> bool:
+    """A letter occurs exactly so often."""
+    return count_letter(text, letter) == N
+
+
+def verify_paragraph_count(text: str, *, N: Count) -> bool:
+    """It has so many paragraphs with `* * *` or `***` between them."""
+    paragraphs = re.split(r"\*\*\*|\* \* \*", text)
+    return len(paragraphs) == N and all(paragraph.strip() for paragraph in paragraphs)
+
+
+def validate_word_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
+    """It has so many words, runs without blanks; around means within a tenth."""
+    return quantified(len(text.split()), quantifier, N, max(round(N * 0.1), 1))
+
+
+def verify_sentence_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
+    """It has so many sentences; around means one more or less."""
+    return quantified(count_sentences(text), quantifier, N, 1)
+
+
+def validate_paragraphs(text: str, *, N: Count, i: Ordinal, first_word: Text) -> bool:
+    """It has so many paragraphs with empty lines between them, and the i-th begins with that word."""
+    paragraphs = text.strip().split("\n\n")
+    if len(paragraphs) != N or i > N:
+        return False
+    return re.match(rf"{re.escape(first_word)}(?!\w)", paragraphs[i - 1].strip()) is not None
+
+
+def verify_postscript(text: str, *, postscript_marker: Text) -> bool:
+    """It has a postscript, with something in it."""
+    _, marker, after = text.partition(postscript_marker.strip())
+    return bool(marker and after.strip())
+
+
+def validate_placeholders(text: str, *, N: Count) -> bool:
+    """It has at least so many placeholders."""
+    return count_placeholders(text) >= N
+
+
+def verify_bullet_points(text: str, *, N: Count) -> bool:
+    """It has exactly so many bullet points."""
+    return count_bullets(text) == N
+
+
+def validate_choice(text: str, *, options: Texts | Text) -> bool:
+    """It has one of the options, which may be written `yes/no`, `yes or no` or `yes, no`."""
+    several = re.split(r"/|,|\bor\b", options) if isinstance(options, str) else options
+    given = [option.strip() for option in several]
+    return any(occurrences(text, option, whole=True) for option in given if option)
+
+
+def validate_highlighted_sections(text: str, *, N: Count) -> bool:
+    """It has at least so many highlighted parts."""
+    return count_highlights(text) >= N
+
+
+def validate_sections(text: str, *, N: Count, section_splitter: Text) -> bool:
+    """It has at least so many sections that begin with a word and a number."""
+    return len(re.findall(re.escape(section_splitter) + r"\s?\d+", text, re.IGNORECASE)) >= N
+
+
+def validate_repeat_prompt(text: str, *, original_prompt: Text) -> bool:
+    """It begins with the request, with or without the sentence that asks for this."""
+    without = original_prompt.replace(REPEAT, "").strip()
+    wanted = [original_prompt, without] if without else [original_prompt]
+    return any(repeat_prompt(text, prompt_to_repeat=one) for one in wanted)
+
+
+def validate_uppercase(text: str) -> bool:
+    """It is in capitals."""
+    return text.isupper()
+
+
+def validate_lowercase(text: str) -> bool:
+    """It is in small letters."""
+    return text.islower()
+
+
+def validate_frequency_capital_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
+    """It has so many words in capitals; around means within a tenth."""
+    return quantified(count_capital_words(text), quantifier, N, max(round(N * 0.1), 1))
+
+
+def validate_end(text: str, *, end_phrase: Text) -> bool:
+    """It ends with exactly that phrase."""
+    return text.rstrip().endswith(end_phrase.strip())
+
+
+FUNCTIONS: dict[str, Callable[..., bool]] = {
+    "verify_keywords": verify_keywords,
+    "verify_keyword_frequency": verify_keyword_frequency,
+    "validate_forbidden_words": validate_forbidden_words,
+    "verify_letter_frequency": verify_letter_frequency,
+    "validate_response_language": response_language,
+    "verify_paragraph_count": verify_paragraph_count,
+    "validate_word_constraint": validate_word_constraint,
+    "verify_sentence_constraint": verify_sentence_constraint,
+    "validate_paragraphs": validate_paragraphs,
+    "verify_postscript": verify_postscript,
+    "validate_placeholders": validate_placeholders,
+    "verify_bullet_points": verify_bullet_points,
+    "validate_title": title,
+    "validate_choice": validate_choice,
+    "validate_highlighted_sections": validate_highlighted_sections,
+    "validate_sections": validate_sections,
+    "validate_json_format": json_format,
+    "validate_repeat_prompt": validate_repeat_prompt,
+    "validate_two_responses": two_responses,
+    "validate_uppercase": validate_uppercase,
+    "validate_lowercase": validate_lowercase,
+    "validate_frequency_capital_words": validate_frequency_capital_words,
+    "validate_end": validate_end,
+    "validate_quotation": quotation,
+    "validate_no_commas": no_comma,
+}
+"""AllenAI's names for them."""
+
+
+def quantified(found: int, quantifier: Quantifier, wanted: int, around: int) -> bool:
+    """Whether a count is as it should be."""
+    match quantifier.replace("_", " "):
+        case "at least":
+            return found >= wanted
+        case "at most":
+            return found <= wanted
+        case "around":
+            return abs(found - wanted) <= around
+        case _:
+            return found == wanted
+
+
+Check = Callable[..., bool]
+
+
+class BadInstruction(PalestraError):
+    """A row asks for something that no answer can be judged by."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a prompt."""
+
+    name: str
+    check: Callable[[str], bool]
+
+    def strict(self, text: str) -> bool:
+        """Whether the text as it is follows it."""
+        return bool(text.strip()) and self.check(text)
+
+    def loose(self, text: str) -> bool:
+        """Whether the text follows it once its first line, its last line or its asterisks are left out."""
+        return any(self.strict(variant) for variant in variants(text))
+
+
+def variants(text: str) -> list[str]:
+    """The eight texts of the loose reading, each once: with and without first line, last line and asterisks."""
+    lines = text.split("\n")
+    cut = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys([*cut, *(one.replace("*", "") for one in cut)]))
+
+
+def instructions_of(row: Mapping[str, Any]) -> list[Instruction]:
+    """The instructions of a row: Google's `instruction_id_list` and `kwargs`, or AllenAI's `ground_truth`."""
+    if "instruction_id_list" in row:
+        names, arguments = row["instruction_id_list"], row.get("kwargs")
+        if not _is_list(names) or not _is_list(arguments) or len(names) != len(arguments):
+            raise BadInstruction("expected `instruction_id_list` and `kwargs` to be two lists of the same length")
+        found = [_bound(INSTRUCTIONS, *pair) for pair in zip(names, arguments, strict=True)]
+    elif "ground_truth" in row:
+        found = [_of_function(one) for one in _ground_truths(row["ground_truth"])]
+    else:
+        raise BadInstruction(
+            f"expected `instruction_id_list` and `kwargs`, or `ground_truth`; the row has {', '.join(row) or 'nothing'}"
+        )
+    if not found:
+        raise BadInstruction("the row names no instruction, so every answer would follow it")
+    return found
+
+
+def _ground_truths(value: Any) -> Sequence[Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadInstruction(f"`ground_truth` is not valid JSON ({error}): {value!r:.80}") from error
+    return value if _is_list(value) else [value]
+
+
+def _of_function(value: Any) -> Instruction:
+    if not isinstance(value, Mapping) or "func_name" not in value:
+        raise BadInstruction(f"expected `ground_truth` to be a record with a `func_name`, got {value!r:.80}")
+    return _bound(FUNCTIONS, value["func_name"], {name: one for name, one in value.items() if name != "func_name"})
+
+
+def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction:
+    """An instruction with its arguments; those that are null are as good as not there."""
+    if not isinstance(name, str) or name not in table:
+        near = get_close_matches(str(name), table, n=1)
+        raise BadInstruction(f"unknown instruction {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+    if not isinstance(arguments, Mapping | None):
+        raise BadInstruction(f"{name}: expected its arguments as a record, got {arguments!r:.80}")
+    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    try:
+        checked = _arguments_of(table[name]).model_validate(given)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise BadInstruction(f"{name}: {'; '.join(problems)}") from error
+    return Instruction(name, partial(table[name], **{key: getattr(checked, key) for key in given}))
+
+
+@cache
+def _arguments_of(check: Check) -> type[BaseModel]:
+    """What a check takes besides the text, as a model that refuses all else."""
+    fields = {
+        name: (one.annotation, ...) for name, one in inspect.signature(check).parameters.items() if name != "text"
+    }
+    return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)  # pyrefly: ignore
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,1 @@
+"""Mathematical answers in LaTeX: extracted from a text, normalized, compared."""
