@@ -24,3 +24,11 @@ class Interrupted(PalestraError):
     """A run was asked to stop (SIGINT, SIGTERM), saved its state and did."""
 
     exit_code = 130
+
+
+class RunBusy(UsageError):
+    """Another process owns the folder."""
+
+
+class LeaseLost(PalestraError):
+    """Another process took the lease over while this one held it."""

@@ -32,7 +32,7 @@ from test_work_tasks import (
 )
 
 from palestra.errors import PalestraError, UsageError
-from palestra.work.pool import Pool, Task, TaskFailed, TaskTimeout, WorkerDied, as_completed
+from palestra.work.pool import Pool, PoolTask, TaskFailed, TaskTimeout, WorkerDied, as_completed
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux signals and /proc")
 
@@ -516,4 +516,4 @@ def test_task_round_trip_and_start_up_are_measured(record_property):
         for _ in range(200):
             pool.submit("os:getpid").result(20)
         record_property("round_trip_ms", (time.perf_counter() - start) * 5)
-        assert isinstance(pool.submit("os:getpid"), Task)
+        assert isinstance(pool.submit("os:getpid"), PoolTask)

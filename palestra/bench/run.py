@@ -12,7 +12,7 @@ from palestra.bench.suites import suite as named
 from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.session import stop_signals
-from palestra.work.pool import Pool, Task
+from palestra.work.pool import Pool, PoolTask
 
 LOOK_SECONDS = 0.25
 STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
@@ -140,7 +140,7 @@ def run_one(job: Job, root: Path) -> None:
         start(job.source, root=root, quiet=True, overrides={"seed": job.seeds[0], "max_session": 1})
 
 
-def _outcome(task: Task) -> str:
+def _outcome(task: PoolTask) -> str:
     if task.cancelled():
         return "cancelled"
     error = task.exception()

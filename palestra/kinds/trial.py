@@ -28,7 +28,7 @@ from palestra.spec.load import spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
 from palestra.track.recorder import COLUMNS, in_words
-from palestra.work.pool import Pool, Task, TaskFailed
+from palestra.work.pool import Pool, PoolTask, TaskFailed
 
 STOP_SECONDS = 60.0  # for sessions to save after they were asked to stop
 LOOK_SECONDS = 0.25  # between two looks at the sessions
@@ -148,7 +148,7 @@ def _session(session: Callable[[Path, Launch], None], folder: Path, launch: Laun
         session(folder, launch)
 
 
-def _stopped(tasks: dict[Path, Task]) -> str:
+def _stopped(tasks: dict[Path, PoolTask]) -> str:
     """What became of the sessions that were asked to stop: saved, killed as they took too long, or failed before."""
     lines = []
     for folder, task in tasks.items():
@@ -171,7 +171,7 @@ def _show(progress: Progress, folder: Path) -> None:
     progress.update(told.get(COLUMNS[progress.unit], 0), in_words(told.get("headline", {})), row=f"seed {folder.name}")
 
 
-def _raise_failures(tasks: dict[Path, Task]) -> None:
+def _raise_failures(tasks: dict[Path, PoolTask]) -> None:
     failures = {folder: error for folder, task in tasks.items() if (error := task.exception()) is not None}
     if not failures:
         return

@@ -20,7 +20,7 @@ from palestra.pipeline.step import Output, Step, call, filled, portable
 from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy
 from palestra.runs.redact import redact
 from palestra.runs.session import stop_signals
-from palestra.work.pool import Pool, Task
+from palestra.work.pool import Pool, PoolTask
 
 
 def carry_out(
@@ -103,7 +103,7 @@ class _Runner:
         self.graph, self.outputs, self.parallel, self.watch = graph, outputs, parallel, watch
         self.force_failed = force_failed
         self.outcome = Outcome()
-        self.tasks: dict[Task, _Attempt] = {}
+        self.tasks: dict[PoolTask, _Attempt] = {}
         self.later: list[tuple[float, _Attempt]] = []
         """Attempts to make when their time has come: what failed is tried again."""
         self.leases: dict[str, Lease] = {}
@@ -243,7 +243,7 @@ class _Runner:
             if task.done():
                 self._end(task, self.tasks.pop(task))
 
-    def _end(self, task: Task, attempt: "_Attempt") -> None:
+    def _end(self, task: PoolTask, attempt: "_Attempt") -> None:
         node, address = attempt.node, attempt.node.address
         self.outcome.seconds[address] = time.monotonic() - attempt.began
         error = _error(task)
@@ -360,7 +360,7 @@ class _Runner:
             for address in list(self.leases):
                 self._release(address)
 
-    def _stopped(self, task: Task, attempt: "_Attempt") -> None:
+    def _stopped(self, task: PoolTask, attempt: "_Attempt") -> None:
         """A step that came to its end while it was asked to is done all the same."""
         if _error(task) is None:
             self._end(task, attempt)
@@ -384,7 +384,7 @@ class _Attempt:
     started: str = field(default_factory=lambda: _now())
 
 
-def _error(task: Task) -> BaseException | None:
+def _error(task: PoolTask) -> BaseException | None:
     try:
         return task.exception(0)
     except (CancelledError, TimeoutError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import LeaseLost, RunBusy
 from palestra.runs.store import FsspecStore, LocalStore, clear_write_errors
 
 log = logging.getLogger("palestra.runs")
@@ -24,14 +24,6 @@ log = logging.getLogger("palestra.runs")
 TTL_SECONDS = 30.0
 # A start time is derived from the boot time, which moves a little when the clock is adjusted.
 BORN_TOLERANCE_SECONDS = 2.0
-
-
-class RunBusy(UsageError):
-    """Another process owns the folder."""
-
-
-class LeaseLost(PalestraError):
-    """Another process took the lease over while this one held it."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 from palestra.track.progress import Progress
 from palestra.track.recorder import in_words
-from palestra.work.pool import Pool, Task
+from palestra.work.pool import Pool, PoolTask
 
 log = logging.getLogger("palestra.search")
 
@@ -105,7 +105,7 @@ class _Slot:
 
     pool: Pool
     gpu_share: float | None
-    task: Task | None = None
+    task: PoolTask | None = None
     number: int = -1
 
 

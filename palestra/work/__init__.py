@@ -1,1 +1,1 @@
-"""The one process pool, for everything that runs beside the main process."""
+"""The one fan-out and the process pool under it, for everything that runs beside the main process."""

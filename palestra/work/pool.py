@@ -23,12 +23,12 @@ from palestra.work import guard
 from palestra.work.process import DiedIdle, Process, TaskFailed, TaskTimeout, WorkerDied
 from palestra.work.worker import pack
 
-__all__ = ["Pool", "Task", "TaskFailed", "TaskTimeout", "WorkerDied", "as_completed"]
+__all__ = ["Pool", "PoolTask", "TaskFailed", "TaskTimeout", "WorkerDied", "as_completed"]
 
 LIBRARIES = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")  # <library>_THREADS caps each
 
 
-class Task(Future):
+class PoolTask(Future):
     """A `concurrent.futures.Future` whose `cancel` also ends a running task, by killing its worker."""
 
     def __init__(self, name: str, payload: bytes, timeout: float | None, log: Path | None) -> None:
@@ -116,8 +116,8 @@ class Pool:
     ) -> None:
         self._env = {**os.environ, **{f"{name}_THREADS": str(threads) for name in LIBRARIES}, **(env or {})}
         self._silence = heartbeat_timeout
-        self._waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._running: set[Task] = set()
+        self._waiting: queue.SimpleQueue[PoolTask | None] = queue.SimpleQueue()
+        self._running: set[PoolTask] = set()
         self._closed = self._stopping = False
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
@@ -137,7 +137,7 @@ class Pool:
         timeout: float | None = None,
         log: Path | None = None,
         **kwargs: Any,
-    ) -> Task:
+    ) -> PoolTask:
         """Queue `fn(*args, **kwargs)`; `fn` may be "module:function", which only the worker imports.
 
         `timeout` seconds count from when the worker has loaded the function. `log` takes everything that the task
@@ -146,7 +146,7 @@ class Pool:
         if self._closed:
             raise RuntimeError("the pool is closed")
         name = fn if isinstance(fn, str) else getattr(fn, "__qualname__", repr(fn))
-        task = Task(name, pack((fn, args, kwargs)), timeout, log)
+        task = PoolTask(name, pack((fn, args, kwargs)), timeout, log)
         self._waiting.put(task)
         return task
 
@@ -158,7 +158,7 @@ class Pool:
             while True:
                 if (task := self._waiting.get_nowait()) is not None:
                     task.cancel()
-        self._close()
+        self.close()
         try:
             while time.monotonic() < deadline and any(thread.is_alive() for thread in self._threads):
                 for task in self._running.copy():
@@ -167,7 +167,7 @@ class Pool:
         finally:  # a second Ctrl-C ends the grace
             for task in self._running.copy():
                 task.cancel()
-            self._join()
+            self.join()
 
     def __enter__(self) -> Self:
         return self
@@ -176,19 +176,21 @@ class Pool:
         if error is not None:
             self.stop()
             return
-        self._close()
+        self.close()
         try:
-            self._join()
+            self.join()
         except KeyboardInterrupt:
             self.stop()
             raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Take no more tasks; what waits and runs goes on."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait until the workers of a closed pool have ended."""
         for thread in self._threads:
             thread.join()
         self._guard.communicate()

@@ -112,7 +112,7 @@ def main(socket: int, parent: int) -> None:
 
 def _answer(payload: bytes, log: str | None, running: Callable[[], None]) -> tuple[str, Any]:
     try:
-        with _output_to(log):
+        with output_to(log):
             function, args, kwargs = pickle.loads(payload)
             if isinstance(function, str):
                 module, name = function.split(":")
@@ -138,7 +138,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 @contextlib.contextmanager
-def _output_to(log: str | None) -> Iterator[None]:
+def output_to(log: str | None) -> Iterator[None]:
     """Send everything written to stdout and stderr, also by C code and children, to the end of a file."""
     if log is None:
         yield

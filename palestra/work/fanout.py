@@ -1,0 +1,429 @@
+"""The one fan-out: work items with resources, a lease, retries and a stop, run by a backend; seeds to pipeline steps.
+
+Who has much to do hands over a list of items, or an iterator that gives the next one when there is room for it, and
+takes the outcomes as they come. An iterator that gives None is asked again after the next outcome, and is at its end
+where there is none to come. A backend is asked for nothing but to run one item: another machine's plugs in there.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.errors import LeaseLost, PalestraError, RunBusy
+from palestra.runs.redact import redact
+from palestra.work.pool import Pool
+from palestra.work.worker import output_to
+
+log = logging.getLogger("palestra.work")
+
+STOP_SECONDS = 60.0  # to save, after being asked to stop
+SILENT_SECONDS = 300.0  # without a sign of life a worker is taken for hung and killed
+RETRY_SECONDS = 60.0  # at most, between two attempts
+WAIT_SECONDS = 0.25  # between two looks at the stop and at the progress
+TAKEN = "another process has taken it over"
+ASK_SECONDS = 0.05  # between two looks at those who were asked to stop
+
+
+class Leased(Protocol):
+    """Keeps an item from being run twice, wherever else its owner's like may be."""
+
+    def acquire(self) -> None:
+        """Take it; raises `RunBusy` where another has it."""
+
+    def renew(self) -> None:
+        """Beat; raises `LeaseLost` where another has taken it over."""
+
+    def release(self) -> None:
+        """Give it back; one that was lost is left to its new owner."""
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """A function to be called with its arguments, and under what conditions."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] | Callable[[], tuple[Any, ...]] = ()
+    """Or what gives them when an attempt begins, called here with the lease held."""
+    cores: int = 1
+    """Compute threads; an item that asks for more than there is runs alone."""
+    gpu: float = 0.0
+    """Share of one GPU, where there are any."""
+    timeout: float | None = None
+    """Seconds after which it is killed; not in line."""
+    retries: int = 0
+    """New attempts after a failure: one second later, then two, four and so on."""
+    log: Path | None = None
+    """The file that takes what it prints."""
+    lease: Leased | None = None
+    done: Callable[[bool], bool] = lambda held: False
+    """Whether nothing is left to do: asked before the lease is taken, and again (`held`) before the first attempt."""
+    complete: "Callable[[WorkOutcome], None]" = lambda outcome: None
+    """Called here after each attempt, with the lease held; what it raises is the error of the attempt."""
+
+
+@dataclass(frozen=True)
+class WorkOutcome:
+    """What an item came to: a value, or the error with its own traceback."""
+
+    item: WorkItem
+    value: Any = None
+    error: BaseException | None = None
+    """CancelledError: killed, as it did not end when it was asked to. LeaseLost: another process has it now."""
+    seconds: float = 0.0
+    """Of the last attempt."""
+    attempts: int = 0
+    """0: it was done already, or could not begin."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the items of one fan-out share: cores, and GPUs as CUDA_VISIBLE_DEVICES names them."""
+
+    cores: int = 1
+    gpus: Sequence[str] = ()
+
+
+class Stop:
+    """Asks a fan-out to end; may be called by a signal handler."""
+
+    requested = False
+
+    def __call__(self) -> None:
+        """Begin no more, ask what runs to save and end, kill it when the time for that is over."""
+        self.requested = True
+
+
+class Handle(Protocol):
+    """An attempt at an item, wherever it runs: a `concurrent.futures.Future` that can be asked to end."""
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Call when it has ended, from any thread."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def result(self) -> Any:
+        """The value; raises the error, CancelledError where it was cancelled."""
+
+    def ask_to_end(self) -> None:
+        """Ask it to save and end; may be called often."""
+
+    def cancel(self) -> object:
+        """End it, now."""
+
+
+class Backend(Protocol):
+    """Where items run."""
+
+    def submit(self, item: WorkItem, args: tuple[Any, ...], gpu: str | None) -> Handle:
+        """Begin an attempt at an item, on that GPU."""
+        ...
+
+    def close(self) -> None:
+        """End all there is to end; no attempt runs any more."""
+
+
+class _Called(Future):
+    def ask_to_end(self) -> None:
+        """It has ended."""
+
+
+class Inline:
+    """Runs an item in this process, while the fan-out waits."""
+
+    def submit(self, item: WorkItem, args: tuple[Any, ...], gpu: str | None) -> Handle:
+        """Call the function; KeyboardInterrupt and the like end the fan-out, not the item."""
+        called = _Called()
+        try:
+            with output_to(None if item.log is None else str(item.log)):
+                called.set_result(item.function(*args))
+        except Exception as error:
+            called.set_exception(error)
+        return called
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Processes:
+    """Runs items in worker processes, kept for the next item that needs the same; `env` is added to their environment.
+
+    One pool of one worker for each, so that each has its own GPU in its environment.
+    """
+
+    def __init__(
+        self, name: str, *, env: dict[str, str] | None = None, heartbeat_timeout: float | None = SILENT_SECONDS
+    ) -> None:
+        self._name, self._env, self._silence = name, env or {}, heartbeat_timeout
+        self._pools: list[Pool] = []
+        self._idle: dict[tuple[int, str | None], list[Pool]] = {}
+
+    def submit(self, item: WorkItem, args: tuple[Any, ...], gpu: str | None) -> Handle:
+        """Run in an idle worker, else in a new one."""
+        idle = self._idle.setdefault((item.cores, gpu), [])
+        if not idle:
+            env = self._env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+            name = f"{self._name}-{len(self._pools)}"
+            idle.append(Pool(1, threads=item.cores, name=name, env=env, heartbeat_timeout=self._silence))
+            self._pools += idle
+        task = idle[-1].submit(item.function, *args, timeout=item.timeout, log=item.log)
+        pool = idle.pop()
+        task.add_done_callback(lambda ended: idle.append(pool))
+        return task
+
+    def close(self) -> None:
+        """End the workers, all of them at once."""
+        for pool in self._pools:
+            pool.close()
+        for pool in self._pools:
+            pool.join()
+
+
+def run(
+    tasks: Iterable[WorkItem | None],
+    resources: Resources,
+    backend: Backend,
+    *,
+    stop: Stop | None = None,
+    grace: float = STOP_SECONDS,
+    follow: float | None = None,
+    look: float = 0.5,
+    renew: float = 2.0,
+    progress: Callable[[Mapping[str, str]], None] = lambda states: None,
+) -> Generator[WorkOutcome, None, None]:
+    """Run the items as far as resources and leases allow; their outcomes in the order in which they end.
+
+    An outcome comes with its lease still held, until the next is asked for. Close the iterator (`contextlib.closing`):
+    what then runs is asked to end, as at a stop. Those that never began have no outcome.
+
+    Args:
+        tasks: The items; from an iterator each is taken when there is room for it.
+        resources: What may be used at once.
+        backend: Where they run; closed at the end.
+        stop: Once requested no more begin, and what runs is asked to save and end.
+        grace: Seconds until what was asked to end is killed.
+        follow: Once an item has failed, seconds until all the others are killed; None: they go on.
+        look: Seconds between two looks at an item whose lease another process holds.
+        renew: Seconds between two renewals of a lease.
+        progress: Called now and then with the state of each item on hand: waiting, running or elsewhere.
+    """
+    fan = _FanOut(iter(tasks), resources, backend, stop or Stop(), grace, follow, look, renew)
+    try:
+        yield from fan.outcomes(progress)
+    finally:
+        fan.close()
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An item on hand."""
+
+    item: WorkItem
+    attempts: int = 0
+    due: float = 0.0  # when to look at it again
+    state: str = "waiting"
+    lost: bool = False
+    handle: Handle | None = None
+    gpu: str | None = None
+    began: float = 0.0
+    failed: WorkOutcome | None = None  # the last attempt
+
+
+@dataclass
+class _FanOut:
+    source: Iterator[WorkItem | None]
+    resources: Resources
+    backend: Backend
+    stop: Stop
+    grace: float
+    follow: float | None
+    look: float
+    renew: float
+
+    def __post_init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.held: list[_Entry] = []  # those whose lease is ours
+        self.ended: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
+        self.quiet = False  # the source has nothing until there is another outcome
+        self.deadline: float | None = None  # when what runs is killed
+        self.closing = threading.Event()
+        self.beating = threading.Thread(target=self._beat, name="palestra-leases", daemon=True)
+
+    def outcomes(self, progress: Callable[[Mapping[str, str]], None]) -> Iterator[WorkOutcome]:
+        while True:
+            if self.stop.requested and self.deadline is None:
+                self.deadline = time.monotonic() + self.grace
+            if self.deadline is None:
+                yield from self._begin()
+            progress({entry.item.name: entry.state for entry in self.entries})
+            if not self._running() and (self.deadline is not None or not self.entries):
+                break
+            if (entry := self._await_one()) is not None:
+                yield from self._conclude(entry)
+        for entry in list(self.entries):
+            if entry.failed is not None:  # it waited to be tried again
+                yield from self._end(entry, entry.failed)
+
+    def _begin(self) -> Iterator[WorkOutcome]:
+        while not self.stop.requested:
+            now = time.monotonic()
+            entry = next((one for one in self.entries if one.handle is None and one.due <= now), None) or self._pull()
+            if entry is None or not self._fits(entry.item):
+                return
+            yield from self._start(entry)
+            if entry.handle is not None and entry.handle.done():  # in line: its outcome first
+                return
+
+    def _pull(self) -> _Entry | None:
+        if self.quiet or sum(entry.item.cores for entry in self._running()) >= self.resources.cores:
+            return None
+        item = next(self.source, None)
+        if item is None:
+            self.quiet = True
+            return None
+        self.entries.append(_Entry(item))
+        return self.entries[-1]
+
+    def _running(self) -> list[_Entry]:
+        return [entry for entry in self.entries if entry.handle is not None]
+
+    def _fits(self, item: WorkItem) -> bool:
+        running = [entry.item.cores for entry in self._running()]
+        if running and item.gpu and self.resources.gpus and self._gpus()[0][0] + item.gpu > 1.0 + 1e-9:
+            return False
+        return not running or sum(running) + item.cores <= self.resources.cores
+
+    def _gpus(self) -> list[tuple[float, int]]:
+        """How much of each GPU is taken, and which it is, the freest first."""
+        taken = [sum(one.item.gpu for one in self.entries if one.gpu == gpu) for gpu in self.resources.gpus]
+        return sorted((share, index) for index, share in enumerate(taken))
+
+    def _start(self, entry: _Entry) -> Iterator[WorkOutcome]:
+        """Begin an attempt, unless another process has the item, or has done it."""
+        item, held = entry.item, entry in self.held
+        try:
+            if entry.lost:
+                raise LeaseLost(TAKEN)
+            is_done = not held and item.done(False)
+            if not is_done and not held and item.lease is not None:
+                item.lease.acquire()
+                self._hold(entry)
+            if is_done or (entry.attempts == 0 and item.done(True)):
+                yield from self._end(entry, WorkOutcome(item))
+                return
+            args = item.args() if callable(item.args) else item.args
+            entry.gpu = self.resources.gpus[self._gpus()[0][1]] if item.gpu and self.resources.gpus else None
+            entry.began, entry.state = time.monotonic(), "running"
+            entry.handle = self.backend.submit(item, args, entry.gpu)
+        except RunBusy:
+            entry.state, entry.due = "elsewhere", time.monotonic() + self.look
+            return
+        except (OSError, PalestraError) as error:
+            yield from self._end(entry, WorkOutcome(item, error=error, attempts=entry.attempts))
+            return
+        entry.attempts += 1
+        entry.handle.add_done_callback(lambda handle: self.ended.put(entry))
+
+    def _await_one(self) -> _Entry | None:
+        """The next to have ended; None when it is time to look at something else."""
+        now, patience = time.monotonic(), WAIT_SECONDS
+        for entry in self.entries:
+            if entry.handle is None:  # one that is due waits for room
+                patience = min(patience, entry.due - now) if entry.due > now else patience
+            elif entry.lost or (self.deadline is not None and now >= self.deadline):
+                entry.handle.cancel()
+            elif self.stop.requested:
+                entry.handle.ask_to_end()
+        with contextlib.suppress(queue.Empty):
+            return self.ended.get(timeout=patience if self.deadline is None else ASK_SECONDS)
+        return None
+
+    def _conclude(self, entry: _Entry) -> Iterator[WorkOutcome]:
+        """Take what an attempt came to: the outcome, or another attempt."""
+        assert entry.handle is not None
+        handle, entry.handle, entry.gpu = entry.handle, None, None
+        outcome = WorkOutcome(entry.item, seconds=time.monotonic() - entry.began, attempts=entry.attempts)
+        try:
+            outcome = replace(outcome, value=handle.result())
+        except Exception as error:
+            outcome = replace(outcome, error=error)
+        try:
+            if entry.lost:
+                raise LeaseLost(TAKEN)
+            entry.item.complete(outcome)
+        except (OSError, PalestraError) as error:
+            outcome = replace(outcome, value=None, error=error)
+        error, over = outcome.error, self.stop.requested or self.deadline is not None
+        if error is None or isinstance(error, LeaseLost) or over or entry.attempts > entry.item.retries:
+            if error is not None and self.follow is not None and self.deadline is None:
+                self.deadline = time.monotonic() + self.follow
+            yield from self._end(entry, outcome)
+            return
+        seconds = min(RETRY_SECONDS, 2.0 ** (entry.attempts - 1))
+        entry.failed, entry.due = outcome, time.monotonic() + seconds
+        first = str(getattr(error, "message", error)).strip().partition("\n")[0]
+        log.warning("%s failed and is tried again in %g s: %s", entry.item.name, seconds, redact(first))
+
+    def _end(self, entry: _Entry, outcome: WorkOutcome) -> Iterator[WorkOutcome]:
+        self.entries.remove(entry)
+        self.quiet = False
+        try:
+            yield outcome
+        finally:
+            self._release(entry)
+
+    def close(self) -> None:
+        """End what still runs: asked, and killed when its time is over; at once where that was done already."""
+        running = [entry.handle for entry in self.entries if entry.handle is not None]
+        until = 0.0 if self.deadline is not None else time.monotonic() + self.grace
+        try:
+            while time.monotonic() < until and not all(handle.done() for handle in running):
+                for handle in running:
+                    handle.ask_to_end()
+                time.sleep(ASK_SECONDS)
+        finally:  # a second Ctrl-C ends the grace
+            for handle in running:
+                handle.cancel()
+            self.backend.close()
+            self.closing.set()
+            if self.beating.is_alive():
+                self.beating.join()
+            for entry in list(self.held):
+                self._release(entry)
+
+    # ---- leases
+
+    def _hold(self, entry: _Entry) -> None:
+        self.held.append(entry)
+        if not self.beating.is_alive():
+            self.beating.start()
+
+    def _release(self, entry: _Entry) -> None:
+        if entry not in self.held or entry.item.lease is None:
+            return
+        self.held.remove(entry)
+        try:
+            entry.item.lease.release()
+        except (OSError, PalestraError) as error:  # then it is taken over when this process has ended
+            log.warning("the lease on %s could not be given back: %s", entry.item.name, error)
+
+    def _beat(self) -> None:
+        while not self.closing.wait(self.renew):
+            for entry in list(self.held):
+                try:
+                    assert entry.item.lease is not None
+                    entry.item.lease.renew()
+                except LeaseLost:
+                    entry.lost = True
+                except (OSError, PalestraError, RuntimeError) as error:
+                    if entry in self.held:  # else it was released meanwhile
+                        log.warning("the lease on %s could not be renewed: %s", entry.item.name, error)
