@@ -2,10 +2,9 @@
 
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,9 @@ from palestra.spec.load import spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
 from palestra.track.recorder import COLUMNS, in_words
-from palestra.work.pool import Pool, PoolTask, TaskFailed
-
-STOP_SECONDS = 60.0  # for sessions to save after they were asked to stop
-LOOK_SECONDS = 0.25  # between two looks at the sessions
-SILENT_SECONDS = 300.0  # without a sign of life a session's process is taken for hung and killed
+from palestra.work import fanout
+from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
+from palestra.work.pool import TaskFailed
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,6 @@ def run_sessions(
     `fixed` are the fields that a checkpoint depends on: no resume can change them. `total` and `unit` are for the
     progress line.
     """
-    parallel = min(spec.max_session, max(1, (os.cpu_count() or 1) // threads))
     launch = replace(launch, spec=plain(spec))
     trial = launch.resume or new_trial(
         launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
@@ -84,8 +80,8 @@ def run_sessions(
         if len(folders) == 1:
             session(folders[0], launch)
         elif folders:
-            pool = Pool(parallel, threads=threads, name=spec.name, heartbeat_timeout=SILENT_SECONDS)
-            _run_in_parallel(launch, session, trial, folders, pool, Progress(total, unit, enabled=launch.show))
+            progress = Progress(total, unit, enabled=launch.show)
+            _run_in_parallel(spec.name, launch, session, trial, folders, threads, progress)
     return Run(trial.path)
 
 
@@ -118,28 +114,27 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, fixed: Sequence
 
 
 def _run_in_parallel(
+    name: str,
     launch: Launch,
     session: Callable[[Path, Launch], None],
     trial: Trial,
     folders: list[Path],
-    pool: Pool,
+    threads: int,
     progress: Progress,
 ) -> None:
-    quiet = replace(launch, show=False)
-    stop: list[bool] = []
-    with progress, pool, stop_signals(lambda: stop.append(True)):
-        tasks = {folder: pool.submit(_session, session, folder, quiet, log=folder / "log.txt") for folder in folders}
-        while not all(task.done() for task in tasks.values()) and not stop:
-            time.sleep(LOOK_SECONDS)
-            for folder in folders:
-                _show(progress, folder)
-        if stop:
-            pool.stop(STOP_SECONDS)
-        for folder in folders:
-            _show(progress, folder)
-    if stop:
-        raise Interrupted(_stopped(tasks) + f" Continue with: palestra train --resume {trial.path}")
-    _raise_failures(tasks)
+    quiet, stop = replace(launch, show=False), Stop()
+    items = [
+        WorkItem(folder.name, _session, (session, folder, quiet), cores=threads, log=folder / "log.txt")
+        for folder in folders
+    ]
+    show = partial(_show, progress, folders)
+    running = fanout.run(items, Resources(os.cpu_count() or 1), Processes(name), stop=stop, progress=show)
+    with progress, stop_signals(stop), closing(running) as outcomes:
+        errors = {outcome.item.name: outcome.error for outcome in outcomes if outcome.error is not None}
+    failures = {folder: errors[folder.name] for folder in folders if folder.name in errors}
+    if stop.requested:
+        raise Interrupted(_stopped(failures) + f" Continue with: palestra train --resume {trial.path}")
+    _raise_failures(failures, len(folders))
 
 
 def _session(session: Callable[[Path, Launch], None], folder: Path, launch: Launch) -> None:
@@ -148,12 +143,10 @@ def _session(session: Callable[[Path, Launch], None], folder: Path, launch: Laun
         session(folder, launch)
 
 
-def _stopped(tasks: dict[Path, PoolTask]) -> str:
+def _stopped(failures: dict[Path, BaseException]) -> str:
     """What became of the sessions that were asked to stop: saved, killed as they took too long, or failed before."""
     lines = []
-    for folder, task in tasks.items():
-        if task.cancelled() or (error := task.exception()) is None:
-            continue
+    for folder, error in failures.items():
         if isinstance(error, TaskFailed) and error.exit_code != Interrupted.exit_code:
             lines.append(f"seed {folder.name} failed: {error.message}")
         elif isinstance(error, CancelledError):
@@ -163,23 +156,22 @@ def _stopped(tasks: dict[Path, PoolTask]) -> str:
     return "; ".join(lines) + "." if lines else "stopped with everything saved."
 
 
-def _show(progress: Progress, folder: Path) -> None:
-    status = read_status(folder)
-    if status is None:
-        return
-    told = status["progress"]
-    progress.update(told.get(COLUMNS[progress.unit], 0), in_words(told.get("headline", {})), row=f"seed {folder.name}")
+def _show(progress: Progress, folders: list[Path], states: Mapping[str, str]) -> None:
+    for folder in folders:
+        if (status := read_status(folder)) is not None:
+            told = status["progress"]
+            headline = in_words(told.get("headline", {}))
+            progress.update(told.get(COLUMNS[progress.unit], 0), headline, row=f"seed {folder.name}")
 
 
-def _raise_failures(tasks: dict[Path, PoolTask]) -> None:
-    failures = {folder: error for folder, task in tasks.items() if (error := task.exception()) is not None}
+def _raise_failures(failures: dict[Path, BaseException], sessions: int) -> None:
     if not failures:
         return
     # The message alone: the worker's traceback is in each session's status.json and log.txt.
     lines = [f"  seed {folder.name}: {getattr(error, 'message', error)}" for folder, error in failures.items()]
     where = next(iter(failures)).parent
     failed = TrialFailed(
-        f"{len(failures)} of {len(tasks)} sessions failed:\n"
+        f"{len(failures)} of {sessions} sessions failed:\n"
         + "\n".join(lines)
         + f"\nTheir tracebacks are in {where}/*/log.txt"
     )
@@ -279,33 +271,20 @@ def _start(session: TrainSession, spec: LmSpec, threads: int, folder: Path, laun
         port = probe.getsockname()[1]
     size = str(spec.devices)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    pool = Pool(spec.devices, threads=threads, name=spec.name, env=where, heartbeat_timeout=SILENT_SECONDS)
-    stop: list[bool] = []
-    failed: list[BaseException] = []
-    killed: list[BaseException] = []
-
-    def note(task: Future) -> None:
-        error = CancelledError() if task.cancelled() else task.exception()
-        if error is not None:
-            (killed if isinstance(error, CancelledError) else failed).append(error)
-
-    with pool, stop_signals(lambda: stop.append(True)):
-        tasks = [pool.submit(_run_rank, rank, session, folder, launch) for rank in range(spec.devices)]
-        for task in tasks:
-            task.add_done_callback(note)
-        while not all(task.done() for task in tasks) and not stop and not failed:
-            time.sleep(LOOK_SECONDS)
-        if stop:
-            pool.stop(STOP_SECONDS)
-        elif failed:
-            wait(tasks, FOLLOW_SECONDS)
-            for task in tasks:
-                task.cancel()
+    items = [
+        WorkItem(f"rank {rank}", _run_rank, (rank, session, folder, launch), cores=threads)
+        for rank in range(spec.devices)
+    ]
+    stop, backend = Stop(), Processes(spec.name, env=where)
+    running = fanout.run(items, Resources(spec.devices * threads), backend, stop=stop, follow=FOLLOW_SECONDS)
+    with stop_signals(stop), closing(running) as outcomes:
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failed = [error for error in errors if not isinstance(error, CancelledError)]
     if failed:
         cause = failed[0].__cause__
         # What a person needs to know, else the error with the traceback of its process.
         raise cause if isinstance(cause, PalestraError) else failed[0]
-    if killed:
+    if errors:
         raise Interrupted(f"did not save within {STOP_SECONDS:g} s: it goes on from its last checkpoint")
 
 
