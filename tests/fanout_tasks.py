@@ -41,9 +41,9 @@ def overlap(folder: Path, cores: int, index: int) -> list[int]:
     return seen
 
 
-def visible(seconds: float) -> str:
-    """The GPUs that the process sees."""
-    time.sleep(seconds)
+def visible(path: Path) -> str:
+    """The GPUs that the process sees, once a file is there."""
+    wait_for(path)
     return os.environ.get("CUDA_VISIBLE_DEVICES", "none")
 
 

@@ -118,13 +118,20 @@ def test_no_more_cores_are_used_than_there_are(backend, tmp_path):
     assert most["3"] == 3  # more than there is: alone
 
 
-def test_shares_of_gpus_are_given_out_and_seen_by_the_worker(processes):
-    items = [of(str(index), fanout_tasks.visible, 0.05, gpu=0.5) for index in range(6)]
-    running = []
-    resources = Resources(6, ["3", "7"])
-    outcomes = by_name(run(items, resources, processes, progress=lambda states: running.append(list(states.values()))))
-    assert sorted(outcome.value for outcome in outcomes.values()) == ["3"] * 3 + ["7"] * 3
-    assert max(states.count("running") for states in running) == 4  # two halves of each
+def test_shares_of_gpus_are_given_out_and_seen_by_the_worker(processes, tmp_path):
+    items = [of(str(index), fanout_tasks.visible, tmp_path / "go", gpu=0.5) for index in range(6)]
+    most = 0
+
+    def progress(states: Any) -> None:
+        nonlocal most
+        most = max(most, list(states.values()).count("running"))
+        if most == 4:
+            (tmp_path / "go").touch()
+
+    outcomes = by_name(run(items, Resources(6, ["3", "7"]), processes, progress=progress))
+    assert sorted(outcomes[str(index)].value for index in range(4)) == ["3", "3", "7", "7"]
+    assert {outcomes[name].value for name in ("4", "5")} <= {"3", "7"}
+    assert most == 4  # two halves of each
 
 
 def test_stop_begins_no_more(backend):

@@ -257,6 +257,7 @@ class _FanOut:
         self.deadline: float | None = None  # when what runs is killed
         self.closing = threading.Event()
         self.beating = threading.Thread(target=self._beat, name="palestra-leases", daemon=True)
+        self.beating.start()
 
     def outcomes(self, progress: Callable[[Mapping[str, str]], None]) -> Iterator[WorkOutcome]:
         while True:
@@ -298,14 +299,15 @@ class _FanOut:
 
     def _fits(self, item: WorkItem) -> bool:
         running = [entry.item.cores for entry in self._running()]
-        if running and item.gpu and self.resources.gpus and self._gpus()[0][0] + item.gpu > 1.0 + 1e-9:
-            return False
-        return not running or sum(running) + item.cores <= self.resources.cores
+        fits_gpu = not item.gpu or self._gpu()[0] + item.gpu <= 1.0 + 1e-9
+        return not running or (fits_gpu and sum(running) + item.cores <= self.resources.cores)
 
-    def _gpus(self) -> list[tuple[float, int]]:
-        """How much of each GPU is taken, and which it is, the freest first."""
-        taken = [sum(one.item.gpu for one in self.entries if one.gpu == gpu) for gpu in self.resources.gpus]
-        return sorted((share, index) for index, share in enumerate(taken))
+    def _gpu(self) -> tuple[float, str | None]:
+        """How much of the freest GPU is taken, and which it is."""
+        gpus = self.resources.gpus
+        taken = [(sum(one.item.gpu for one in self.entries if one.gpu == gpu), i) for i, gpu in enumerate(gpus)]
+        share, index = min(taken, default=(0.0, 0))
+        return share, gpus[index] if gpus else None
 
     def _start(self, entry: _Entry) -> Iterator[WorkOutcome]:
         """Begin an attempt, unless another process has the item, or has done it."""
@@ -316,12 +318,12 @@ class _FanOut:
             is_done = not held and item.done(False)
             if not is_done and not held and item.lease is not None:
                 item.lease.acquire()
-                self._hold(entry)
+                self.held.append(entry)
             if is_done or (entry.attempts == 0 and item.done(True)):
                 yield from self._end(entry, WorkOutcome(item))
                 return
             args = item.args() if callable(item.args) else item.args
-            entry.gpu = self.resources.gpus[self._gpus()[0][1]] if item.gpu and self.resources.gpus else None
+            entry.gpu = self._gpu()[1] if item.gpu else None
             entry.began, entry.state = time.monotonic(), "running"
             entry.handle = self.backend.submit(item, args, entry.gpu)
         except RunBusy:
@@ -395,17 +397,11 @@ class _FanOut:
                 handle.cancel()
             self.backend.close()
             self.closing.set()
-            if self.beating.is_alive():
-                self.beating.join()
+            self.beating.join()
             for entry in list(self.held):
                 self._release(entry)
 
     # ---- leases
-
-    def _hold(self, entry: _Entry) -> None:
-        self.held.append(entry)
-        if not self.beating.is_alive():
-            self.beating.start()
 
     def _release(self, entry: _Entry) -> None:
         if entry not in self.held or entry.item.lease is None:
