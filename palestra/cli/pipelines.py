@@ -15,7 +15,7 @@ from palestra.errors import PalestraError
 if TYPE_CHECKING:
     from palestra.pipeline.graph import Graph
     from palestra.pipeline.outputs import Outputs
-    from palestra.pipeline.runner import Outcome
+    from palestra.pipeline.runner import PipelineOutcome
 
 app = typer.Typer(help="Steps from data to trained models, each run once.", no_args_is_help=True)
 
@@ -129,7 +129,7 @@ class _Progress:
         from rich.live import Live
 
         self.graph = graph
-        self.outcome: Outcome | None = None
+        self.outcome: PipelineOutcome | None = None
         self.states: dict[str, str] = {}
         self.began: dict[str, float] = {}
         self.live = Live(refresh_per_second=4, transient=True) if sys.stdout.isatty() else None
@@ -143,7 +143,7 @@ class _Progress:
         if self.live is not None:
             self.live.stop()
 
-    def watch(self, outcome: "Outcome") -> None:
+    def watch(self, outcome: "PipelineOutcome") -> None:
         self.outcome = outcome
         for address, state in outcome.states.items():
             if self.states.get(address) == state:
