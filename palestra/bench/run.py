@@ -1,8 +1,8 @@
 """Runs what a suite still lacks: a run for each spec and seed, several at a time; finished seeds are kept."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,8 @@ from palestra.bench.suites import suite as named
 from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.session import stop_signals
-from palestra.work.pool import Pool, PoolTask
-
-LOOK_SECONDS = 0.25
-STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
-SILENT_SECONDS = 300.0  # without a sign of life a run's process is taken for hung and killed
+from palestra.work import fanout
+from palestra.work.fanout import Processes, Resources, Stop, WorkItem
 
 Tell = Callable[[str], None]
 
@@ -109,25 +106,27 @@ def run(jobs: Sequence[Job], root: Path, parallel: int, tell: Tell) -> None:
     """Run the jobs, `parallel` at a time; those that fail do not stop the others."""
     if not jobs:
         return
-    stop: list[bool] = []
+    stop, failed, ended = Stop(), [], 0
+    heard = iter(["stopping: runs save what they have"])
+
+    def watch(states: Mapping[str, str]) -> None:
+        if stop.requested and (line := next(heard, None)):
+            tell(line)
+
     logs = root / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    pool = Pool(min(parallel, len(jobs)), name="bench", heartbeat_timeout=SILENT_SECONDS)
-    with pool, stop_signals(lambda: stop.append(True)):
-        tasks = {job: pool.submit(run_one, job, root, log=logs / f"{job.name}_{job.seeds[0]}.txt") for job in jobs}
-        waiting = dict(tasks)
-        while waiting and not stop:
-            time.sleep(LOOK_SECONDS)
-            for job in [job for job, task in waiting.items() if task.done()]:
-                tell(f"{job}: {_outcome(waiting.pop(job))} ({len(tasks) - len(waiting)} of {len(tasks)})")
-        if stop:
-            tell("stopping: runs save what they have")
-            pool.stop(STOP_SECONDS)
-    if stop:
+    items = [WorkItem(str(job), run_one, (job, root), log=logs / f"{job.name}_{job.seeds[0]}.txt") for job in jobs]
+    running = fanout.run(items, Resources(parallel), Processes("bench"), stop=stop, progress=watch)
+    with stop_signals(stop), closing(running) as outcomes:
+        for outcome in outcomes:
+            ended += 1
+            tell(f"{outcome.item.name}: {_told_of(outcome.error)} ({ended} of {len(jobs)})")
+            if outcome.error is not None:
+                failed.append(f"  {outcome.item.name}: {outcome.error}")
+    if stop.requested:
         raise Interrupted("stopped with everything saved; the same command continues")
-    failed = [f"  {job}: {task.exception()}" for job, task in tasks.items() if task.exception() is not None]
     if failed:
-        raise PalestraError(f"{len(failed)} of {len(tasks)} runs failed; {logs} has more:\n" + "\n".join(failed))
+        raise PalestraError(f"{len(failed)} of {len(jobs)} runs failed; {logs} has more:\n" + "\n".join(failed))
 
 
 def run_one(job: Job, root: Path) -> None:
@@ -140,10 +139,9 @@ def run_one(job: Job, root: Path) -> None:
         start(job.source, root=root, quiet=True, overrides={"seed": job.seeds[0], "max_session": 1})
 
 
-def _outcome(task: PoolTask) -> str:
-    if task.cancelled():
-        return "cancelled"
-    error = task.exception()
+def _told_of(error: BaseException | None) -> str:
     if error is None:
         return "done"
+    if getattr(error, "exit_code", 1) == Interrupted.exit_code:
+        return "stopped"
     return "killed" if isinstance(error, CancelledError) else f"failed: {error}".splitlines()[0]
