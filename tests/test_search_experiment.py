@@ -18,7 +18,7 @@ from palestra.runs.session import state_of
 from palestra.search.experiment import Search, search
 from palestra.search.results import Experiment, new_experiment
 from palestra.search.study import last_promotion, promotion
-from palestra.search.trials import HOOK, Rung, outcome
+from palestra.search.trials import HOOK, Rung, trial_outcome
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +157,9 @@ def test_score_that_is_not_a_number_makes_a_failure(done, tmp_path):
     (tmp_path / "trial.json").write_text(json.dumps({"seeds": [0], "name": "short", "id": "x"}))
     for value, state in (("7.5", "complete"), ("NaN", "failed"), ("Infinity", "failed"), ("null", "failed")):
         (session / "metrics.jsonl").write_text(f'{{"step": 1, "frame": 128, "eval/return": {value}}}\n')
-        ended = outcome(tmp_path, Rung("eval/return", "steps", 2))
+        ended = trial_outcome(tmp_path, Rung("eval/return", "steps", 2))
         assert (ended.state, ended.score) == (state, 7.5 if state == "complete" else None)
-    assert outcome(tmp_path, Rung("eval/loss", "steps", 2)).state == "failed"  # nobody wrote it
+    assert trial_outcome(tmp_path, Rung("eval/loss", "steps", 2)).state == "failed"  # nobody wrote it
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 import logging
 import os
 import sys
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from palestra.runs.store import LocalStore
 from palestra.search.results import Experiment, find_experiment, new_experiment, write_results
 from palestra.search.study import Proposal, Record, Study, last_promotion, level, promotion
 from palestra.search.trials import (
-    Outcome,
     Rung,
+    TrialOutcome,
     clear_rung,
-    gpus,
     make_trial,
-    outcome,
     run_trial,
+    shared,
+    trial_outcome,
     trial_spec,
     write_rung,
 )
@@ -37,14 +36,12 @@ from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 from palestra.track.progress import Progress
 from palestra.track.recorder import in_words
-from palestra.work.pool import Pool, PoolTask
+from palestra.work import fanout
+from palestra.work.fanout import Processes, Stop, WorkItem, WorkOutcome
 
 log = logging.getLogger("palestra.search")
 
 ATTEMPTS = 100  # draws in a row that do not fit together before the space is taken for wrong
-STOP_SECONDS = 60.0  # for trials to save after they were asked to stop
-LOOK_SECONDS = 0.1  # between two looks at the trials
-SILENT_SECONDS = 300.0  # without a sign of life a trial's process is taken for hung and killed
 FREE = ("search.trials", "search.parallel", "search.keep")
 """What may change when a search is continued."""
 
@@ -99,16 +96,6 @@ def _check_changes(experiment: Experiment, loaded: ExperimentSpec) -> None:
         raise UsageError(f"a search cannot go on with a spec changed like this:\n{lines}\nStart a new one for it.")
 
 
-@dataclass
-class _Slot:
-    """One of the places where trials run: a process with its share of the machine, and what runs in it."""
-
-    pool: Pool
-    gpu_share: float | None
-    task: PoolTask | None = None
-    number: int = -1
-
-
 class Search:
     """One search while it runs."""
 
@@ -120,27 +107,23 @@ class Search:
         self.threads = search.threads or spec.threads or 1
         self.study = Study(experiment.path, search, self.direction)
         self.data = given_data(spec)
+        self.running: set[int] = set()
+        cores = max(1, (os.cpu_count() or 1) // self.threads)
+        parallel = search.parallel or max(1, cores // min(spec.max_session, cores))
+        self.resources, self.gpu_share = shared(parallel, self.threads, spec.device)
 
     def run(self) -> Experiment:
         """Run until every trial is complete, pruned or failed; then write what came of it."""
-        stop: list[bool] = []
-        slots = self._slots()
+        stop = Stop()
         progress = Progress(self.search.trials, "trials", self.spec.name, enabled=self.show)
-        try:
-            with progress, stop_signals(lambda: stop.append(True)):
-                waiting = self._unfinished()
-                while not stop and self._fill(slots, waiting):
+        running = fanout.run(self._items(), self.resources, Processes(self.spec.name), stop=stop)
+        with progress, stop_signals(stop), closing(running) as outcomes:
+            self._show(progress)
+            for outcome in outcomes:
+                if not stop.requested:  # else what came of it is read from its folder when the search goes on
+                    self._conclude(outcome)
                     self._show(progress)
-                    while not stop and not self._collect(slots):
-                        time.sleep(LOOK_SECONDS)
-                self._show(progress)
-        finally:
-            for slot in slots:  # all are asked before any is waited for
-                if slot.task is not None:
-                    slot.task.ask_to_end()
-            for slot in slots:
-                slot.pool.stop(STOP_SECONDS)
-        if stop:
+        if stop.requested:
             raise Interrupted(
                 f"stopped with everything saved; continue with: palestra search --resume {self.experiment.path}"
             )
@@ -162,23 +145,19 @@ class Search:
         for record in self.study.records():
             if record.state != "running":
                 continue
-            ended = outcome(self._make(record), self._rung(record.rung))
+            ended = trial_outcome(self._make(record), self._rung(record.rung))
             if ended.state == "stopped" and record.rung not in record.scores:
                 found.append(record)
             elif ended.state in ("paused", "complete", "failed"):  # perhaps nobody was there to write it down
                 self._settle(record, ended)
         return sorted(found, key=lambda record: (-record.rung, record.number))
 
-    def _fill(self, slots: list[_Slot], waiting: list[Record]) -> bool:
-        """Give every free slot a trial if there is one; False when nothing runs and nothing is left to run."""
-        for slot in slots:
-            if slot.task is not None:
-                continue
-            record = waiting.pop(0) if waiting else self._next(idle=all(other.task is None for other in slots))
-            if record is None:
-                break
-            self._start(slot, record)
-        return any(slot.task is not None for slot in slots)
+    def _items(self) -> Iterator[WorkItem | None]:
+        """The trials to run, each when there is room for it."""
+        waiting = self._unfinished()
+        while True:
+            record = waiting.pop(0) if waiting else self._next(idle=not self.running)
+            yield None if record is None else self._item(record)
 
     def _next(self, *, idle: bool) -> Record | None:
         """By algorithm 2: a trial that goes on, else a new one; None while there is nothing but to wait."""
@@ -219,19 +198,6 @@ class Search:
 
     # ---- running
 
-    def _slots(self) -> list[_Slot]:
-        cores = max(1, (os.cpu_count() or 1) // self.threads)
-        parallel = self.search.parallel or max(1, cores // min(self.spec.max_session, cores))
-        found = [] if self.spec.device == "cpu" else gpus()
-        share = min(1.0, len(found) / parallel) if found else None
-        slots = []
-        for index in range(parallel):
-            env = {"CUDA_VISIBLE_DEVICES": found[index % len(found)]} if found else {}
-            name = f"{self.spec.name}-{index}"
-            pool = Pool(1, threads=self.threads, name=name, env=env, heartbeat_timeout=SILENT_SECONDS)
-            slots.append(_Slot(pool, share))
-        return slots
-
     def _make(self, record: Record) -> Path:
         spec = trial_spec(self.data, record.values, self.threads, pauses=self.asha is not None)
         return make_trial(self.experiment.trial(record.number), spec, self.experiment.info["command"]).path
@@ -241,37 +207,31 @@ class Search:
             return Rung(self.metric, "steps", None)
         return Rung(self.metric, self.asha.by, level(self.asha.grace, self.asha.reduction, rung))
 
-    def _start(self, slot: _Slot, record: Record) -> None:
+    def _item(self, record: Record) -> WorkItem:
         path, rung = self._make(record), self._rung(record.rung)
         if rung.level is not None:
             write_rung(path, rung.metric, rung.by, rung.level)
-        command = self.experiment.info["command"]
-        slot.number = record.number
-        slot.task = slot.pool.submit(
-            run_trial, path, self.experiment.root, command, slot.gpu_share, log=path / "log.txt"
-        )
+        self.running.add(record.number)
+        args = (path, self.experiment.root, self.experiment.info["command"], self.gpu_share or None)
+        name = str(record.number)
+        return WorkItem(name, run_trial, args, cores=self.threads, gpu=self.gpu_share, log=path / "log.txt")
 
-    def _collect(self, slots: list[_Slot]) -> bool:
-        """Write down what the trials that have ended came to, and free their slots; False if there are none."""
-        ended = [(slot, slot.task) for slot in slots if slot.task is not None and slot.task.done()]
-        for slot, task in ended:
-            slot.task = None
-            self._conclude(self.study.records()[slot.number], task.exception())
-        return bool(ended)
-
-    def _conclude(self, record: Record, error: BaseException | None) -> None:
-        path = self.experiment.trial(record.number)
+    def _conclude(self, outcome: WorkOutcome) -> None:
+        """Write down what a trial that has ended came to."""
+        number, error = int(outcome.item.name), outcome.error
+        record, path = self.study.records()[number], self.experiment.trial(number)
+        self.running.remove(number)
         if error is not None:
             with (path / "log.txt").open("a") as file:
                 file.write(f"{error}\n")
-            self._settle(record, Outcome("failed", reason=getattr(error, "message", str(error))))
+            self._settle(record, TrialOutcome("failed", reason=getattr(error, "message", str(error))))
             return
-        ended = outcome(path, self._rung(record.rung))
+        ended = trial_outcome(path, self._rung(record.rung))
         if ended.state == "stopped":
-            ended = Outcome("failed", reason="it ended before its rung and nobody had asked it to")
+            ended = TrialOutcome("failed", reason="it ended before its rung and nobody had asked it to")
         self._settle(record, ended)
 
-    def _settle(self, record: Record, ended: Outcome) -> None:
+    def _settle(self, record: Record, ended: TrialOutcome) -> None:
         """Write down what a trial came to."""
         number = record.number
         if ended.state == "failed":

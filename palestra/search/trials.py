@@ -23,6 +23,7 @@ from palestra.spec.kinds import runner
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
 from palestra.track.recorder import COLUMNS, Moment
+from palestra.work.fanout import Resources
 
 NAME = "rung.json"
 HOOK = "palestra.search.trials:pause_at_rung"
@@ -60,7 +61,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a trial came to: "complete", "paused" at its rung, "failed" for a reason, or "stopped" before all that."""
 
     state: str
@@ -109,12 +110,12 @@ def run_trial(path: Path, root: Path, command: Sequence[str], gpu_share: float |
             raise
 
 
-def outcome(path: Path, rung: Rung) -> Outcome:
+def trial_outcome(path: Path, rung: Rung) -> TrialOutcome:
     """What a trial that is not running came to, read from its folder."""
     run = Run(path)
     state = run.state if run.sessions else "new"
     if state == "failed":
-        return Outcome("failed", reason=_reason(run))
+        return TrialOutcome("failed", reason=_reason(run))
     rows = [run.metrics(seed) for seed in run.seeds]
     if state == "done":
         return _scored("complete", [_last(each, rung.metric) for each in rows], rung.metric)
@@ -122,7 +123,7 @@ def outcome(path: Path, rung: Rung) -> Outcome:
         reached = [_first_at(each, rung) for each in rows]
         if all(value is not None for value in reached):
             return _scored("paused", reached, rung.metric)
-    return Outcome("stopped")
+    return TrialOutcome("stopped")
 
 
 def counted(path: Path, by: str) -> int:
@@ -142,11 +143,17 @@ def gpus() -> list[str]:
     return [str(index) for index in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
-def _scored(state: str, values: Sequence[float | None], metric: str) -> Outcome:
+def shared(parallel: int, threads: int, device: str) -> tuple[Resources, float]:
+    """What so many runs at once share, with the GPUs that there are, and the share of a GPU that each then has."""
+    found = [] if device == "cpu" else gpus()
+    return Resources(parallel * threads, found), 1.0 / math.ceil(parallel / len(found)) if found else 0.0
+
+
+def _scored(state: str, values: Sequence[float | None], metric: str) -> TrialOutcome:
     known = [value for value in values if value is not None and math.isfinite(value)]
     if len(known) < len(values):
-        return Outcome("failed", reason=f"{metric} is missing or not a finite number")
-    return Outcome(state, fmean(known))
+        return TrialOutcome("failed", reason=f"{metric} is missing or not a finite number")
+    return TrialOutcome(state, fmean(known))
 
 
 def _last(rows: list[dict[str, Any]], metric: str) -> float | None:
