@@ -9,22 +9,22 @@ import logging
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import Interrupted, PalestraError, UsageError
+from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial, refuse_secrets
-from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy, kept
+from palestra.runs.lease import Lease, Owner
 from palestra.runs.redact import redacted
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
-from palestra.search.trials import gpus
+from palestra.search.trials import shared
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import label
 from palestra.spec.compose import parse
@@ -34,7 +34,9 @@ from palestra.spec.load import Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.sweep.results import POINT, write_results
-from palestra.work.pool import Pool
+from palestra.work import fanout
+from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome
+from palestra.work.pool import TaskFailed, WorkerDied
 
 log = logging.getLogger("palestra.sweep")
 
@@ -68,70 +70,86 @@ class Claims:
         """Whether a living process is carrying it out."""
         return self._lease(target).holder() is not None
 
-    def run(self, targets: Sequence[str], work: Callable[[str], None], *, look: float = CLAIM_SECONDS) -> list[str]:
+    def run(
+        self,
+        targets: Sequence[str],
+        work: Callable[[str], Any],
+        *,
+        look: float = CLAIM_SECONDS,
+        stop: Stop | None = None,
+        resources: Resources | None = None,
+        backend: Backend | None = None,
+        logs: Path | None = None,
+        **conditions: Any,
+    ) -> list[str]:
         """Carry out what is neither done nor held until all are done; what this process did, in that order.
 
         A target that fails here is left to the others, and the rest goes on; at the end `TargetsFailed` is raised
         unless another process succeeded with it. While others hold targets this one waits, and takes over from the
-        dead. Being asked to stop (`Interrupted`) gives the target back at once.
+        dead. Being asked to stop (`Interrupted`) gives the target back at once. In line where no backend is given;
+        `logs` is the folder of what the targets print, and `conditions` are those of a `WorkItem`.
         """
+        stop, left = stop or Stop(), list(targets)
         ran: list[str] = []
-        failed: dict[str, Exception] = {}
-        while True:
-            waiting = False
-            for target in targets:
-                if target in ran or target in failed or self.done(target):
-                    continue
-                with ExitStack() as stack:
-                    lease = self._lease(target)
-                    try:
-                        stack.enter_context(kept(lease))
-                    except RunBusy:
-                        waiting = True
-                        continue
-                    if self.done(target):  # between the look and the lease
-                        continue
-                    try:
-                        error = self._carry_out(target, work, lease)
-                    except LeaseLost as lost:  # we were silent for too long, and its new owner carries it out
-                        log.warning("%s: %s", target, lost)
-                        waiting = True
-                        continue
-                    if error is None:
-                        ran.append(target)
-                    else:
-                        failed[target] = error
-            if not waiting:
-                break
-            time.sleep(look)
-        left = {target: error for target, error in failed.items() if not self.done(target)}
-        if left:
-            lines = "\n".join(f"  {target}: {_short(error)}" for target, error in left.items())
-            raise TargetsFailed(f"{len(left)} of {len(targets)} failed:\n{lines}") from next(iter(left.values()))
+        died: set[str] = set()
+        failed: dict[str, BaseException] = {}
+
+        def items() -> Iterator[WorkItem | None]:
+            while True:
+                log = {"log": logs / f"{left[0]}.txt"} if left and logs is not None else {}
+                yield self._item(left.pop(0), work, **log, **conditions) if left else None
+
+        running = fanout.run(items(), resources or Resources(), backend or Inline(), stop=stop, look=look)
+        with closing(running) as outcomes:
+            for outcome in outcomes:
+                target, error = outcome.item.name, outcome.error
+                cause = error.__cause__ if isinstance(error, TaskFailed) else error
+                if error is None:
+                    ran += [target] if outcome.attempts else []
+                elif stop.requested or isinstance(cause, Interrupted):
+                    stop()
+                elif isinstance(cause, LeaseLost) or (isinstance(error, WorkerDied) and target not in died):
+                    # We were silent for too long, and its new owner carries it out; or our worker was killed, once.
+                    log.warning("%s: %s", target, cause)
+                    died.add(target)
+                    left.append(target)
+                elif not outcome.attempts:
+                    with clear_write_errors(self.folder):
+                        raise error
+                else:
+                    # Logged with its traceback, counted, and raised at the end: one bad run must not end the others.
+                    log.error("%s failed", target, exc_info=error)
+                    self._write(outcome, {"state": "failed", "error": _short(error)})
+                    failed[target] = error
+        if stop.requested:
+            raise Interrupted(STOPPED)
+        still = {target: error for target, error in failed.items() if not self.done(target)}
+        if still:
+            lines = "\n".join(f"  {target}: {_short(error)}" for target, error in still.items())
+            raise TargetsFailed(f"{len(still)} of {len(targets)} failed:\n{lines}") from next(iter(still.values()))
         return ran
 
-    def _carry_out(self, target: str, work: Callable[[str], None], lease: Lease) -> Exception | None:
-        started = time.monotonic()
-        try:
-            work(target)
-        except (Interrupted, LeaseLost):
-            raise
-        except Exception as error:
-            # Logged with its traceback, counted, and raised at the end: one bad run must not end the others.
-            log.exception("%s failed", target)
-            self._write(target, {"state": "failed", "error": _short(error)}, started)
-            return error
-        lease.renew()
-        self._write(target, {"state": "done"}, started)
-        return None
+    def _item(self, target: str, work: Callable[[str], Any], **conditions: Any) -> WorkItem:
+        lease = self._lease(target)
 
-    def _write(self, target: str, outcome: dict[str, Any], started: float) -> None:
+        def complete(outcome: WorkOutcome) -> None:
+            if outcome.error is None:
+                lease.renew()
+                self._write(outcome, {"state": "done"})
+
+        def done(held: bool) -> bool:
+            return self.done(target)
+
+        return WorkItem(target, work, (target,), lease=lease, done=done, complete=complete, **conditions)
+
+    def _write(self, outcome: WorkOutcome, came: dict[str, Any]) -> None:
+        target = outcome.item.name
         about = {
-            **outcome,
+            **came,
             "tries": (self.outcome(target) or {}).get("tries", 0) + 1,
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(outcome.seconds, 3),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "owner": asdict(Owner.here()),
+            "owner": outcome.value or asdict(Owner.here()),
         }
         with clear_write_errors(self.folder):
             self._store.put(f"{target}.json", (json.dumps(about, indent=1) + "\n").encode())
@@ -140,16 +158,13 @@ class Claims:
         return Lease(self._store, f"{target}.lease.json")
 
 
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+def _short(error: BaseException) -> str:
+    lines = str(getattr(error, "message", error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 CLAIMS = "claims"
 STOPPED = "the sweep was interrupted with everything saved; the same command resumes it"
-STOP_SECONDS = 60.0  # for runs to save after they were asked to stop
-LOOK_SECONDS = 0.2
-SILENT_SECONDS = 300.0  # without a sign of life a worker is taken for hung and killed
 
 
 @dataclass(frozen=True)
@@ -211,33 +226,31 @@ def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str,
     With `parallel` above 1 so many worker processes share the runs, and the GPUs if there are any; any number of
     processes, also on other machines that see the folder, may run the same sweep beside this one.
     """
-    claims = Claims(planned.folder / CLAIMS)
-    names = [point.name for point in planned.points]
+    claims, names, command = Claims(planned.folder / CLAIMS), [point.name for point in planned.points], list(sys.argv)
     if parallel == 1:
-        show = not quiet
-        try:
-            work_through(planned.folder, [_order(planned, point) for point in planned.points], list(sys.argv), show)
-        except Interrupted as error:  # which says how to go on with that run alone
-            raise Interrupted(STOPPED) from error
+        orders = {point.name: _order(planned, point) for point in planned.points}
+        claims.run(names, partial(run_point, planned.folder, orders, command, not quiet))
     else:
-        _in_parallel(planned, parallel)
-    missing = [name for name in names if not claims.done(name)]
-    if missing:
-        lines = [f"  {name}: {(claims.outcome(name) or {}).get('error', 'its worker ended')}" for name in missing]
-        raise TargetsFailed(f"{len(missing)} of {len(names)} runs failed:\n" + "\n".join(lines))
+        threads, stop = max(1, (os.cpu_count() or 1) // parallel), Stop()
+        resources, share = shared(parallel, threads, planned.spec.device)
+        orders = {point.name: _order(planned, point, None if share else threads) for point in planned.points}
+        work, backend = partial(run_point, planned.folder, orders, command, False), Processes(planned.group)
+        (logs := planned.folder / "logs").mkdir(parents=True, exist_ok=True)
+        with stop_signals(stop):
+            claims.run(
+                names, work, stop=stop, resources=resources, backend=backend, logs=logs, cores=threads, gpu=share
+            )
     return write_results(planned.folder)
 
 
-def work_through(folder: Path, orders: Sequence[Mapping[str, Any]], command: Sequence[str], show: bool) -> list[str]:
-    """One worker: claim and run until all are done; the names of the runs that it carried out."""
-    by_name = {order["name"]: order for order in orders}
-
-    def work(name: str) -> None:
-        trial = _trial(folder, by_name[name], command)
-        run_spec = resolved(trial.info["spec"])
-        runner(run_spec.kind)(run_spec, Launch(folder.parent, command, trial, show=show))
-
-    return Claims(folder / CLAIMS).run(list(by_name), work)
+def run_point(
+    folder: Path, orders: Mapping[str, Mapping[str, Any]], command: Sequence[str], show: bool, name: str
+) -> dict[str, Any]:
+    """Carry out one run; the process that did it."""
+    trial = _trial(folder, orders[name], command)
+    spec = resolved(trial.info["spec"])
+    runner(spec.kind)(spec, Launch(folder.parent, command, trial, show=show))
+    return asdict(Owner.here())
 
 
 def default_group(name: str) -> str:
@@ -301,35 +314,3 @@ def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Tr
             }
             write_json(path / "trial.json", info)
     return Trial(path)
-
-
-def _in_parallel(planned: Plan, parallel: int) -> None:
-    found = [] if planned.spec.device == "cpu" else gpus()
-    threads = max(1, (os.cpu_count() or 1) // parallel)
-    orders = [_order(planned, point, None if found else threads) for point in planned.points]
-    stop: list[bool] = []
-    pools, tasks = [], []
-    try:
-        with stop_signals(lambda: stop.append(True)):
-            for index in range(parallel):
-                env = {"CUDA_VISIBLE_DEVICES": found[index % len(found)]} if found else {}
-                name = f"{planned.group}-{index}"
-                pools.append(Pool(1, threads=threads, name=name, env=env, heartbeat_timeout=SILENT_SECONDS))
-                log = planned.folder / "logs" / f"{os.getpid()}-{index}.txt"
-                log.parent.mkdir(parents=True, exist_ok=True)
-                tasks.append(
-                    pools[-1].submit(work_through, planned.folder, orders, list(sys.argv), show=False, log=log)
-                )
-            while not stop and not all(task.done() for task in tasks):
-                time.sleep(LOOK_SECONDS)
-    finally:
-        for task in tasks:  # all are asked before any is waited for
-            if not task.done():
-                task.ask_to_end()
-        for pool in pools:
-            pool.stop(STOP_SECONDS)
-    if stop:
-        raise Interrupted(STOPPED)
-    errors = [error for task in tasks if (error := task.exception()) is not None]
-    if len(errors) == len(tasks) and not any(planned.state(point.name) == "failed" for point in planned.points):
-        raise errors[0]  # the workers could not even begin
