@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from palestra.errors import Interrupted
 from palestra.runs.store import write_bytes
 from palestra.sweep.run import Claims, TargetsFailed
+from palestra.work.fanout import Processes
 
 # Forked from a process that has imported these already: a fresh interpreter takes a second to start.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -133,6 +136,22 @@ def test_target_of_a_killed_worker_is_taken_over_by_one_that_waits(tmp_path):
     assert second.exitcode == 0
     assert noted(tmp_path) == ["slow", "slow"]
     assert state(tmp_path, "slow")["state"] == "done"
+
+
+def die_at_first(folder: Path, times: int, target: str) -> None:
+    note(folder, target)
+    if noted(folder).count(target) <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("times", "said"), [(1, "done"), (9, "failed")])
+def test_target_whose_worker_is_killed_is_tried_once_more(tmp_path, times, said):
+    claims, work = Claims(tmp_path / "claims"), partial(die_at_first, tmp_path, times)
+    with nullcontext() if said == "done" else pytest.raises(TargetsFailed, match="killed by SIGKILL"):
+        claims.run(["a"], work, backend=Processes("test"))
+
+    assert noted(tmp_path) == ["a", "a"]
+    assert (state(tmp_path, "a")["state"], claims.held("a")) == (said, False)
 
 
 def test_worker_asked_to_stop_gives_its_target_back(tmp_path):
