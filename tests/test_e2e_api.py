@@ -24,8 +24,8 @@ from PIL import Image
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
+from palestra.runs.recorder import Moment
 from palestra.spec.model import plain
-from palestra.track.recorder import Moment
 
 TINY: dict[str, Any] = {
     "kind": "control",

@@ -14,9 +14,9 @@ from posttrain_lab import Lab
 
 import palestra
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.recorder import Moment
 from palestra.tasks.rewards.rewards import reward
 from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
-from palestra.track.recorder import Moment
 
 CONTROL: dict[str, Any] = {
     "kind": "control",

@@ -17,10 +17,10 @@ import pytest
 from conftest import SHORT
 
 from palestra.errors import MissingExtra, PalestraError
+from palestra.runs.recorder import Recorder
 from palestra.runs.session import Session
 from palestra.spec.load import resolved
 from palestra.track import sinks
-from palestra.track.recorder import Recorder
 from palestra.track.sinks import Background, JsonlSink, Place, Stats, Tracker
 
 

@@ -23,6 +23,7 @@ from palestra.cli import lab
 from palestra.data.inspect import PERCENTILES, Column, Inspection, StoreInspection, inspect
 from palestra.errors import PalestraError, UsageError
 from palestra.rollout.records import FILE, Record, newest
+from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
 from palestra.search.results import Experiment
@@ -30,7 +31,6 @@ from palestra.spec.compose import parse
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
 from palestra.tasks.task import Problem, Status
-from palestra.track.recorder import in_words
 
 NEXT = {
     "control": ("watch it", "palestra enjoy"),

@@ -19,9 +19,9 @@ from palestra.control.optim import products, should_compile
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import Interrupted
 from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.session import Session
 from palestra.spec.kinds.control import ControlSpec
-from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 
 log = logging.getLogger("palestra.control")
 

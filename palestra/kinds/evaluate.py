@@ -38,6 +38,7 @@ from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
 from palestra.rollout.workflows import make_workflow
+from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_bytes
@@ -46,7 +47,6 @@ from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
 from palestra.spec.shape import precision
 from palestra.tasks.verify.workers import Judges
-from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")

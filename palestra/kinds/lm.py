@@ -38,6 +38,7 @@ from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
 from palestra.lm.trainer import Objective, train
 from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
@@ -46,7 +47,6 @@ from palestra.spec.lm import LmSpec, WritingSpec
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
 from palestra.spec.tasks import SuiteUse
-from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 CONTENTS = "data.json"

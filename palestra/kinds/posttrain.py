@@ -51,6 +51,7 @@ from palestra.rollout.records import Replay, find_rollouts
 from palestra.rollout.types import Group
 from palestra.rollout.workflows import feedback_tokens, make_workflow
 from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
@@ -60,7 +61,6 @@ from palestra.spec.load import resolved
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
 from palestra.tasks.verify.workers import Judges
-from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.posttrain")

@@ -18,6 +18,7 @@ from palestra.lm.ranks import Ranks
 from palestra.runs.folder import Trial, new_trial
 from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
+from palestra.runs.recorder import COLUMNS, in_words
 from palestra.runs.run import Run
 from palestra.runs.session import Session, log, logging_to, read_status, state_of, stop_signals
 from palestra.runs.store import LocalStore
@@ -27,7 +28,6 @@ from palestra.spec.lm import LmSpec
 from palestra.spec.load import spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
-from palestra.track.recorder import COLUMNS, in_words
 from palestra.work.pool import Pool, Task, TaskFailed
 
 STOP_SECONDS = 60.0  # for sessions to save after they were asked to stop

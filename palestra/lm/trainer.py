@@ -14,9 +14,9 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
 from palestra.runs.session import Session
 from palestra.spec.lm import LmSpec, ProfileSpec
-from palestra.track.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
 
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12}
 """Dense bf16 operations a second by the maker's data sheet; a name that contains the key has its peak."""

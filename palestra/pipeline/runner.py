@@ -18,9 +18,9 @@ from palestra.pipeline.graph import Graph, Node, chosen
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.step import Output, Step, call, filled, portable
 from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy
-from palestra.runs.redact import redact
 from palestra.runs.session import stop_signals
 from palestra.work.pool import Pool, Task
+from palestra.work.redact import redact
 
 
 def carry_out(

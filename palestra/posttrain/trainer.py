@@ -19,11 +19,11 @@ from palestra.rollout.executor import Executor
 from palestra.rollout.records import Recording, Replay
 from palestra.rollout.types import Group
 from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.session import Session
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.tasks.stream import NothingLeft
-from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 
 log = logging.getLogger("palestra.posttrain")
 

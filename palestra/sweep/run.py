@@ -21,7 +21,6 @@ from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial, refuse_secrets
 from palestra.runs.lease import Lease, LeaseLost, Owner, RunBusy, kept
-from palestra.runs.redact import redacted
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
 from palestra.search.trials import gpus
@@ -35,6 +34,7 @@ from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.sweep.results import POINT, write_results
 from palestra.work.pool import Pool
+from palestra.work.redact import redacted
 
 log = logging.getLogger("palestra.sweep")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
 from palestra.errors import MissingExtra, PalestraError
-from palestra.runs.redact import redact, redacted
+from palestra.work.redact import redact, redacted
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
