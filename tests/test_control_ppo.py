@@ -15,7 +15,7 @@ from palestra.control.algorithms.on_policy import Batch
 from palestra.control.algorithms.ppo import METRICS, PPO, Rates
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.optim import Adam, adam_step, clip_norm
-from palestra.control.trainer import Learner
+from palestra.control.trainer import ControlTrainer
 from palestra.rl.distributions import Categorical
 from palestra.spec.kinds.control import ControlSpec
 
@@ -277,7 +277,7 @@ def test_step_same_seed_gives_the_same_numbers_and_another_seed_others():
     assert run(1) != run(2)
 
 
-def learner(env: str = "CartPole-v1", **env_spec) -> Learner:
+def learner(env: str = "CartPole-v1", **env_spec) -> ControlTrainer:
     spec = ControlSpec.model_validate(
         {
             "kind": "control",
@@ -287,7 +287,7 @@ def learner(env: str = "CartPole-v1", **env_spec) -> Learner:
             "train": {"frames": 10_000},
         }
     )
-    return Learner(spec, 5, None, compile=False)
+    return ControlTrainer(spec, 5, None, compile=False)
 
 
 @pytest.mark.parametrize("vectorize", ["auto", "sync"])

@@ -36,7 +36,7 @@ from palestra.lm.objectives import NextToken, PairLoss, Preferences, dpo_loss, r
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
-from palestra.lm.trainer import Objective, train
+from palestra.lm.trainer import LmParts, Objective, train
 from palestra.runs.plot import trial_plots
 from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
@@ -132,7 +132,7 @@ def run_session(folder: Path, launch: Launch) -> None:
             )
             sampler = Samples(spec, engine, start, session)
             suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
-            train(spec, session, engine, objective, keeper, sampler, suites, show=launch.show)
+            train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
     finally:
         torch.set_num_threads(threads)
 

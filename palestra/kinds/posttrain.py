@@ -43,7 +43,7 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import Aside, Learner
 from palestra.posttrain.metrics import introduce, no_gradient, self_test
-from palestra.posttrain.trainer import Learns, Parts, train
+from palestra.posttrain.trainer import Learns, PosttrainParts, train
 from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor, make_filter
@@ -67,7 +67,7 @@ log = logging.getLogger("palestra.posttrain")
 
 TasksKind = PosttrainSpec | DistillSpec
 """The specs of models that answer tasks to learn from it."""
-MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], Parts]
+MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], PosttrainParts]
 """All that the loop works with, for a spec; the stack closes it."""
 
 FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
@@ -157,7 +157,7 @@ def run_tasks_session(folder: Path, launch: Launch, make_parts: MakeParts) -> No
         torch.set_num_threads(threads)
 
 
-def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> Parts:
+def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> PosttrainParts:
     model = build_model(spec, start, session.seed, device_of(spec))
     lessons = _lessons(spec, start)
     if lessons is not None:
@@ -179,7 +179,7 @@ def assemble(
     *,
     prompts: int,
     filter: Callable[[Group], str | None] = lambda group: None,
-) -> Parts:
+) -> PosttrainParts:
     """All that the loop works with, `prompts` of them answered in a batch; `stack` closes it."""
     seed = session.seed
     judges, held_out = (
@@ -254,7 +254,7 @@ def assemble(
 
     keeper = Keeper(learner.engine.transformer, start, Ranks())
     suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
-    return Parts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
+    return PosttrainParts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
 
 
 def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
