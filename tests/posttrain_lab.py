@@ -12,7 +12,7 @@ from small_lm import small_model
 import palestra
 from palestra.data.tokenizers import character_tokenizer
 from palestra.lm.hf import save_pretrained
-from palestra.rollout.records import FILE, Record, scan
+from palestra.rollout.records import FILE, RolloutRecord, scan
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.run import Run
 
@@ -96,7 +96,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in run.metrics()]
 
 
-def rollouts_of(run: Run) -> list[Record]:
+def rollouts_of(run: Run) -> list[RolloutRecord]:
     """What was trained on and what was left out."""
     return list(scan(session_of(run) / FILE))
 

@@ -16,30 +16,30 @@ from torch import Tensor
 from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.values import warmth_after
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import EnvSpec
 
 
-def batch_for(algorithm: Any, rows: int = 16) -> Batch:
+def batch_for(algorithm: Any, rows: int = 16) -> ReplayBatch:
     generator = torch.Generator().manual_seed(5)
     obs, following = torch.randn(2, rows, *algorithm.policy.obs_shape, generator=generator)
     actions = torch.rand(rows, *algorithm.head.shape, generator=generator) * 2 - 1
     if not algorithm.head.continuous:
         actions = (actions > 0).long()
     rewards, discounts = torch.randn(rows, generator=generator), torch.full((rows,), 0.9)
-    return Batch(obs, actions, rewards, following, discounts, None, torch.arange(rows))
+    return ReplayBatch(obs, actions, rewards, following, discounts, None, torch.arange(rows))
 
 
-def critic_step(algorithm: Any, batch: Batch) -> Tensor:
+def critic_step(algorithm: Any, batch: ReplayBatch) -> Tensor:
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(6))
     warmth = (torch.tensor(warmth_after(5, 10)),) if isinstance(algorithm, CrossQ) else ()
     with torch.no_grad():
         return algorithm.step_critics(algorithm.learned, batch, noise, torch.tensor([1e-3, 1e-8]), *warmth)
 
 
-def policy_step(algorithm: Any, batch: Batch) -> None:
+def policy_step(algorithm: Any, batch: ReplayBatch) -> None:
     pace = torch.tensor([1e-3, 1e-8])
     noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():

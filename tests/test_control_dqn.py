@@ -16,7 +16,7 @@ from palestra.control.algorithms.dqn import DQN
 from palestra.control.algorithms.sarsa import SARSA
 from palestra.control.envs.snapshot import Snapshot
 from palestra.control.episodes import NotFinite
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.errors import UsageError
 from palestra.rl.losses import quantile_loss
 
@@ -58,13 +58,13 @@ def trained(algorithm, steps: int):
 # ---- targets
 
 
-def by_hand(**given) -> tuple[DQN, Batch]:
+def by_hand(**given) -> tuple[DQN, ReplayBatch]:
     """Learning network: Q = (2, 1); target network: Q = (10, 30), whatever is seen."""
     algorithm = dqn(sync(lambda: OneStep(lambda shown, action: 0.0), 2), **given)
     for flat, values in ((algorithm.flat, (2.0, 1.0)), (algorithm.target, (10.0, 30.0))):
         flat.vector.zero_()
         flat.net.advantage_head.bias.data.copy_(torch.tensor(values))
-    batch = Batch(
+    batch = ReplayBatch(
         obs=torch.zeros(3, 1),
         actions=torch.tensor([0, 1, 1]),
         rewards=torch.tensor([1.0, 2.0, 3.0]),

@@ -13,7 +13,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs import plot
 from palestra.runs.folder import SessionDir, Trial, find, new_trial, trials
 from palestra.runs.manifest import compare, manifest
-from palestra.runs.run import Result, Run, diff, list_runs, open_run
+from palestra.runs.run import Run, SuiteResult, diff, list_runs, open_run
 from palestra.runs.session import Session
 from palestra.runs.store import write_json
 
@@ -248,8 +248,8 @@ def test_diff_gives_spec_and_results(tmp_path):
     b.trial.write_summary({"strength": 2.5, "label": "text"})
     found = diff(a, b)
     assert [str(change) for change in found.spec] == ["algorithm.lr: 0.1 → 0.2"]
-    assert Result("return", 15.0, 30.0) in found.results
-    assert Result("summary.strength", None, 2.5) in found.results
+    assert SuiteResult("return", 15.0, 30.0) in found.results
+    assert SuiteResult("summary.strength", None, 2.5) in found.results
     assert not any("label" in result.metric for result in found.results)
 
 

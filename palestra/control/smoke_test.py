@@ -34,7 +34,7 @@ class Insane(PalestraError):
 
 
 @dataclass
-class Report:
+class SmokeReport:
     """What was checked, a line each, and what was wrong."""
 
     passed: list[str] = field(default_factory=list)
@@ -131,9 +131,9 @@ def check_learning(
     return learner
 
 
-def inspect(learner: ControlTrainer, spec: ControlSpec) -> Report:
+def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
     """Improve the policy a few times and look at every part of the learner."""
-    report, rows = Report(), []
+    report, rows = SmokeReport(), []
     parts = {name: _Part.of(now) for name, now in parts_of(learner)}
     with taken_gradients() as norms:
         for _ in range(STEPS):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from palestra.control.algorithms import ALGORITHMS, check_actions
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.envs.make import Factory, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
@@ -62,7 +62,7 @@ class ControlTrainer:
         self.evaluated, self.last_evaluated = 0, 0  # frames of all evaluations, and of the last one
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
         self.env = make_vector(spec.env, spec.env.num_envs, factory)
-        parts = Parts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
+        parts = AlgorithmParts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
         self.generator = parts.generator
         check_actions(spec, parts.head)
         self.algorithm = ALGORITHMS[spec.algorithm.name](parts)

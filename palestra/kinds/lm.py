@@ -15,7 +15,7 @@ from palestra.errors import UsageError
 from palestra.generate.local import LanguageModel
 from palestra.kinds.measures import Samples, Suites, check_suites, sample_prompts
 from palestra.kinds.models import (
-    Keeper,
+    ModelCheckpoint,
     Start,
     build_model,
     device_of,
@@ -121,7 +121,7 @@ def run_session(folder: Path, launch: Launch) -> None:
             trained = scored_model(model, start) if recipe.scalar else model
             ranks.shard(trained)
             compile_for_training(model, spec.train, device)
-            keeper = Keeper(trained, start, ranks)
+            keeper = ModelCheckpoint(trained, start, ranks)
             engine = TrainEngine(
                 trained,
                 Optimiser(trained, spec.optim, spec.train.steps),

@@ -22,7 +22,7 @@ from palestra.generate.types import Sampling
 from palestra.kinds.lm import check_data, summary
 from palestra.kinds.measures import Suites, check_suites
 from palestra.kinds.models import (
-    Keeper,
+    ModelCheckpoint,
     Start,
     build_model,
     device_of,
@@ -47,7 +47,7 @@ from palestra.posttrain.trainer import Learns, PosttrainParts, train
 from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor, make_filter
-from palestra.rollout.records import Replay, find_rollouts
+from palestra.rollout.records import RolloutReplay, find_rollouts
 from palestra.rollout.types import Group
 from palestra.rollout.workflows import feedback_tokens, make_workflow
 from palestra.runs.plot import trial_plots
@@ -246,13 +246,13 @@ def assemble(
         return pumped(generator, work, look).metrics
 
     def begin() -> dict[str, float]:
-        if isinstance(executor, Replay):  # there is no generator to compare with
+        if isinstance(executor, RolloutReplay):  # there is no generator to compare with
             log.info("the rollouts are those of %s: none are generated", executor.path)
             return {}
         introduce(first, start.tokenizer)
         return self_test(first, writer, learner.engine)
 
-    keeper = Keeper(learner.engine.transformer, start, Ranks())
+    keeper = ModelCheckpoint(learner.engine.transformer, start, Ranks())
     suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
     return PosttrainParts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
 
@@ -337,7 +337,7 @@ def _room_for_keys(engine: TrainEngine) -> int | None:
     return max(free - 12 * trained, free // 4) // 2
 
 
-def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Replay | None:
+def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> RolloutReplay | None:
     """The rollouts of another run, if the spec asks for them; their file is written down at the first start."""
     if spec.rollout.replay is None:
         return None
@@ -345,7 +345,7 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Repl
     if not pinned.exists():
         found = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
         write_json(pinned, {"rollouts": str(found)})
-    return Replay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
+    return RolloutReplay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
 
 
 def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = None) -> tuple[int, int]:

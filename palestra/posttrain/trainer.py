@@ -13,9 +13,9 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.trainer import Keeper, Speed, SuiteRunner, profiled
 from palestra.posttrain.metrics import group_metrics, silence
-from palestra.rollout.event_loop import LoopLag, LoopThread, Watchdog
+from palestra.rollout.event_loop import LoopLag, LoopThread, RolloutWatchdog
 from palestra.rollout.executor import Executor
-from palestra.rollout.records import Recording, Replay
+from palestra.rollout.records import Recording, RolloutReplay
 from palestra.rollout.types import Group
 from palestra.runs.checkpoint import Checkpoint
 from palestra.runs.loop import Counters, Row, Stopped, due, restore, run
@@ -58,7 +58,7 @@ class PosttrainParts:
     """What a session works with."""
 
     learner: Learns
-    executor: Executor | Replay
+    executor: Executor | RolloutReplay
     """Where groups come from."""
     writer: Engine
     """The engine that generates."""
@@ -111,7 +111,7 @@ class PosttrainTrainer:
         self.record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
         self._profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
         self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
-        self._watchdog = stack.enter_context(Watchdog(STALL_SECONDS, parts.executor.describe, parts.loop.loop))
+        self._watchdog = stack.enter_context(RolloutWatchdog(STALL_SECONDS, parts.executor.describe, parts.loop.loop))
         self._lag, self._got_on = LoopLag(), (0.0, 0)
         self._groups: list[Group] = []
         self._filtered: list[Group] = []

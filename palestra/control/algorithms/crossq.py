@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.algorithms.sac import SoftPolicy
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import RenormCritics, Running, SoftActor, check_bounds, warmth_after
@@ -26,7 +26,7 @@ from palestra.rl.schedules import value
 from palestra.spec.kinds.control import ControlSpec, CrossQSpec
 
 
-class Learned(NamedTuple):
+class CrossqState(NamedTuple):
     """All that updates change."""
 
     actor: Trained
@@ -42,7 +42,7 @@ class CrossQ(OffPolicy):
     supports = ("discrete", "box")
     metrics = ("critic_loss", "q", "policy_loss", "entropy", "alpha")
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         assert isinstance(parts.spec.algorithm, CrossQSpec)
         spec = self.spec = parts.spec.algorithm
@@ -50,7 +50,7 @@ class CrossQ(OffPolicy):
         self.soft = SoftPolicy(Shaped(self.net), self.head, spec, spec.beta1)
         critics = RenormCritics(parts.obs_shape, self.head, parts.spec.net, self.scale, spec.renorm_momentum)
         self.critics = Shaped(critics.to(self.device))
-        self.learned = Learned(
+        self.learned = CrossqState(
             Trained.of(Flat(self.net).vector),  # the parameters of the network that acts are views of it
             Trained.of(self.critics.start()),
             [Running(*(part.to(self.device) for part in one)) for one in critics.start()],
@@ -94,7 +94,7 @@ class CrossQ(OffPolicy):
         return totals
 
     def update(
-        self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
+        self, learned: CrossqState, batch: ReplayBatch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
     ) -> None:
         """One gradient step of the critics, then one of the policy and of α."""
         seen = self.step_critics(learned, batch, noise[0], rates[0], warmth)
@@ -102,13 +102,15 @@ class CrossQ(OffPolicy):
         totals.add_(torch.cat([seen, learned.seen]))
 
     def update_critics(
-        self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
+        self, learned: CrossqState, batch: ReplayBatch, noise: Tensor, rates: Tensor, warmth: Tensor, totals: Tensor
     ) -> None:
         """One gradient step of the critics alone."""
         seen = self.step_critics(learned, batch, noise[0], rates[0], warmth)
         totals.add_(torch.cat([seen, learned.seen]))
 
-    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor, warmth: Tensor) -> Tensor:
+    def step_critics(
+        self, learned: CrossqState, batch: ReplayBatch, noise: Tensor, rate: Tensor, warmth: Tensor
+    ) -> Tensor:
         """One gradient step of the critics on the joint batch; the loss and the mean value."""
         next_actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, noise)
         alpha, rows = learned.alpha.vector.exp(), len(batch.rewards)
@@ -131,7 +133,7 @@ class CrossQ(OffPolicy):
             before.var.copy_(after.var)
         return seen
 
-    def step_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
+    def step_policy(self, learned: CrossqState, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
         """One gradient step of the policy on what the critics say, which stay as they are, and one of α."""
         critics = self.critics(learned.critics.vector)
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
-from palestra.control.memory.replay import Batch, Replay
+from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import no_denormals, products
 from palestra.control.policy import Policy
@@ -33,7 +33,7 @@ class OffPolicy(Algorithm):
     net: Any
     """The network that acts."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         spec = parts.spec.algorithm
         assert isinstance(spec, OffPolicySpec)
@@ -109,11 +109,11 @@ class OffPolicy(Algorithm):
         means = (totals / made).tolist() if made else []
         return dict(zip(self.metrics, means, strict=False)) | {"updates": self.updates}
 
-    def batches(self, updates: int) -> Iterator[Batch]:
+    def batches(self, updates: int) -> Iterator[ReplayBatch]:
         """What to learn from in so many updates, one batch each."""
         return (batch for drawn in self.drawn(updates) for batch in drawn)
 
-    def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[Batch]]:
+    def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[ReplayBatch]]:
         """The same in groups that are gathered together; who draws by priority sets the new ones after each group."""
         size = self.common.batch
         most = max(1, GATHERED_BYTES // (8 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize)) * 4
@@ -124,7 +124,7 @@ class OffPolicy(Algorithm):
             many = self.memory.sample_many(count, size, self.generator, beta)
             many = many._replace(rewards=self.rewards.scaled(many.rewards))
             parts = [(None,) * count if part is None else part.split(size) for part in many]
-            yield [Batch._make(each) for each in zip(*parts, strict=True)]
+            yield [ReplayBatch._make(each) for each in zip(*parts, strict=True)]
 
     def _check(self, moved: Transition) -> None:
         """Stop before what is not finite is stored. A sum is: then each number is looked at."""

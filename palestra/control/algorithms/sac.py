@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Critics, SoftActor, check_bounds
@@ -105,7 +105,7 @@ class SoftPolicy:
         return torch.cat([seen, alpha])
 
 
-class Learned(NamedTuple):
+class SacState(NamedTuple):
     """All that updates change."""
 
     actor: Trained
@@ -121,7 +121,7 @@ class SAC(OffPolicy):
     supports = ("discrete", "box")
     metrics = ("critic_loss", "q", "policy_loss", "entropy", "alpha")
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         assert isinstance(parts.spec.algorithm, SACSpec)
         spec = self.spec = parts.spec.algorithm
@@ -129,7 +129,7 @@ class SAC(OffPolicy):
         self.soft = SoftPolicy(Shaped(self.net), self.head, spec)
         self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
         start = self.critics.start()
-        self.learned = Learned(
+        self.learned = SacState(
             Trained.of(Flat(self.net).vector),  # the parameters of the network that acts are views of it
             Trained.of(start),
             start.clone(),
@@ -170,17 +170,19 @@ class SAC(OffPolicy):
             (self._update if both else self._update_critics)(self.learned, batch, drawn, rate, totals)
         return totals
 
-    def update(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+    def update(self, learned: SacState, batch: ReplayBatch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
         """One gradient step of the critics, then one of the policy and of α."""
         seen = self.step_critics(learned, batch, noise[0], rates[0])
         self.step_policy(learned, batch.obs, noise[1], rates[1:])
         totals.add_(torch.cat([seen, learned.seen]))
 
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+    def update_critics(
+        self, learned: SacState, batch: ReplayBatch, noise: Tensor, rates: Tensor, totals: Tensor
+    ) -> None:
         """One gradient step of the critics alone."""
         totals.add_(torch.cat([self.step_critics(learned, batch, noise[0], rates[0]), learned.seen]))
 
-    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+    def step_critics(self, learned: SacState, batch: ReplayBatch, noise: Tensor, rate: Tensor) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
         actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, noise)
         following = self.critics(learned.target)(batch.next_obs, actions)
@@ -199,7 +201,7 @@ class SAC(OffPolicy):
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
-    def step_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
+    def step_policy(self, learned: SacState, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
         """One gradient step of the policy on what the critics say, which stay as they are, and one of α."""
         critics = self.critics(learned.critics.vector)
         seen = self.soft.step(learned.actor, learned.alpha, lambda actions: critics(obs, actions), obs, noise, rates)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Critics, DeterministicActor, check_bounds
@@ -24,7 +24,7 @@ from palestra.rl.schedules import value
 from palestra.spec.kinds.control import ControlSpec, TD3Spec
 
 
-class Learned(NamedTuple):
+class Td3State(NamedTuple):
     """All that updates change."""
 
     actor: Trained
@@ -40,7 +40,7 @@ class TD3(OffPolicy):
     supports = ("box",)
     metrics = ("critic_loss", "q", "policy_loss")
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         assert isinstance(parts.spec.algorithm, TD3Spec)
         self.spec = parts.spec.algorithm
@@ -49,7 +49,7 @@ class TD3(OffPolicy):
         self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
         actor, critics = Flat(self.net).vector, self.critics.start()  # the network that acts has views of the vector
         seen = torch.zeros(1, device=self.device)
-        self.learned = Learned(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
+        self.learned = Td3State(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
         self._update, self._update_critics = self.update, self.update_critics
         if parts.compile:
             self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
@@ -91,17 +91,19 @@ class TD3(OffPolicy):
         clip = self.spec.noise_clip
         return (actions + (self.spec.target_noise * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
 
-    def update(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+    def update(self, learned: Td3State, batch: ReplayBatch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
         """One gradient step of the critics, then one of the policy, and the targets follow."""
         seen = self.step_critics(learned, batch, noise, rates[0])
         self.step_policy(learned, batch.obs, rates[1])
         totals.add_(torch.cat([seen, learned.seen]))
 
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
+    def update_critics(
+        self, learned: Td3State, batch: ReplayBatch, noise: Tensor, rates: Tensor, totals: Tensor
+    ) -> None:
         """One gradient step of the critics alone."""
         totals.add_(torch.cat([self.step_critics(learned, batch, noise, rates[0]), learned.seen]))
 
-    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+    def step_critics(self, learned: Td3State, batch: ReplayBatch, noise: Tensor, rate: Tensor) -> Tensor:
         """One gradient step of the critics; the loss and the mean value."""
         actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), noise)
         values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
@@ -116,7 +118,7 @@ class TD3(OffPolicy):
         learned.critics.step(slope, rate, self.spec.max_grad_norm)
         return seen
 
-    def step_policy(self, learned: Learned, obs: Tensor, rate: Tensor) -> None:
+    def step_policy(self, learned: Td3State, obs: Tensor, rate: Tensor) -> None:
         """One gradient step of the policy on the first critic, which stays as it is; then both targets follow."""
         critics = self.critics(learned.critics.vector)
 
