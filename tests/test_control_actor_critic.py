@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_envs import Scripted, Walk, learner_on, sync
 
-from palestra.control.algorithms.a2c import A2C
-from palestra.control.algorithms.a2c import A2cRates
+from palestra.control.algorithms.a2c import A2C, A2cRates
 from palestra.control.algorithms.on_policy import OnPolicy, SelfImitation
 from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
 from palestra.control.algorithms.reinforce import Reinforce

@@ -14,6 +14,7 @@ from probe_envs import OneStep, learner_on, sync
 from torch import Tensor
 
 from palestra.control.algorithms.crossq import CrossQ
+from palestra.control.algorithms.off_policy import Inputs
 from palestra.control.algorithms.td3 import TD3
 from palestra.control.envs.make import make_vector
 from palestra.control.memory.replay import ReplayBatch
@@ -32,21 +33,21 @@ def batch_for(algorithm: Any, rows: int = 16) -> ReplayBatch:
     return ReplayBatch(obs, actions, rewards, following, discounts, None, torch.arange(rows))
 
 
+def inputs_for(algorithm: Any, batch: ReplayBatch, seed: int) -> Inputs:
+    noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(seed))
+    noise = noise if isinstance(algorithm, TD3) else torch.stack([noise, noise])
+    warmth = torch.tensor(warmth_after(5, 10)) if isinstance(algorithm, CrossQ) else None
+    return Inputs(noise, torch.tensor([1e-3, 1e-8]).expand(3, 2), warmth)
+
+
 def critic_step(algorithm: Any, batch: ReplayBatch) -> Tensor:
-    noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(6))
-    warmth = (torch.tensor(warmth_after(5, 10)),) if isinstance(algorithm, CrossQ) else ()
     with torch.no_grad():
-        return algorithm.step_critics(algorithm.learned, batch, noise, torch.tensor([1e-3, 1e-8]), *warmth)
+        return algorithm.step_critics(algorithm.learned, batch, inputs_for(algorithm, batch, seed=6))
 
 
 def policy_step(algorithm: Any, batch: ReplayBatch) -> None:
-    pace = torch.tensor([1e-3, 1e-8])
-    noise = torch.randn(batch.actions.shape, generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
-        if isinstance(algorithm, TD3):
-            algorithm.step_policy(algorithm.learned, batch.obs, pace)
-        else:
-            algorithm.step_policy(algorithm.learned, batch.obs, noise, pace.expand(2, 2))
+        algorithm.step_policy(algorithm.learned, batch.obs, inputs_for(algorithm, batch, seed=7))
 
 
 def aim() -> Aim:
