@@ -66,8 +66,6 @@ def lessons(path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_quickstart_cut_short_rises_from_two_seeds_with_and_without_staleness(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    for kind in ("lm", "posttrain"):
-        monkeypatch.setattr(f"palestra.kinds.{kind}.trial_plots", lambda run: [])
     lessons(tmp_path / "lessons.jsonl")
     spec = yaml.safe_load((QUICKSTART / "sft.yaml").read_text())
     spec["data"]["train"]["lessons"]["path"] = str(tmp_path / "lessons.jsonl")
