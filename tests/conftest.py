@@ -19,7 +19,7 @@ import pytest
 import yaml
 import zygote
 from hypothesis import settings
-from zygote import COMMAND
+from zygote import COMMAND, ENVIRONMENT
 
 from palestra.spec.precision import precision
 
@@ -29,12 +29,6 @@ QUICK = 15
 settings.register_profile("full", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=QUICK)
 settings.load_profile("quick")
-
-# Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parent),
-}
 
 # About 30 ms a step on one core.
 SHORT: dict[str, Any] = {
@@ -259,16 +253,16 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """A run of SHORT that nobody interrupted; only to be read."""
-    return _trained_once(tmp_path_factory, "finished", max_session=1)
+    return _trained_once(tmp_path_factory, "finished", {zygote.PICTURES: "1"}, max_session=1)
 
 
 @pytest.fixture(scope="session")
 def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """The same with two seeds side by side."""
-    return _trained_once(tmp_path_factory, "two_seeds", max_session=2)
+    return _trained_once(tmp_path_factory, "two_seeds", {}, max_session=2)
 
 
-def _trained_once(factory: pytest.TempPathFactory, name: str, **changes: Any) -> Scratch:
+def _trained_once(factory: pytest.TempPathFactory, name: str, environment: dict[str, str], **changes: Any) -> Scratch:
     """Train SHORT, changed so, in a folder that all processes of this pytest run share."""
     base = factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
@@ -277,6 +271,6 @@ def _trained_once(factory: pytest.TempPathFactory, name: str, **changes: Any) ->
     with (path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "runs").exists():
-            result = made("train", made.spec(**changes), "--quiet", **{zygote.PICTURES: "1"})
+            result = made("train", made.spec(**changes), "--quiet", **environment)
             assert result.returncode == 0, result.stderr
     return made

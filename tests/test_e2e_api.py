@@ -216,7 +216,7 @@ def test_arguments_for_an_environment_given_as_an_object_are_refused(tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
-@pytest.mark.parametrize("space", fast_only(Identity.SPACES, "box", "dict_obs"))  # the others: test_control_learning
+@pytest.mark.parametrize("space", fast_only(Identity.SPACES, "dict_obs"))  # the others: test_control_learning
 def test_every_space_learns_to_do_what_it_is_shown(tmp_path, space):
     done = run(
         TINY,

@@ -24,6 +24,11 @@ from typing import Any
 
 HERE = str(Path(__file__).parent)
 COMMAND = str(Path(sys.executable).with_name("palestra"))
+# Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": HERE,
+}
 RUN_COMMAND = f"import sys\nsys.path[0] = {os.path.dirname(COMMAND)!r}\nfrom palestra.cli import main\nsys.exit(main())"
 # What a run draws at its end takes as long as a short run: only where this variable is set.
 PICTURES = "TEST_PICTURES"
@@ -71,12 +76,10 @@ def _started() -> socket.socket:
     if _zygote is None:
         _zygote, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number, null = theirs.fileno(), subprocess.DEVNULL
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": HERE}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-c", f"import zygote; zygote.main({number})"]
         with theirs:
             subprocess.Popen(
-                command, pass_fds=[number], env=environment, stdin=null, stdout=null, start_new_session=True
+                command, pass_fds=[number], env=ENVIRONMENT, stdin=null, stdout=null, start_new_session=True
             )
     return _zygote
 
