@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from small_lm import small_model
@@ -68,16 +67,11 @@ class Lab:
 
     def run(self, **changes: Any) -> Run:
         """Train a spec to its end, without the pictures: they take several times as long and are tested elsewhere."""
-        return self._run(self.spec(**changes))
+        return palestra.run(self.spec(**changes), root=self.root, quiet=True)
 
     def resume(self, name: str, **settings: Any) -> Run:
         """Go on with a run."""
-        return self._run(resume=name, **settings)
-
-    def _run(self, spec: dict[str, Any] | None = None, **settings: Any) -> Run:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("palestra.kinds.posttrain.trial_plots", lambda run: [])
-            return palestra.run(spec, root=self.root, quiet=True, **settings)
+        return palestra.run(resume=name, root=self.root, quiet=True, **settings)
 
 
 def letters(task: str = "Letters", **args: Any) -> dict[str, Any]:

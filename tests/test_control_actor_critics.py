@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from actor_critic_probes import CONTINUOUS, Aim, made, rate, trained
+from conftest import fast_only
 from envs import Identity
 from gymnasium import spaces
 from probe_envs import OneStep, learner_on, sync
@@ -210,7 +211,7 @@ def pendulum(name: str, seed: int = 0, env: Any = None, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", fast_only([False, True], True))
 def test_resume_gives_the_same_numbers(name: str, scaled: bool):  # checklist 62
     given: dict[str, Any] = {"given": {"normalise_obs": True, "normalise_reward": True}} if scaled else {}
     one = pendulum(name, **given)

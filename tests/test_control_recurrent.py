@@ -1,10 +1,12 @@
 """Recurrent policies: torch's cells, memory cleared where episodes begin, sequences in minibatches (checklist 35)."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import fast_only
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from on_policy_envs import Cue, TwoStep
@@ -152,8 +154,7 @@ def test_minibatches_hold_whole_environments_each_exactly_once_an_epoch():
     assert all(set(seen[i : i + 4]) == columns for i in (0, 4, 8))
 
 
-@pytest.mark.parametrize("name", ["ppo", "a2c"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(("cell", "name"), fast_only(product(CELLS, ["ppo", "a2c"]), ("lstm", "ppo"), ("gru", "a2c")))
 def test_cue_shown_before_is_remembered(name, cell):
     given: dict[str, Any] = {"minibatch": 64, "lr": 5e-3} if name == "ppo" else {"lr": 1e-2}
     learner = learner_on(sync(Cue, 16), name, net=spec(cell, 16), horizon=16, gamma=0.9, **given)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zygote
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -386,7 +387,7 @@ def test_killed_at_random_moments_the_newest_checkpoint_always_loads(tmp_path):
     reached = 0
     moments = random.Random(0)
     for _ in range(12):
-        process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, tmp_path], stdout=subprocess.PIPE)
+        process = zygote.Popen([sys.executable, "-c", SAVE_FOREVER, tmp_path], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"ready\n"
         time.sleep(moments.uniform(0.02, 0.25))
         process.send_signal(signal.SIGKILL)

@@ -311,7 +311,7 @@ def test_curves_skip_values_that_are_not_finite(tmp_path, monkeypatch):
     assert figures[0].axes[0].lines[0].get_xdata()[-1] == 20000
 
 
-def test_trial_plots_write_headline_and_grid_without_timings(tmp_path, monkeypatch):
+def test_trial_plots_write_headline_and_grid_without_timings(tmp_path, monkeypatch, pictures):
     run = make(tmp_path, rows={0: learning(0), 1: learning(1)})
     figures = drawn_axes(monkeypatch)
     written = plot.trial_plots(run)
