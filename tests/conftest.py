@@ -21,7 +21,7 @@ import zygote
 from hypothesis import settings
 from zygote import COMMAND, ENVIRONMENT
 
-from palestra.spec.precision import precision
+from palestra.spec.shape import precision
 
 # A shared machine may be slow at any moment: examples have no deadline. `make test` takes few of them, `make test-all`
 # as many as each test asks for (--hypothesis-profile full).
