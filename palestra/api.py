@@ -12,7 +12,6 @@ from typing import Any
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
-from palestra.runs.redact import REDACTED
 from palestra.runs.run import Run, open_run
 from palestra.runs.store import write_bytes
 from palestra.spec.compose import parse
@@ -22,6 +21,7 @@ from palestra.spec.load import Loaded, Source, read, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
+from palestra.work.redact import REDACTED
 from palestra.work.worker import pack
 
 log = logging.getLogger("palestra")

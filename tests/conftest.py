@@ -11,15 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+import zygote
 from hypothesis import settings
+from zygote import COMMAND, ENVIRONMENT
 
-COMMAND = str(Path(sys.executable).with_name("palestra"))
+from palestra.spec.shape import precision
+
 # A shared machine may be slow at any moment: examples have no deadline. `make test` takes few of them, `make test-all`
 # as many as each test asks for (--hypothesis-profile full).
 QUICK = 15
@@ -27,20 +30,14 @@ settings.register_profile("full", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=QUICK)
 settings.load_profile("quick")
 
-# Bytecode is kept: compiling torch's modules anew takes as long as importing them, at each of many starts.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parent),
-}
-
-# About 40 ms a step on one core.
+# About 30 ms a step on one core.
 SHORT: dict[str, Any] = {
     "kind": "control",
     "name": "short",
     "env": {"id": "CartPole-v1", "num_envs": 4},
-    "algorithm": {"name": "ppo", "horizon": 32, "minibatch": 32, "epochs": 3},
+    "algorithm": {"name": "ppo", "horizon": 32, "minibatch": 32, "epochs": 2},
     "net": {"hidden": [16]},
-    "train": {"frames": 66 * 128},
+    "train": {"frames": 36 * 128},
     "eval": {"episodes": 4, "num_envs": 4},
     "every": {"checkpoint": ["3 steps", "0.3 seconds"], "eval": "7 steps"},
 }
@@ -48,6 +45,10 @@ SHORT: dict[str, Any] = {
 
 # Where torch is not installed (there may be no build for this Python) the tests that need none are run.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+# Marks of a case in bf16, which this CPU may take a hundred times as long for as for FP32.
+BF16 = () if precision("auto", "cpu") == "bf16" else (pytest.mark.slow,)
 
 
 class WithoutTorch:
@@ -77,6 +78,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def pytest_configure() -> None:
+    """Workers of pools in this process are forked too, and runs draw no pictures unless asked."""
+    zygote.install()
+
+
+# Files that take long are begun first: at the end no process waits for another's.
+LONG = ("e2e", "kill", "pipeline", "search", "recipes", "ranks", "install", "learning", "docs", "posttrain", "control")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files, which xdist hands out in their order (--no-loadscope-reorder)."""
+    items.sort(key=lambda item: min((at for at, word in enumerate(LONG) if word in item.path.name), default=len(LONG)))
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Hold examples that a test asks for itself to the quick profile too."""
     test = getattr(item, "obj", None)
@@ -102,7 +117,7 @@ class Scratch:
 
     def start(self, *arguments: str, before: Sequence[str] = (), **environment: str) -> subprocess.Popen:
         """Start `palestra …` in a process group of its own; `before` is a command that starts it."""
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [*before, COMMAND, *arguments],
             cwd=self.path,
             env={**ENVIRONMENT, **environment},
@@ -196,6 +211,32 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds:
     return value
 
 
+def lines_run(call: Callable[[], Any]) -> int:
+    """How many lines of Python a call runs: the work it does, whatever the clock says."""
+    count, before = 0, sys.gettrace()
+
+    def trace(*_: Any) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def fast_only(cases: Iterable[Any], *fast: Any) -> list[Any]:
+    """The cases of a parameter, of which `make test` runs the fast ones: they show what the others show too."""
+    return [case if case in fast else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Scratch]:
     made = Scratch(tmp_path)
@@ -203,19 +244,25 @@ def scratch(tmp_path: Path) -> Iterator[Scratch]:
     made.end()
 
 
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs draw what they draw outside of tests."""
+    monkeypatch.setenv(zygote.PICTURES, "1")
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """A run of SHORT that nobody interrupted; only to be read."""
-    return _trained_once(tmp_path_factory, "finished", max_session=1)
+    return _trained_once(tmp_path_factory, "finished", {zygote.PICTURES: "1"}, max_session=1)
 
 
 @pytest.fixture(scope="session")
 def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """The same with two seeds side by side."""
-    return _trained_once(tmp_path_factory, "two_seeds", max_session=2)
+    return _trained_once(tmp_path_factory, "two_seeds", {}, max_session=2)
 
 
-def _trained_once(factory: pytest.TempPathFactory, name: str, **changes: Any) -> Scratch:
+def _trained_once(factory: pytest.TempPathFactory, name: str, environment: dict[str, str], **changes: Any) -> Scratch:
     """Train SHORT, changed so, in a folder that all processes of this pytest run share."""
     base = factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
@@ -224,6 +271,6 @@ def _trained_once(factory: pytest.TempPathFactory, name: str, **changes: Any) ->
     with (path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "runs").exists():
-            result = made("train", made.spec(**changes), "--quiet")
+            result = made("train", made.spec(**changes), "--quiet", **environment)
             assert result.returncode == 0, result.stderr
     return made

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import palestra
 from palestra.runs.run import Run
 from palestra.tasks.prompts import demonstrations
@@ -68,11 +66,8 @@ def spec_of(student: object, teacher: dict[str, Any], **changes: Any) -> dict[st
 
 
 def quietly(spec: dict[str, Any] | None, root: Path, **settings: Any) -> Run:
-    """Run without pictures, which take several times as long and are tested elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in ("lm", "posttrain"):
-            patch.setattr(f"palestra.kinds.{kind}.trial_plots", lambda run: [])
-        return palestra.run(spec, root=root / "runs", quiet=True, **settings)
+    """Run, or resume, in the folder `runs`."""
+    return palestra.run(spec, root=root / "runs", quiet=True, **settings)
 
 
 def session_of(run: Run, seed: int = 0) -> Path:

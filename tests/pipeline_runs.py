@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import zygote
 from conftest import ENVIRONMENT
 from pipeline_steps import noted
 
@@ -28,7 +29,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def start(prefix: Path | str, what: str, argument: Path | str, **environment: str) -> subprocess.Popen:
     """A runner as a process of its own."""
     code = "import sys, pipeline_steps; pipeline_steps.main(*sys.argv[1:])"
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "-c", code, str(prefix), what, str(argument)],
         env={**ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from small_lm import small_model
@@ -12,7 +11,7 @@ from small_lm import small_model
 import palestra
 from palestra.data.tokenizers import character_tokenizer
 from palestra.lm.hf import save_pretrained
-from palestra.rollout.records import FILE, Record, scan
+from palestra.rollout.records import FILE, RolloutRecord, scan
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.run import Run
 
@@ -68,16 +67,11 @@ class Lab:
 
     def run(self, **changes: Any) -> Run:
         """Train a spec to its end, without the pictures: they take several times as long and are tested elsewhere."""
-        return self._run(self.spec(**changes))
+        return palestra.run(self.spec(**changes), root=self.root, quiet=True)
 
     def resume(self, name: str, **settings: Any) -> Run:
         """Go on with a run."""
-        return self._run(resume=name, **settings)
-
-    def _run(self, spec: dict[str, Any] | None = None, **settings: Any) -> Run:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("palestra.kinds.posttrain.trial_plots", lambda run: [])
-            return palestra.run(spec, root=self.root, quiet=True, **settings)
+        return palestra.run(resume=name, root=self.root, quiet=True, **settings)
 
 
 def letters(task: str = "Letters", **args: Any) -> dict[str, Any]:
@@ -96,7 +90,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in run.metrics()]
 
 
-def rollouts_of(run: Run) -> list[Record]:
+def rollouts_of(run: Run) -> list[RolloutRecord]:
     """What was trained on and what was left out."""
     return list(scan(session_of(run) / FILE))
 

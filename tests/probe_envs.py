@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
 from palestra.control.algorithms import ALGORITHMS
-from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.algorithms.ppo import PPO
 from palestra.control.envs.stepping import Stepper
 from palestra.control.nets.actor_critic import ActorCritic
@@ -146,7 +146,7 @@ def learner_on(
             "train": {"frames": frames, "compile": "on" if compile else "off"},
         }
     )
-    made = ALGORITHMS[name](Parts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))
+    made = ALGORITHMS[name](AlgorithmParts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))
     made.episodes.reset(seed)
     return made
 

@@ -194,11 +194,11 @@ def shares(ranks: Ranks) -> dict[str, float]:
     return {"mine": mine, "all": sum(p.numel() for p in parameters)}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *cases: str) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.join(torch.device("cpu"))
     jobs: dict[str, Callable[[], dict[str, float]]] = {
-        name: lambda case=case: measure(case, ranks) for name, case in CASES.items()
+        name: lambda case=CASES[name]: measure(case, ranks) for name in cases
     }
     jobs["shares"] = lambda: shares(ranks)
     found = {name: job() for name, job in jobs.items()}
@@ -206,4 +206,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -22,6 +22,12 @@ def net(**changes: Any) -> dict[str, Any]:
     }
 
 
+def arc_net(layers: list[Any], graph: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """The same of layers that are written out, as TorchArc reads them."""
+    arc = {"modules": {"body": {"Sequential": layers}}} | ({} if graph is None else {"graph": graph})
+    return net(type="TorchArcNet", arc=arc, **changes)
+
+
 def schedule(name: str, start: float, end: float | None = None, first: int = 0, last: int = 0) -> dict[str, Any]:
     return {"name": name, "start_val": start, "end_val": end, "start_step": first, "end_step": last}
 
@@ -147,21 +153,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "torch_arc": spec(
         PPO,
         ON_POLICY,
-        net(
-            type="TorchArcNet",
-            arc={
-                "modules": {
-                    "body": {
-                        "Sequential": [
-                            {"LazyLinear": {"out_features": 48}},
-                            "ReLU",
-                            {"LazyLinear": {"out_features": 24}},
-                            "ReLU",
-                        ]
-                    }
-                },
-                "graph": {"input": "x", "modules": {"body": ["x"]}, "output": "body"},
-            },
+        arc_net(
+            [{"LazyLinear": {"out_features": 48}}, "ReLU", {"LazyLinear": {"out_features": 24}}, "ReLU"],
+            graph={"input": "x", "modules": {"body": ["x"]}, "output": "body"},
         ),
     ),
     "atari": spec(
@@ -184,25 +178,18 @@ SPECS: dict[str, dict[str, Any]] = {
     "atari_arc": spec(
         {**SAC, "training_frequency": 4},
         REPLAY,
-        net(
-            type="TorchArcNet",
-            arc={
-                "modules": {
-                    "body": {
-                        "Sequential": [
-                            {"LazyConv2d": {"out_channels": 32, "kernel_size": 8, "stride": 4}},
-                            {"ReLU": None},
-                            {"LazyConv2d": {"out_channels": 64, "kernel_size": 4, "stride": 2}},
-                            {"ReLU": None},
-                            {"LazyConv2d": {"out_channels": 64, "kernel_size": 3, "stride": 1}},
-                            {"ReLU": None},
-                            {"Flatten": None},
-                            {"LazyLinear": {"out_features": 512}},
-                            {"ReLU": None},
-                        ]
-                    }
-                },
-            },
+        arc_net(
+            [
+                {"LazyConv2d": {"out_channels": 32, "kernel_size": 8, "stride": 4}},
+                {"ReLU": None},
+                {"LazyConv2d": {"out_channels": 64, "kernel_size": 4, "stride": 2}},
+                {"ReLU": None},
+                {"LazyConv2d": {"out_channels": 64, "kernel_size": 3, "stride": 1}},
+                {"ReLU": None},
+                {"Flatten": None},
+                {"LazyLinear": {"out_features": 512}},
+                {"ReLU": None},
+            ],
             normalize=True,
         ),
         env={"name": "ALE/Pong-v5", "num_envs": 16, "max_frame": 2e6},

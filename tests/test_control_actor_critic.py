@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_envs import Scripted, Walk, learner_on, sync
 
-from palestra.control.algorithms.a2c import A2C
-from palestra.control.algorithms.a2c import Rates as A2CRates
+from palestra.control.algorithms.a2c import A2C, A2cRates
 from palestra.control.algorithms.on_policy import OnPolicy, SelfImitation
-from palestra.control.algorithms.ppo import METRICS, PPO, Rates
+from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
 from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.envs.make import make_vector
 from palestra.control.episodes import WholeEpisodes
@@ -46,7 +45,7 @@ def disturbed(learner: Any) -> Any:
 def test_a2c_loss_equals_the_formula_row_by_row():
     a2c = disturbed(made("a2c", value_coef=0.7))
     batch = a2c.prepare(a2c.collect())
-    loss, metrics = a2c.loss(a2c.net, batch, A2CRates(torch.tensor(0.1), torch.tensor(0.02)))
+    loss, metrics = a2c.loss(a2c.net, batch, A2cRates(torch.tensor(0.1), torch.tensor(0.02)))
     distribution, values = a2c.net(batch.obs)
     policy, value, entropy = [], [], []
     for i in range(36):
@@ -313,7 +312,7 @@ def test_obs_scale_ratio_of_the_first_minibatch_is_exactly_one():
     assert isinstance(ppo, PPO)
     ppo.step(0.0)
     batch = ppo.prepare(ppo.collect())
-    rates = Rates(torch.tensor(1e-3), torch.tensor(0.2), torch.tensor(0.0))
+    rates = PpoRates(torch.tensor(1e-3), torch.tensor(0.2), torch.tensor(0.0))
     _, _, metrics = ppo.update(ppo.adam, ppo._minibatches(batch)[0], rates)
     assert dict(zip(METRICS, metrics.tolist(), strict=True))["approx_kl"] == 0.0
 

@@ -49,7 +49,7 @@ def test_observations_are_the_emulators_frames_skipped_pooled_resized_and_stacke
         stack = [np.zeros((84, 84))] * 3 + [obs[0, -1].astype(np.float64)]
         assert not obs[0, :3].any()  # cleared at reset
         rng = np.random.default_rng(0)
-        for _ in range(100):
+        for _ in range(40):
             action = int(rng.integers(0, 4))
             before = obs
             obs, rewards, *_ = env.step(np.array([action]))
@@ -77,10 +77,10 @@ def played(env, steps: int, seed: int = 0) -> tuple[Episodes, int, list[float]]:
 
 def test_lost_lives_end_episodes_and_scores_stay_those_of_whole_games():  # point 10
     kwargs = {"repeat_action_probability": 0.0}
-    with closing(games(4, **kwargs)) as env:
+    with closing(games(2, **kwargs)) as env:
         whole, ends, scores = played(env, 400)
     assert ends == len(scores) > 2
-    with closing(games(4, life_loss_info=True, **kwargs)) as env:
+    with closing(games(2, life_loss_info=True, **kwargs)) as env:
         lives, life_ends, life_scores = played(env, 400)
     assert life_scores == scores
     assert [length for _, length in lives.recent] == [length for _, length in whole.recent]

@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+import zygote
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hanging_envs import Hanging
 
@@ -174,9 +175,9 @@ def test_environment_that_raises_in_a_process_raises_the_same_here():
 
 
 def test_process_that_dies_is_named_and_the_others_end():
-    given = {"when": "step", "at": 2, "how": "die", "seed": 3}
+    given, before = {"when": "step", "at": 2, "how": "die", "seed": 3}, psutil.Process().children()
     env = make_vector(EnvSpec(id="hanging_envs:Hanging", vectorize="async", kwargs=given), 4)
-    family = psutil.Process().children()
+    family = set(psutil.Process().children()) - set(before)
     env.reset(seed=0)
     env.step(np.zeros(4, np.int64))
     with closing(env), pytest.raises(EnvironmentFailed, match=r"environments 2 to 3 ended \(exit code 3\) in step"):
@@ -224,6 +225,12 @@ def test_slow_copies_that_go_on_are_not_taken_for_hung():
             env.step(np.zeros(8, np.int64))  # 1.2 s in this process
 
 
+def started(script: str) -> zygote.Popen:
+    """A script in a process of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return zygote.Popen([sys.executable, "-c", textwrap.dedent(script)], **pipes, text=True)
+
+
 def test_compiled_code_that_never_returns_ends_the_process_with_the_message():
     script = """
         import ctypes
@@ -243,12 +250,11 @@ def test_compiled_code_that_never_returns_ends_the_process_with_the_message():
         spec = EnvSpec(id="object:x", vectorize="sync", reset_timeout=0.5)
         make_vector(spec, 1, lambda: Stuck(gym.make("CartPole-v1"))).reset(seed=0)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1, done.stderr
-    assert "palestra: object:x hangs: environment 0 did not come back from reset within 0.5 s" in done.stderr
-    assert "in reset" in done.stderr
+    process = started(script)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "palestra: object:x hangs: environment 0 did not come back from reset within 0.5 s" in err
+    assert "in reset" in err
 
 
 def test_process_that_was_stopped_for_a_while_does_not_take_its_environment_for_hung():
@@ -272,10 +278,8 @@ def test_trainer_that_is_killed_leaves_no_process():
         print(*(child.pid for child in psutil.Process().children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    pids = [int(pid) for pid in done.stdout.split()]
+    out, _ = started(script).communicate(timeout=60)
+    pids = [int(pid) for pid in out.split()]
     assert len(pids) >= 2
     until = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < until:

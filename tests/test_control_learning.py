@@ -1,10 +1,12 @@
 """PPO learns what can be learned: identity environments of every action space, and values known in closed form."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from conftest import fast_only
 from envs import LENGTH, Identity
 from gymnasium.vector import AutoresetMode
 from probe_envs import OneStep, Walk, ppo_on, sync
@@ -45,7 +47,7 @@ def values(ppo: PPO, *places: float) -> list[float]:
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", fast_only(MODES, AutoresetMode.SAME_STEP))
 def test_value_of_a_constant_reward_is_that_reward(mode):
     ppo = trained(ppo_on(sync(lambda: OneStep(lambda shown, action: 1.0), 8, mode), **QUICK), 12)
     assert values(ppo, -1.0, 1.0) == pytest.approx([1.0, 1.0], abs=0.05)
@@ -57,7 +59,7 @@ def test_value_of_a_reward_shown_is_what_is_shown(mode):
     assert values(ppo, -1.0, 1.0) == pytest.approx([-1.0, 1.0], abs=0.05)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", fast_only(MODES, AutoresetMode.NEXT_STEP))
 def test_policy_and_value_of_a_reward_for_the_shown_action_are_learned(mode):
     pays = lambda shown, action: float((shown > 0) == action)  # noqa: E731
     ppo = trained(ppo_on(sync(lambda: OneStep(pays), 8, mode), **QUICK), 25)
@@ -65,16 +67,24 @@ def test_policy_and_value_of_a_reward_for_the_shown_action_are_learned(mode):
     assert values(ppo, -1.0, 1.0) == pytest.approx([1.0, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("gamma", [0.5, 0.9])
+@pytest.mark.parametrize(
+    ("gamma", "mode"),
+    fast_only(product([0.5, 0.9], MODES), (0.5, AutoresetMode.SAME_STEP), (0.9, AutoresetMode.NEXT_STEP)),
+)
 def test_value_of_a_delayed_reward_is_discounted_once_a_step(mode, gamma):
     ppo = trained(ppo_on(sync(lambda: Walk([0.0, 0.0, 1.0]), 8, mode), gamma=gamma, **QUICK), 20)
     assert values(ppo, 0.0, 1.0, 2.0) == pytest.approx([gamma**2, gamma, 1.0], abs=0.06)
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
-@pytest.mark.parametrize(("truncates", "expected"), [(True, 10.0), (False, 2.63)])
-def test_value_of_a_loop_counts_the_future_beyond_a_time_limit(mode, truncates, expected):
+@pytest.mark.parametrize(
+    ("truncates", "mode"),
+    fast_only(
+        product([True, False], AutoresetMode),
+        *((True, mode) for mode in AutoresetMode),
+        (False, AutoresetMode.SAME_STEP),
+    ),
+)
+def test_value_of_a_loop_counts_the_future_beyond_a_time_limit(mode, truncates):
     """Reward 1, γ = 0.9, five steps: r/(1-γ) = 10 when a limit cuts them off, and the mean of Σγᵏ when they end.
 
     The state is one and the same all the time, so the terminating one learns (4.0951 + 3.439 + 2.71 + 1.9 + 1) / 5.
@@ -83,4 +93,4 @@ def test_value_of_a_loop_counts_the_future_beyond_a_time_limit(mode, truncates, 
     factory = partial(Walk, [1.0] * 5, truncates=truncates, loop=True)
     settings = QUICK | {"lr": 3e-2, "max_grad_norm": None}
     ppo = trained(ppo_on(sync(factory, 8, mode), gamma=0.9, lam=1.0, **settings), 40)
-    assert values(ppo, 0.0) == pytest.approx([expected], abs=0.35)
+    assert values(ppo, 0.0) == pytest.approx([10.0 if truncates else 2.63], abs=0.35)

@@ -11,19 +11,19 @@ from envs import Identity
 from gymnasium.vector import AutoresetMode
 from probe_envs import Scripted, ppo_on, sync
 
-from palestra.control.algorithms.on_policy import Batch
-from palestra.control.algorithms.ppo import METRICS, PPO, Rates
+from palestra.control.algorithms.on_policy import RolloutBatch
+from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.optim import Adam, adam_step, clip_norm
-from palestra.control.trainer import Learner
+from palestra.control.trainer import ControlTrainer
 from palestra.rl.distributions import Categorical
 from palestra.spec.kinds.control import ControlSpec
 
 torch.set_num_threads(1)
 
 KINDS = ("discrete", "multi_discrete", "multi_binary", "box")
-RATES = Rates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
-LOOSE = Rates(torch.tensor(1e-2), torch.tensor(0.2), torch.tensor(0.01))
+RATES = PpoRates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
+LOOSE = PpoRates(torch.tensor(1e-2), torch.tensor(0.2), torch.tensor(0.01))
 
 
 def disturbed(ppo: PPO, size: float = 0.3) -> PPO:
@@ -37,11 +37,11 @@ def identity_ppo(kind: str, shared: bool = False, horizon: int = 16, **spec) -> 
     return disturbed(ppo_on(sync(partial(Identity, kind), 6), horizon=horizon, net={"shared": shared}, **spec))
 
 
-def in_float64(ppo: PPO, batch: Batch, rates: Rates) -> tuple[Batch, Rates]:
+def in_float64(ppo: PPO, batch: RolloutBatch, rates: PpoRates) -> tuple[RolloutBatch, PpoRates]:
     """Makes the learner's network compute in double precision; gives the batch and the rates for it."""
     ppo.flat = Flat(ppo.policy.net.double())
-    wide = Batch(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
-    return wide, Rates(*(rate.double() for rate in rates))
+    wide = RolloutBatch(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
+    return wide, PpoRates(*(rate.double() for rate in rates))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -277,7 +277,7 @@ def test_step_same_seed_gives_the_same_numbers_and_another_seed_others():
     assert run(1) != run(2)
 
 
-def learner(env: str = "CartPole-v1", **env_spec) -> Learner:
+def learner(env: str = "CartPole-v1", **env_spec) -> ControlTrainer:
     spec = ControlSpec.model_validate(
         {
             "kind": "control",
@@ -287,7 +287,7 @@ def learner(env: str = "CartPole-v1", **env_spec) -> Learner:
             "train": {"frames": 10_000},
         }
     )
-    return Learner(spec, 5, None, compile=False)
+    return ControlTrainer(spec, 5, None, compile=False)
 
 
 @pytest.mark.parametrize("vectorize", ["auto", "sync"])

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import fast_only
 from envs import LENGTH, Identity
 from gymnasium import spaces
 from on_policy_envs import Target, TwoStep
@@ -57,39 +58,44 @@ def values(learner: Any, *places: float) -> list[float]:
         return learner.policy.net.value(torch.tensor(places)[:, None]).tolist()
 
 
-@pytest.mark.parametrize("which", CRITICS)
+@pytest.mark.parametrize("which", fast_only(CRITICS, "ppo_imitating"))
 def test_value_of_a_constant_reward_is_that_reward(which):
     learner = trained(which, sync(lambda: OneStep(lambda shown, action: 1.0), 8))
     assert values(learner, -1.0, 1.0) == pytest.approx([1.0, 1.0], abs=0.05)
 
 
-@pytest.mark.parametrize("which", CRITICS)
+@pytest.mark.parametrize("which", fast_only(CRITICS, "a2c"))
 def test_value_of_a_reward_shown_is_what_is_shown(which):
     learner = trained(which, sync(lambda: OneStep(lambda shown, action: shown), 8))
     assert values(learner, -1.0, 1.0) == pytest.approx([-1.0, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("which", CRITICS)
+@pytest.mark.parametrize("which", fast_only(CRITICS, "a2c_imitating"))
 def test_value_of_a_delayed_reward_is_discounted_once_a_step(which):
     learner = trained(which, sync(lambda: Walk([0.0, 0.0, 1.0]), 8), longer=1.5, gamma=0.8)
     assert values(learner, 0.0, 1.0, 2.0) == pytest.approx([0.64, 0.8, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("which", fast_only(NAMES, "a2c_imitating", "ppo_normalising"))
 def test_policy_of_a_reward_for_the_shown_action_is_learned(which):
     pays = lambda shown, action: float((shown > 0) == action)  # noqa: E731
     learner = trained(which, sync(lambda: OneStep(pays), 8))
     assert learner.policy.act(np.array([[-1.0], [1.0]])).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("which", fast_only(NAMES, "a2c", "reinforce", "ppo_imitating"))
 def test_policy_of_two_steps_gives_the_first_its_credit(which):
     learner = trained(which, sync(TwoStep, 8), longer=1.5)
     assert learner.policy.act(np.array([[0.0], [1.0]])).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
-    ("which", "distribution"), [("a2c", "beta"), ("reinforce", "gaussian"), ("ppo_normalising", "beta")]
+    ("which", "distribution"),
+    fast_only(
+        [("a2c", "beta"), ("reinforce", "gaussian"), ("ppo_normalising", "beta")],
+        ("reinforce", "gaussian"),
+        ("ppo_normalising", "beta"),
+    ),
 )
 def test_policy_of_a_continuous_target_is_found(which, distribution):
     """Actions are asked for in the Box's own units of ±2, and learned in halves of its range."""
@@ -102,7 +108,11 @@ def test_policy_of_a_continuous_target_is_found(which, distribution):
 
 @pytest.mark.parametrize(
     ("which", "kind"),
-    [("a2c", "discrete_from_1"), ("a2c", "multi_binary"), ("reinforce", "multi_discrete"), ("reinforce", "box")],
+    fast_only(
+        [("a2c", "discrete_from_1"), ("a2c", "multi_binary"), ("reinforce", "multi_discrete"), ("reinforce", "box")],
+        ("a2c", "discrete_from_1"),
+        ("reinforce", "multi_discrete"),
+    ),
 )
 def test_identity_environment_of_any_space_is_learned(which, kind):
     spec = EnvSpec(id="object:Identity", num_envs=8)

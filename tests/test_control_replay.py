@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from probe_envs import Scripted, scripted_action, sync
 
 from palestra.control.envs.stepping import Stepper, Transition
-from palestra.control.memory.replay import Batch, Replay
+from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.spec.kinds.control import PrioritisedSpec
 
 MODES = list(AutoresetMode)
@@ -77,14 +77,14 @@ def filled(mode: AutoresetMode, num_envs: int, rows: int, steps: int, seed: int,
     return held, truth, stepper
 
 
-def every_row(held: Replay) -> Batch:
+def every_row(held: Replay) -> ReplayBatch:
     """What can be drawn, each once."""
     flags = held.columns["flags"].flat
     places = torch.arange(held._size * held.num_envs)
     return held._batch(places[(flags[held._flat(places)] & 4) == 0], None)
 
 
-def check(batch: Batch, expected: dict[tuple, tuple]) -> None:
+def check(batch: ReplayBatch, expected: dict[tuple, tuple]) -> None:
     for i in range(len(batch.obs)):
         action, total, following, discount = expected[batch.obs[i].numpy().tobytes()]
         assert int(batch.actions[i]) == action

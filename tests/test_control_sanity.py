@@ -9,7 +9,7 @@ from palestra.control import smoke_test as sanity
 from palestra.control.algorithms import ALGORITHMS
 from palestra.control.episodes import NotFinite
 from palestra.control.smoke_test import Insane, check_learning, tiny, try_out
-from palestra.control.trainer import Learner
+from palestra.control.trainer import ControlTrainer
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load
@@ -59,13 +59,13 @@ def test_dev_parameters_that_never_change_fail():
 
 
 def test_dev_part_without_gradients_that_never_changes_fails(monkeypatch):
-    made = Learner.__init__
+    made = ControlTrainer.__init__
 
-    def with_a_dead_part(self: Learner, *args: object, **kwargs: object) -> None:
+    def with_a_dead_part(self: ControlTrainer, *args: object, **kwargs: object) -> None:
         made(self, *args, **kwargs)
         self.algorithm.forgotten = nn.Linear(2, 2)  # a network that nothing trains
 
-    monkeypatch.setattr(Learner, "__init__", with_a_dead_part)
+    monkeypatch.setattr(ControlTrainer, "__init__", with_a_dead_part)
     with pytest.raises(Insane, match=r"forgotten\.weight .* did not change"):
         check_learning(ppo(), tell=lambda line: None)
 
@@ -82,7 +82,7 @@ def test_dev_loss_that_is_not_finite_fails():
 
 
 def test_parts_of_counts_every_parameter_once():
-    learner = Learner(tiny(ppo()), 0, None, compile=False)
+    learner = ControlTrainer(tiny(ppo()), 0, None, compile=False)
     try:
         counted = sum(p.numel() for _, now in sanity.parts_of(learner) for p in now())
         assert counted == sum(p.numel() for p in learner.policy.net.parameters())
@@ -91,7 +91,7 @@ def test_parts_of_counts_every_parameter_once():
 
 
 def test_parts_of_critics_are_the_vectors_that_learn():
-    learner = Learner(tiny(spec_of("sac")), 0, None, compile=False)
+    learner = ControlTrainer(tiny(spec_of("sac")), 0, None, compile=False)
     try:
         names = [name for name, _ in sanity.parts_of(learner)]
         assert {"critics.weights", "target.weights"} <= set(names)
@@ -100,7 +100,7 @@ def test_parts_of_critics_are_the_vectors_that_learn():
 
 
 def test_parts_of_dqn_has_the_target_network_too():
-    learner = Learner(tiny(spec_of("dqn")), 0, None, compile=False)
+    learner = ControlTrainer(tiny(spec_of("dqn")), 0, None, compile=False)
     try:
         assert any(name.startswith("target.") for name, _ in sanity.parts_of(learner))
     finally:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import zygote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,7 +218,7 @@ def test_dedup_killed_at_any_time_goes_on_to_the_same_output(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "out"), str(source)]
     seen, rng = set(), random.Random(0)
     for _ in range(4):
-        process = subprocess.Popen(command, start_new_session=True)
+        process = zygote.Popen(command)
         ledger, before = tmp_path / "out" / ".shards", len(list((tmp_path / "out").rglob("*.json")))
         # Some shards after the last kill: in the phase that comes next.
         enough, deadline = before + rng.randint(3, 6), time.monotonic() + 60

@@ -1,9 +1,9 @@
 import itertools
-import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from conftest import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,19 +151,6 @@ def test_packing_work_grows_no_faster_than_n_log_n():
     lengths = np.random.default_rng(1).integers(1, 4096, 4_000).tolist()
 
     def lines(n: int) -> int:
-        count = 0
-
-        def trace(*_):
-            nonlocal count
-            count += 1
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            first_fit_decreasing(lengths[:n], 4096)
-        finally:
-            sys.settrace(before)
-        return count
+        return lines_run(lambda: first_fit_decreasing(lengths[:n], 4096))
 
     assert lines(4_000) < 20 * lines(400)  # quadratic would be 100 times

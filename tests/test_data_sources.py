@@ -16,6 +16,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import s3fs
+import zygote
 from conftest import wait_until
 from hub_server import Hold, HubServer, Repository, hub_server
 from hypothesis import given, settings
@@ -122,7 +123,7 @@ def read(folder: Path) -> dict[str, bytes]:
 def run(script: str, *arguments: str) -> subprocess.Popen:
     """Start a script in a process of its own."""
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return zygote.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 # The order of the places.

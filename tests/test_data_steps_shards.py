@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zygote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ def test_documents_killed_in_the_middle_go_on_and_end_as_without_a_kill(tmp_path
     out, begun = tmp_path / "out", tmp_path / "begun"
     environment = {**os.environ, "BEGUN": str(begun), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", script, str(out), str(tmp_path / "in")]
-    process = subprocess.Popen(command, env=environment)
+    process = zygote.Popen(command, env=environment)
     deadline = time.monotonic() + 60
     while not any((out / ".shards/docs").glob("*.json")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import zygote
 from byte_encoder import ByteEncoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -206,11 +206,7 @@ build_store(sys.argv[2], shards(sys.argv[1]), ByteEncoder(masked=True, seconds=0
 def test_build_with_workers_killed_leaves_no_process_and_goes_on(tmp_path):
     many = write_shards(tmp_path / "a", [[f"text {i}"] for i in range(12)])
     parts = tmp_path / "store" / "parts"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path / "a", tmp_path / "store"],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        start_new_session=True,
-    )
+    process = zygote.Popen([sys.executable, "-c", SCRIPT, tmp_path / "a", tmp_path / "store"])
     deadline = time.monotonic() + 60
     while len(list(parts.glob("*.record.json"))) < 3:
         assert process.poll() is None

@@ -17,15 +17,15 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, numbers
+from conftest import ENVIRONMENT, fast_only, numbers
 from envs import LENGTH, Faulty, Identity
 from PIL import Image
 
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
+from palestra.runs.recorder import Moment
 from palestra.spec.model import plain
-from palestra.track.recorder import Moment
 
 TINY: dict[str, Any] = {
     "kind": "control",
@@ -36,14 +36,6 @@ TINY: dict[str, Any] = {
     "eval": {"episodes": 2, "num_envs": 2},
 }
 run = functools.partial(palestra.run, quiet=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_pictures():
-    """They take several times as long as these runs, and are tested elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("palestra.kinds.control.trial_plots", lambda run: [])
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +216,7 @@ def test_arguments_for_an_environment_given_as_an_object_are_refused(tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
-@pytest.mark.parametrize("space", Identity.SPACES)
+@pytest.mark.parametrize("space", fast_only(Identity.SPACES, "dict_obs"))  # the others: test_control_learning
 def test_every_space_learns_to_do_what_it_is_shown(tmp_path, space):
     done = run(
         TINY,
@@ -363,8 +355,8 @@ def test_default_evaluation_takes_at_most_a_tenth_of_the_frames_and_a_resume_rep
     assert len(evaluated) > 2
     assert evaluated[-1] == rows[-1]["frame"]
     assert 0 < frames_evaluated(rows) <= 8192 / 10
-    dense = run({**spec, "env": Identity, "every": {"eval": "1 steps"}}, root=tmp_path / "dense").metrics()
-    assert frames_evaluated(dense) > 8192 / 10
+    dense = {**spec, "env": Identity, "every": {"eval": "1 steps"}, "train": {"frames": 1024}}
+    assert frames_evaluated(run(dense, root=tmp_path / "dense").metrics()) > 1024 / 10
     told = (whole.sessions[0].path / "log.txt").read_text()
     assert told.count("evaluation of 10 episodes took") == len(evaluated)
     AsksToStop.asked = False

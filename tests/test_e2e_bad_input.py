@@ -242,7 +242,7 @@ def test_second_process_on_a_run_folder_is_refused_with_the_pid_and_changes_noth
 
 def test_changed_spec_is_refused_unless_allowed_and_a_damaged_checkpoint_is_skipped(scratch, finished):
     shutil.copytree(finished.path / "runs", scratch.path / "runs")
-    more = "train.frames=8960"  # 70 steps instead of 66
+    more = "train.frames=5120"  # 40 steps instead of 36
     result = scratch("train", "--resume", "short", more, "algorithm.lr=1e-3", "--allow", "train")
     assert result.returncode == 2
     assert "algorithm.lr: 0.0003 → 0.001" in result.stderr
@@ -250,7 +250,7 @@ def test_changed_spec_is_refused_unless_allowed_and_a_damaged_checkpoint_is_skip
     assert "train.frames" not in result.stderr
 
     newest = metas(scratch.session())[-1]
-    assert newest.step == 66
+    assert newest.step == 36
     weights = newest.path / "state/arrays.safetensors"
     content = bytearray(weights.read_bytes())
     content[-100] ^= 1
@@ -259,8 +259,8 @@ def test_changed_spec_is_refused_unless_allowed_and_a_damaged_checkpoint_is_skip
     assert result.returncode == 0, result.stderr
     assert f"checkpoint {newest.path} is damaged" in result.stderr
     rows = scratch.rows()
-    assert [row["step"] for row in rows] == list(range(1, 71))
-    assert rows[:65] == finished.rows()[:65]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert rows[:35] == finished.rows()[:35]
     manifest = json.loads((scratch.session() / "manifest.json").read_text())
-    assert manifest["spec"]["train"]["frames"] == 8960
-    assert manifest["before"]["spec"]["train"]["frames"] == 66 * 128
+    assert manifest["spec"]["train"]["frames"] == 5120
+    assert manifest["before"]["spec"]["train"]["frames"] == 36 * 128

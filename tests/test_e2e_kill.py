@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import SHORT, Scratch, last_step, numbers, wait_until
+import zygote
+from conftest import ENVIRONMENT, SHORT, Scratch, last_step, numbers, wait_until
 
 import palestra
 from palestra.runs.checkpoint import load, metas
@@ -94,7 +95,7 @@ def finish(scratch: Scratch, spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "saving"), [(1, (57,)), pytest.param(7, (57, 60), marks=pytest.mark.slow)], ids=["three", "ten"]
+    ("kills", "saving"), [(1, (30,)), pytest.param(7, (30, 33), marks=pytest.mark.slow)], ids=["three", "ten"]
 )
 def test_run_killed_at_so_many_moments_equals_one_that_was_not(scratch, finished, kills, saving):
     spec, moments = scratch.spec(), random.Random(20)
@@ -103,7 +104,7 @@ def test_run_killed_at_so_many_moments_equals_one_that_was_not(scratch, finished
     kill(process)  # before there is anything to resume from
     assert not metas(session)
     for i in range(kills):
-        kill_at(scratch, spec, 8 * i + moments.randint(1, 7), moments.uniform(0, 0.06))
+        kill_at(scratch, spec, 4 * i + moments.randint(1, 3), moments.uniform(0, 0.06))
     for step in saving:
         kill_in_checkpoint(scratch, spec, step)
     finish(scratch, spec)
@@ -135,9 +136,9 @@ def test_trial_killed_before_its_first_session_was_made_is_resumed_from_its_own_
     assert [(row["seed"], row["step"]) for row in done.metrics()] == [(3, 1), (3, 2)]
 
 
-def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(scratch, finished):
+def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(scratch, finished, monkeypatch):
     spec = scratch.spec(every={"checkpoint": "5 minutes"})
-    for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 30)):
+    for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 22)):
         process = begin(scratch, spec)
         session = session_of(scratch, process)
         wait_until(lambda session=session, step=step: last_step(session) >= step, process)
@@ -149,6 +150,7 @@ def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(sc
         assert "Traceback" not in err
         assert scratch.status()["state"] == "interrupted"
         assert metas(session)[-1].step == last_step(session)
+    monkeypatch.setitem(ENVIRONMENT, zygote.PICTURES, "1")
     process = begin(scratch, spec)
     wait_until((scratch.trial() / "summary.json").exists, process)
     process.send_signal(signal.SIGTERM)  # after the sessions: while it draws
@@ -162,7 +164,7 @@ def test_run_stopped_by_sigterm_then_sigint_saves_exits_130_and_resumes_equal(sc
 
 def test_trial_of_two_seeds_killed_leaves_no_orphan_and_equals(scratch, finished, two_seeds):
     spec = scratch.spec(max_session=2)
-    kill_at(scratch, spec, 20, 0.02, seed=1)
+    kill_at(scratch, spec, 10, 0.02, seed=1)
     finish(scratch, spec)
     assert_equal_trials(scratch, finished, two_seeds)
 
@@ -171,10 +173,10 @@ def test_trial_of_two_seeds_killed_leaves_no_orphan_and_equals(scratch, finished
 def test_trial_of_two_seeds_killed_and_stopped_equals(scratch, finished, two_seeds):
     spec, moments = scratch.spec(max_session=2), random.Random(2)
     for i in range(3):
-        kill_at(scratch, spec, 12 * i + moments.randint(1, 11), moments.uniform(0, 0.06), seed=i % 2)
+        kill_at(scratch, spec, 6 * i + moments.randint(1, 5), moments.uniform(0, 0.06), seed=i % 2)
     process = begin(scratch, spec)
     session = session_of(scratch, process, seed=1)
-    wait_until(lambda: last_step(session) >= 50, process)
+    wait_until(lambda: last_step(session) >= 25, process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -14,9 +14,9 @@ from posttrain_lab import Lab
 
 import palestra
 from palestra.errors import PalestraError, UsageError
+from palestra.runs.recorder import Moment
 from palestra.tasks.rewards.rewards import reward
 from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
-from palestra.track.recorder import Moment
 
 CONTROL: dict[str, Any] = {
     "kind": "control",
@@ -43,14 +43,6 @@ run = functools.partial(palestra.run, quiet=True)
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory) -> Lab:
     return Lab(tmp_path_factory.mktemp("lab"))
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(request, monkeypatch) -> None:
-    """They take several times as long as these runs."""
-    if "curve" not in request.node.name:
-        for kind in ("control", "lm", "posttrain"):
-            monkeypatch.setattr(f"palestra.kinds.{kind}.trial_plots", lambda run: [])
 
 
 # ---- rewards
@@ -206,7 +198,7 @@ def test_rows_that_are_none_are_refused(tmp_path, rows, told):
 # ---- what a notebook shows
 
 
-def test_run_shows_itself_as_html_with_its_curve(tmp_path):
+def test_run_shows_itself_as_html_with_its_curve(tmp_path, pictures):
     html = run({**CONTROL, "name": "shown"}, root=tmp_path)._repr_html_()
     assert "<th>state</th><td>done</td>" in html
     assert 'src="data:image/png;base64,iVBOR' in html

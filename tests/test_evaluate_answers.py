@@ -16,7 +16,7 @@ from small_lm import CONTEXT, small_model, small_tokenizer
 from palestra.data.mixture import stream_key
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate.completions import Evaluation, ask, evaluate_tasks, pumped
-from palestra.evaluate.records import Judged, Record, line, pass_at_k, read_records, write_records
+from palestra.evaluate.records import EvaluationRecord, Judged, line, pass_at_k, read_records, write_records
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Request, Result, Sampling
@@ -113,7 +113,7 @@ def test_generator_with_its_own_thread_gives_the_same():
         assert untimed(asyncio.run(run(generator)).records) == untimed(expected.records)
 
 
-def untimed(records: tuple[Record, ...]) -> list[Any]:
+def untimed(records: tuple[EvaluationRecord, ...]) -> list[Any]:
     return [
         (record.key, [(a.text, a.stop_reason, a.verdict.status, a.verdict.score) for a in record.answers])
         for record in records
@@ -328,7 +328,7 @@ def test_identity_tells_other_questions_apart():
 def test_records_round_trip_and_a_torn_line_is_passed_over(tmp_path):
     verdict = Verdict(0.1 + 0.2, Status.UNPARSABLE, {"strict": 1 / 3}, 0.25, "namespaces", "é\n\u2028")
     records = [
-        Record(
+        EvaluationRecord(
             "t/test/0",
             "t",
             "samples",
@@ -336,7 +336,7 @@ def test_records_round_trip_and_a_torn_line_is_passed_over(tmp_path):
             3,
             (Judged("x\ny", 2, "stop", verdict), Judged("", 1, "eos", verdict)),
         ),
-        Record("t/test/1", "t", "greedy", "", 900, ()),
+        EvaluationRecord("t/test/1", "t", "greedy", "", 900, ()),
     ]
     path = tmp_path / "answers.jsonl"
     write_records(path, records)

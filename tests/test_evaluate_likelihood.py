@@ -20,8 +20,8 @@ from palestra.errors import PalestraError, UsageError
 from palestra.evaluate import likelihood
 from palestra.evaluate.choices import Item, Option, Suite, load_suite
 from palestra.evaluate.likelihood import (
-    Encoded,
-    Scored,
+    EncodedChoice,
+    ScoredChoice,
     encode_item,
     likelihood_metrics,
     likelihood_outcome,
@@ -58,7 +58,7 @@ def some_items(count: int, seed: int = 0) -> list[Item]:
 
 
 @torch.no_grad()
-def plain_logprob(model: Transformer, encoded: Encoded) -> tuple[float, bool]:
+def plain_logprob(model: Transformer, encoded: EncodedChoice) -> tuple[float, bool]:
     """One sequence alone, one token at a time, in float64."""
     total, greedy = 0.0, True
     for place in range(encoded.start, len(encoded.tokens)):
@@ -130,18 +130,18 @@ def test_written_is_what_greedy_decoding_writes():
 
 
 def test_ways_of_choosing_closed_form():
-    one = Scored("s", 0, 0, (-6.0, -4.0, -5.0), (4, 2, 5), (12, 4, 5), None, False)
+    one = ScoredChoice("s", 0, 0, (-6.0, -4.0, -5.0), (4, 2, 5), (12, 4, 5), None, False)
     assert [one.chosen(way) for way in ("sum", "token", "byte")] == [1, 2, 0]
     assert [one.right(way) for way in ("sum", "token", "byte")] == [False, False, True]
-    tie = Scored("s", 0, 1, (-2.0, -2.0), (1, 1), (1, 1), None, False)
+    tie = ScoredChoice("s", 0, 1, (-2.0, -2.0), (1, 1), (1, 1), None, False)
     assert tie.chosen("sum") == 0
 
 
 def test_outcome_closed_form():
     items = [choice("c", "aa", "bb", gold=0), choice("c", "a", "b", "c", "d", gold=3)]
     scored = [
-        Scored("some", 0, 0, (-1.0, -2.0), (1, 1), (2, 2), None, False),
-        Scored("some", 1, 3, (-1.0, -2.0, -3.0, -4.0), (1,) * 4, (1,) * 4, None, True),
+        ScoredChoice("some", 0, 0, (-1.0, -2.0), (1, 1), (2, 2), None, False),
+        ScoredChoice("some", 1, 3, (-1.0, -2.0, -3.0, -4.0), (1,) * 4, (1,) * 4, None, True),
     ]
     outcome = likelihood_outcome(suite_of(items), scored)
     assert outcome.accuracy.mean == 0.5
@@ -245,16 +245,16 @@ def test_long_context_loses_its_beginning_and_is_counted():
 def test_resumed_scores_are_the_same_bits_also_after_a_torn_chunk(monkeypatch):
     monkeypatch.setattr(likelihood, "CHUNK", 8)
     model, suite = small_model(), suite_of(some_items(30), name="mine")
-    parts: list[list[Scored]] = []
+    parts: list[list[ScoredChoice]] = []
     whole = score_suite(model, TOKENIZER, suite, keep=lambda some: parts.append(list(some)))
     assert [len(part) for part in parts] == [8, 8, 8, 6]
     for torn in (0, 5, 8, 19, 30):
-        kept: list[Scored] = []
+        kept: list[ScoredChoice] = []
         again = score_suite(model, TOKENIZER, suite, done=whole[:torn], keep=kept.extend)
         assert again == whole  # floats and all
         assert [one.item for one in kept] == list(range(torn - torn % 8 if torn < 30 else 30, 30))
     row = json.loads(json.dumps(vars(whole[3])))
-    assert Scored.read(row) == whole[3]
+    assert ScoredChoice.read(row) == whole[3]
     other = suite_of(some_items(30), name="other")
     assert score_suite(model, TOKENIZER, other, done=whole)[0].suite == "other"
 

@@ -49,7 +49,6 @@ def test_spec_of_a_real_model_trains_two_steps_on_a_tiny_one(name, model, tmp_pa
     if name == "math":
         pytest.importorskip("math_verify")
     monkeypatch.setenv("PALESTRA_DATA", str(DATA))
-    monkeypatch.setattr("palestra.kinds.posttrain.trial_plots", lambda run: [])
     path = ROOT / "examples" / "posttrain" / f"{name}.yaml"
     assert len(path.read_text().splitlines()) < 25
     run = palestra.run(path, variables={"model": str(model)}, root=tmp_path, quiet=True, **SMALL)

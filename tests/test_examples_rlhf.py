@@ -45,9 +45,7 @@ def test_preferences_make_answers_polite_and_leave_them_right(tmp_path, seed):
     assert result["reward_model_accuracy"] > 0.95
 
 
-def test_the_three_specs_in_a_row_run_and_report_what_was_not_trained_on(data, monkeypatch):
-    for where in ("palestra.kinds.lm", "palestra.kinds.posttrain"):
-        monkeypatch.setattr(f"{where}.trial_plots", lambda run: [])
+def test_the_three_specs_in_a_row_run_and_report_what_was_not_trained_on(data):
     small = ["train.steps=2", "threads=1", "device=cpu"]
     palestra.run(FOLDER / "sft.yaml", overrides=[*small, "train.batch=8"], quiet=True)
     palestra.run(FOLDER / "reward_model.yaml", overrides=[*small, "train.batch=8", "eval.examples=8"], quiet=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import fast_only
 from small_lm import overflowing
 from tiny_server import ALPHABET, CONTEXT, KEY, TOKENIZER, running, serving, tiny_engine, tiny_model
 
@@ -183,7 +184,7 @@ def test_pause_stops_drawing_and_resume_goes_on_to_the_same_tokens(opened: Open)
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("keep_cache", [True, False])
+@pytest.mark.parametrize("keep_cache", fast_only([True, False], False))
 def test_publish_changes_tokens_and_their_versions(opened: Open, keep_cache: bool) -> None:
     request = Request(PROMPT, replace(ENDLESS, temperature=0.0))
     (before,) = tiny_engine().run([request])[0].generations

@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from conftest import BF16
 from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
@@ -45,7 +46,7 @@ def other_requests(count, longest, seed=0):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_tokens_and_logprobs_in_batches_of_1_7_and_64_are_the_same_bits(dtype, threads):
     model = small_model(deviation=0.05, dtype=dtype, **REAL)
     request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6), n=2)
@@ -55,7 +56,7 @@ def test_tokens_and_logprobs_in_batches_of_1_7_and_64_are_the_same_bits(dtype, t
         assert among_others(model, request, other_requests(others, 40), max_running=64) == alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_prompt_in_chunks_while_others_come_and_go_gives_the_same_bits(dtype):
     model = small_model(deviation=0.05, dtype=dtype, **REAL)
     request = Request(prompt_of(600, 1), Sampling(seed=9, max_new_tokens=6))
@@ -64,7 +65,7 @@ def test_prompt_in_chunks_while_others_come_and_go_gives_the_same_bits(dtype):
     assert among_others(model, request, others, arrive=6, prefill_tokens=100, max_running=6, burst=3) == alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_mixture_of_experts_gives_the_same_bits_whatever_others_choose(dtype):
     model = small_model(deviation=0.1, dtype=dtype, moe=MOE, width=192, mlp=96, context=256, vocab=512)
     request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=8))

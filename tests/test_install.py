@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from conftest import fast_only
 
 ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).with_name("uv")
@@ -43,8 +45,9 @@ def resolve(tmp_path: Path, platform: str, python: str, *more: str) -> subproces
     return result
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(
+    ("platform", "python"), fast_only(product(PLATFORMS, PYTHONS), *zip(PLATFORMS, PYTHONS, strict=True))
+)
 def test_extras_resolve_to_wheels_on_platform(tmp_path: Path, platform: str, python: str) -> None:
     result = resolve(tmp_path, platform, python)
     assert result.returncode == 0, result.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import zygote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -705,7 +706,7 @@ def test_save_killed_in_the_middle_leaves_no_folder(tmp_path: Path) -> None:
         print("ready", flush=True)
         save_pretrained(Path(sys.argv[1]), model, tokenizer=None, eos=(), max_shard_bytes=1)
     """
-    process = subprocess.Popen(
+    process = zygote.Popen(
         [sys.executable, "-c", textwrap.dedent(script), tmp_path / "saved"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import wait_until
+from conftest import fast_only, wait_until
 from safetensors.torch import load_file
 from tiny_lm import EXPERTS, MUON, Lab, rows_of, session_of
 
@@ -98,7 +98,7 @@ def assert_equal_trees(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast_only(CASES, "experts", "sft_adapters_average", "dpo"))
 def test_run_killed_equals_one_that_was_not(lab, case, again):
     kind, changes = case_of(lab, case)
     reference = lab.run(kind, **changes, name="reference")

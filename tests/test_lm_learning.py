@@ -35,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         patch.setenv("PALESTRA_CACHE", str(path / "cache"))
-        patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
         runpy.run_path(str(EXAMPLES / "make_data.py"))["main"](Path("data"))
         yield path
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import BF16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -99,7 +100,9 @@ def test_experts_of_no_tokens_give_none():
     assert (out.shape, router.shape) == ((0, 12), (0, 6))
 
 
-@pytest.mark.parametrize(("dtype", "few", "many"), [(torch.float32, 16, 90), (torch.bfloat16, 64, 200)])
+@pytest.mark.parametrize(
+    ("dtype", "few", "many"), [(torch.float32, 16, 90), pytest.param(torch.bfloat16, 64, 200, marks=BF16)]
+)
 def test_a_tokens_output_does_not_depend_on_who_shares_its_experts(dtype, few, many):
     """To the bit. The sizes are those at which the CPU's products of few rows round differently."""
     moe = make(MoESpec(experts=8, active=2, mlp=384), width=768).to(dtype)

@@ -501,7 +501,7 @@ def enough(moment: Any) -> None:
 
 
 @pytest.mark.slow
-def test_seeds_differ_and_each_is_the_run_of_its_seed_and_curves_are_drawn(lab):
+def test_seeds_differ_and_each_is_the_run_of_its_seed_and_curves_are_drawn(lab, pictures):
     both = palestra.run(lab.spec("sft", max_session=2, train__steps=3), root=lab.root, quiet=True)
     assert (both.path / "plots" / "learning_curve.png").exists()
     assert both.summary()["eval/loss_by_seed"].keys() == {"0", "1"}

@@ -55,7 +55,7 @@ def pipeline(folder: Path, **sft: object) -> dict:
     }
 
 
-def test_models_and_tokens_of_steps_are_found_by_those_after_them(tmp_path, monkeypatch):
+def test_models_and_tokens_of_steps_are_found_by_those_after_them(tmp_path, monkeypatch, pictures):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
     outputs = Outputs(tmp_path / "out")

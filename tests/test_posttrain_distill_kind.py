@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import fast_only
 from distill_lab import quietly, scores, session_of, spec_of, taught, write_demonstrations
 from eval_lab import save_model
 from small_lm import small_model, small_tokenizer
@@ -199,7 +200,7 @@ def train(root: str, environment: dict[str, str], spec: dict[str, Any]) -> None:
     quietly(spec, Path(root))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast_only(CASES, "given", "itself"))
 def test_run_killed_and_resumed_gives_the_numbers_of_one_that_was_not(tmp_path, case):
     spec = random_spec(tmp_path, **CASES[case], train={"steps": 6}, hooks=["lm_hooks:end"])
     reference = quietly({**spec, "name": "reference"}, tmp_path)

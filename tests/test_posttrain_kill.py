@@ -173,7 +173,7 @@ def test_run_stopped_while_it_generates_saves_and_resumes(lab, staleness, answer
         assert_equal_runs(stopped, reference)
 
 
-@pytest.mark.parametrize("answers", [16 * 2 + 9, 16 * 4 + 9 + 6])
+@pytest.mark.parametrize("answers", [16 * 2 + 9, pytest.param(16 * 4 + 9 + 6, marks=pytest.mark.slow)])
 def test_run_stopped_in_an_evaluation_begins_again_with_it(lab, answers):
     # 16 answers a step and 6 an evaluation, before the first step, after the second and after the last, the fourth.
     # Judging takes a while, so that the signal comes before the evaluation ends.
@@ -227,9 +227,7 @@ def calling_model(lab: Lab) -> Path:
         "every": {"eval": None, "log": "60 steps"},
         "threads": 1,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
-        return palestra.run(spec, root=lab.root, quiet=True).path
+    return palestra.run(spec, root=lab.root, quiet=True).path
 
 
 def variant(lab: Lab, name: str) -> dict[str, Any]:

@@ -30,18 +30,19 @@ def rewards(run: Run, seed: int) -> tuple[float, float]:
     return fmean(found[:4]), fmean(found[-10:])
 
 
-def test_reward_of_two_seeds_rises_and_staleness_one_ends_within_noise(tmp_path):
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)], ids=["one", "two"])
+def test_reward_of_seeds_rises_and_staleness_one_ends_within_noise(tmp_path, seeds):
     lab, ends = Lab(tmp_path), {}
     for staleness in (0, 1):
-        for seed in (0, 1):
+        for seed in seeds:
             run = lab.run(name=f"run_{staleness}_{seed}", seed=seed, rollout__staleness=staleness, **RISING)
             first, last = rewards(run, seed)
             assert first < 0.42
             assert last > 0.57
             ends[staleness, seed] = last
-    sync, late = (fmean(ends[staleness, seed] for seed in (0, 1)) for staleness in (0, 1))
+    sync, late = (fmean(ends[staleness, seed] for seed in seeds) for staleness in (0, 1))
     # Ten steps of 64 answers have a standard error of about 0.02 each; staleness costs a step or two on top.
-    assert abs(sync - late) < 0.12
+    assert abs(sync - late) < 0.17 / len(seeds) ** 0.5
 
 
 def test_reward_with_shuffled_rewards_does_not_rise(tmp_path):
@@ -66,8 +67,6 @@ def lessons(path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_quickstart_cut_short_rises_from_two_seeds_with_and_without_staleness(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    for kind in ("lm", "posttrain"):
-        monkeypatch.setattr(f"palestra.kinds.{kind}.trial_plots", lambda run: [])
     lessons(tmp_path / "lessons.jsonl")
     spec = yaml.safe_load((QUICKSTART / "sft.yaml").read_text())
     spec["data"]["train"]["lessons"]["path"] = str(tmp_path / "lessons.jsonl")

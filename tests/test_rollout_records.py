@@ -22,7 +22,7 @@ from palestra.errors import PalestraError
 from palestra.lm.batch import Batch
 from palestra.posttrain.batch import pack, with_advantages
 from palestra.rollout import records
-from palestra.rollout.records import FILE, Record, Recording, newest, read, replay, scan, write
+from palestra.rollout.records import FILE, Recording, RolloutRecord, newest, read, replay, scan, write
 from palestra.rollout.types import Group
 from palestra.runs.session import Session
 from palestra.spec.algorithm import AlgorithmSpec
@@ -31,7 +31,7 @@ from palestra.track.sinks import JsonlSink
 
 
 @st.composite
-def some_records(draw: st.DrawFn) -> Record:
+def some_records(draw: st.DrawFn) -> RolloutRecord:
     one = draw(GROUPS)
     fate = draw(st.sampled_from(["trained", "filtered"]))
     advantages = []
@@ -40,7 +40,7 @@ def some_records(draw: st.DrawFn) -> Record:
         same = tuple(draw(NUMBERS.map(lambda x, each=each: tuple(x if m else 0.0 for m in each.loss_mask))))
         any_ = tuple(draw(st.lists(NUMBERS, min_size=size, max_size=size)))
         advantages.append(draw(st.sampled_from([same, any_])))
-    return Record(one, fate, draw(st.integers(0, 2**40)), tuple(advantages))
+    return RolloutRecord(one, fate, draw(st.integers(0, 2**40)), tuple(advantages))
 
 
 def bits(value: Any) -> Any:
@@ -57,7 +57,7 @@ def bits(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-def written(path: Path, *given: Record) -> Path:
+def written(path: Path, *given: RolloutRecord) -> Path:
     sink = JsonlSink(path)
     for record in given:
         write(sink, record)
@@ -65,13 +65,13 @@ def written(path: Path, *given: Record) -> Path:
     return path
 
 
-def training(step: int, *numbers: int, fate: str = "trained") -> list[Record]:
-    return [Record(group([0.0, 1.0], number), fate, step) for number in numbers]
+def training(step: int, *numbers: int, fate: str = "trained") -> list[RolloutRecord]:
+    return [RolloutRecord(group([0.0, 1.0], number), fate, step) for number in numbers]
 
 
 @settings(max_examples=40)
 @given(st.lists(some_records(), max_size=3))
-def test_records_of_any_content_come_back_bit_for_bit(tmp_path_factory: Any, given: list[Record]) -> None:
+def test_records_of_any_content_come_back_bit_for_bit(tmp_path_factory: Any, given: list[RolloutRecord]) -> None:
     path = written(tmp_path_factory.mktemp("records") / FILE, *given)
     assert [bits(one) for one in scan(path)] == [bits(one) for one in given]
     assert [bits(one) for one in newest(path)] == [bits(one) for one in reversed(given)]
@@ -83,7 +83,7 @@ def test_advantages_that_are_the_same_for_all_drawn_tokens_take_one_number(tmp_p
     size = len(one.trajectories[0].tokens)
     same, other = ((0.0, 0.0, 0.7, 0.7, 0.7),), ((0.0, 0.0, 0.7, 0.7, 0.8),)
     assert size == 5
-    paths = [written(tmp_path / name, Record(one, "trained", 1, a)) for name, a in (("a", same), ("b", other))]
+    paths = [written(tmp_path / name, RolloutRecord(one, "trained", 1, a)) for name, a in (("a", same), ("b", other))]
     assert [next(scan(path)).advantages for path in paths] == [same, other]
     assert b'"advantages": 0.7}' in paths[0].read_bytes()
 
@@ -100,7 +100,7 @@ def test_newest_with_blocks_of_any_size_is_the_file_backwards(
 
 
 def test_file_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path) -> None:
-    given = [Record(group([1.0], number), "trained", number) for number in range(3)]
+    given = [RolloutRecord(group([1.0], number), "trained", number) for number in range(3)]
     data = written(tmp_path / FILE, *given).read_bytes()
     ends = [place + 1 for place, byte in enumerate(data) if byte == 10]
     near = {end + shift for end in (0, *ends) for shift in (-2, -1, 0, 1, 2)}
@@ -131,7 +131,7 @@ def test_line_that_is_no_record_is_named_with_its_place(tmp_path: Path, line: st
 def test_row_that_json_does_not_have_is_refused_by_the_problems_name(tmp_path: Path) -> None:
     one = replace(group([1.0]), problem=Problem("t/train/0", "", {"day": date(2025, 1, 2)}))
     with pytest.raises(PalestraError, match="the rollouts of t/train/0 cannot be written as JSON"):
-        written(tmp_path / FILE, Record(one, "trained", 1))
+        written(tmp_path / FILE, RolloutRecord(one, "trained", 1))
 
 
 def test_replay_gives_the_batches_that_were_trained_in_their_order(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from rollout_groups import group, trajectory
 
 from palestra.cli.show import show_rollouts
 from palestra.errors import UsageError
-from palestra.rollout.records import FILE, Record, write
+from palestra.rollout.records import FILE, RolloutRecord, write
 from palestra.runs.folder import new_trial
 from palestra.runs.session import Session
 from palestra.tasks.task import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink
 
 
-def make_run(root: Path, *by_seed: list[Record], kind: str = "posttrain") -> Path:
+def make_run(root: Path, *by_seed: list[RolloutRecord], kind: str = "posttrain") -> Path:
     seeds = list(range(len(by_seed)))
     trial = new_trial(root, "lesson", seeds=seeds, command=["palestra"])
     for seed, given in enumerate(by_seed):
@@ -48,9 +48,9 @@ def answers(text: str) -> list[str]:
 
 
 RECORDS = [
-    Record(group([0.0, 1.0], 1), "trained", 1, ((0.0, 0.0, -0.5, -0.5, -0.5), (0.0, 0.0, 0.5, 0.5, 0.5))),
-    Record(group([1.0, 1.0], 2, task="reverse"), "filtered", 1),
-    Record(group([0.0, 0.0, 1.0], 3), "trained", 2),
+    RolloutRecord(group([0.0, 1.0], 1), "trained", 1, ((0.0, 0.0, -0.5, -0.5, -0.5), (0.0, 0.0, 0.5, 0.5, 0.5))),
+    RolloutRecord(group([1.0, 1.0], 2, task="reverse"), "filtered", 1),
+    RolloutRecord(group([0.0, 0.0, 1.0], 3), "trained", 2),
 ]
 EVERY = [
     "sums/train/1 1 wrong",
@@ -94,7 +94,9 @@ def test_rollouts_show_prompt_answer_numbers_and_note(tmp_path: Path, capsys: py
     verdict = Verdict(0.5, Status.WRONG, {"strict": 0.0, "flexible": 1.0}, note="took 7 for the answer")
     one = trajectory(0.25, verdict=verdict, completion="It is\n7", versions=(-1, -1, 4, 5, 6), stop_reason="length")
     asked = Problem("sums/train/1", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}))
-    record = Record(replace(group([0.0], problem=asked), trajectories=(one,)), "trained", 7, ((0, 0, 0.5, 0.5, 0.2),))
+    record = RolloutRecord(
+        replace(group([0.0], problem=asked), trajectories=(one,)), "trained", 7, ((0, 0, 0.5, 0.5, 0.2),)
+    )
     make_run(tmp_path, [record])
     assert [line.rstrip() for line in shown(capsys, tmp_path).splitlines()] == [
         "── sums/train/1  number 0  step 7  trained",
@@ -113,7 +115,9 @@ def test_rollouts_with_controls_and_markup_are_shown_as_they_are_written(
 ) -> None:
     """A model may write anything: nothing of it is obeyed by the terminal or by the library that colours."""
     wild = "[bold]x[/nothing] \x1b[31mred\x1b[0m \x07\r\x9b2J \u202etxt \ud800 naïve 日本語 🎉\tend"
-    make_run(tmp_path, [Record(replace(group([0.0]), trajectories=(trajectory(completion=wild),)), "trained", 1)])
+    make_run(
+        tmp_path, [RolloutRecord(replace(group([0.0]), trajectories=(trajectory(completion=wild),)), "trained", 1)]
+    )
     text = shown(capsys, tmp_path)
     assert r"[bold]x[/nothing] \x1b[31mred\x1b[0m \x07\r\x9b2J \u202etxt \ud800 naïve 日本語 🎉" in text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
@@ -124,7 +128,7 @@ def test_rollouts_in_a_terminal_have_the_colour_of_their_verdict(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    make_run(tmp_path, [Record(group([0.0, 1.0], 1), "trained", 1)])
+    make_run(tmp_path, [RolloutRecord(group([0.0, 1.0], 1), "trained", 1)])
     text = shown(capsys, tmp_path)
     assert re.search("\x1b\\[1;31mwrong", text)
     assert re.search("\x1b\\[1;32mcorrect", text)
@@ -132,7 +136,7 @@ def test_rollouts_in_a_terminal_have_the_colour_of_their_verdict(
 
 def test_rollouts_of_long_prompts_show_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problem = Problem("sums/train/1", "first " + "x" * 5000 + " last")
-    make_run(tmp_path, [Record(group([0.0], problem=problem), "trained", 1)])
+    make_run(tmp_path, [RolloutRecord(group([0.0], problem=problem), "trained", 1)])
     text = shown(capsys, tmp_path)
     assert "first" not in text
     assert " last" in text

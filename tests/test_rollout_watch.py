@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 import pytest
 
-from palestra.rollout.event_loop import LoopLag, LoopThread, Watchdog, stacks
+from palestra.rollout.event_loop import LoopLag, LoopThread, RolloutWatchdog, stacks
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_stall_of_a_hung_coroutine_tells_every_frame_that_waits_and_who_waits_fo
     loop: LoopThread, told: Callable[[str], list[str]]
 ) -> None:
     hung = loop.start(ask_somebody())
-    with Watchdog(0.2, lambda: "the batch lacks prompt 7", loop.loop):
+    with RolloutWatchdog(0.2, lambda: "the batch lacks prompt 7", loop.loop):
         until(lambda: told("who waits for whom"))
         time.sleep(0.6)
     (report,) = told("no progress for")
@@ -117,7 +117,7 @@ def test_stall_of_a_blocked_loop_shows_the_line_that_blocks_it(
     loop: LoopThread, told: Callable[[str], list[str]]
 ) -> None:
     loop.start(block_the_loop(2.0))
-    with Watchdog(0.2, lambda: "", loop.loop):
+    with RolloutWatchdog(0.2, lambda: "", loop.loop):
         until(lambda: told("no progress for"))
     assert "in block_the_loop\n    time.sleep(seconds)" in told("no progress for")[0]
 
@@ -131,7 +131,7 @@ def test_stall_shows_where_other_threads_are(loop: LoopThread, told: Callable[[s
     thread = threading.Thread(target=hold_on, name="a verifier")
     thread.start()
     try:
-        with Watchdog(0.1, lambda: "", loop.loop):
+        with RolloutWatchdog(0.1, lambda: "", loop.loop):
             until(lambda: told("no progress for"))
     finally:
         free.set()
@@ -142,7 +142,7 @@ def test_stall_shows_where_other_threads_are(loop: LoopThread, told: Callable[[s
 
 
 def test_stall_is_told_once_and_the_next_one_again(loop: LoopThread, told: Callable[[str], list[str]]) -> None:
-    with Watchdog(0.15, lambda: "", loop.loop) as watchdog:
+    with RolloutWatchdog(0.15, lambda: "", loop.loop) as watchdog:
         for count in (1, 2, 3):
             until(lambda count=count: len(told("no progress for")) == count)
             time.sleep(0.5)
@@ -151,7 +151,7 @@ def test_stall_is_told_once_and_the_next_one_again(loop: LoopThread, told: Calla
 
 
 def test_progress_now_and_then_is_no_stall(loop: LoopThread, told: Callable[[str], list[str]]) -> None:
-    with Watchdog(20.0, lambda: "", loop.loop) as watchdog:
+    with RolloutWatchdog(20.0, lambda: "", loop.loop) as watchdog:
         for _ in range(10):
             time.sleep(0.05)
             watchdog.progress()
@@ -164,7 +164,7 @@ def test_description_that_fails_is_told_and_the_watch_goes_on(
     def describe() -> str:
         raise RuntimeError("dictionary changed size during iteration")
 
-    with Watchdog(0.1, describe, loop.loop) as watchdog:
+    with RolloutWatchdog(0.1, describe, loop.loop) as watchdog:
         until(lambda: told("who waits for whom could not be told"))
         watchdog.progress()
         until(lambda: len(told("no progress for")) == 2)
@@ -174,7 +174,7 @@ def test_description_that_fails_is_told_and_the_watch_goes_on(
 
 def test_watch_that_is_left_has_ended_its_thread(loop: LoopThread) -> None:
     start = time.monotonic()
-    with Watchdog(600.0, lambda: "", loop.loop):
+    with RolloutWatchdog(600.0, lambda: "", loop.loop):
         assert any(thread.name == "watchdog" for thread in threading.enumerate())
     assert time.monotonic() - start < 20
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())

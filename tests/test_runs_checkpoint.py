@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zygote
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from palestra.errors import PalestraError
 from palestra.runs import checkpoint
 from palestra.runs.checkpoint import CheckpointFailed, DamagedCheckpoint
-from palestra.runs.due import CheckpointsDue
+from palestra.runs.loop import CheckpointsDue
 from palestra.runs.tree import UnsupportedState, flatten
 from palestra.spec.model import Cadence
 
@@ -267,7 +268,7 @@ def test_prune_keeps_kept_newest_and_best(tmp_path):
 def test_policies_by_steps_and_by_time_keep_what_the_reference_keeps(tmp_path, monkeypatch):
     """The numbers of levanter's test_checkpoint: every 2 until 10, every 5 until 20, then every 10; one temporary."""
     now = 0.0
-    monkeypatch.setattr("palestra.runs.due.time.monotonic", lambda: now)
+    monkeypatch.setattr("palestra.runs.loop.time.monotonic", lambda: now)
 
     def left(name: str, cadences: list[str], until: int, seconds: float = 1.0) -> list[list[int]]:
         nonlocal now
@@ -386,7 +387,7 @@ def test_killed_at_random_moments_the_newest_checkpoint_always_loads(tmp_path):
     reached = 0
     moments = random.Random(0)
     for _ in range(12):
-        process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, tmp_path], stdout=subprocess.PIPE)
+        process = zygote.Popen([sys.executable, "-c", SAVE_FOREVER, tmp_path], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"ready\n"
         time.sleep(moments.uniform(0.02, 0.25))
         process.send_signal(signal.SIGKILL)

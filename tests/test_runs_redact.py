@@ -14,8 +14,8 @@ from pipeline_steps import telling
 from palestra.pipeline import Step
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.runner import PipelineFailed, run
-from palestra.runs.redact import REDACTED, Stream, hidden, redact, redacted, secrets
 from palestra.work.pool import Pool, TaskFailed
+from palestra.work.redact import REDACTED, Stream, hidden, redact, redacted, secrets
 
 VALUE = 'hunter2-"quoted"\\and/long'
 

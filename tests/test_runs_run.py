@@ -13,7 +13,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs import plot
 from palestra.runs.folder import SessionDir, Trial, find, new_trial, trials
 from palestra.runs.manifest import compare, manifest
-from palestra.runs.run import Result, Run, diff, list_runs, open_run
+from palestra.runs.run import Run, SuiteResult, diff, list_runs, open_run
 from palestra.runs.session import Session
 from palestra.runs.store import write_json
 
@@ -248,8 +248,8 @@ def test_diff_gives_spec_and_results(tmp_path):
     b.trial.write_summary({"strength": 2.5, "label": "text"})
     found = diff(a, b)
     assert [str(change) for change in found.spec] == ["algorithm.lr: 0.1 → 0.2"]
-    assert Result("return", 15.0, 30.0) in found.results
-    assert Result("summary.strength", None, 2.5) in found.results
+    assert SuiteResult("return", 15.0, 30.0) in found.results
+    assert SuiteResult("summary.strength", None, 2.5) in found.results
     assert not any("label" in result.metric for result in found.results)
 
 
@@ -311,7 +311,7 @@ def test_curves_skip_values_that_are_not_finite(tmp_path, monkeypatch):
     assert figures[0].axes[0].lines[0].get_xdata()[-1] == 20000
 
 
-def test_trial_plots_write_headline_and_grid_without_timings(tmp_path, monkeypatch):
+def test_trial_plots_write_headline_and_grid_without_timings(tmp_path, monkeypatch, pictures):
     run = make(tmp_path, rows={0: learning(0), 1: learning(1)})
     figures = drawn_axes(monkeypatch)
     written = plot.trial_plots(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zygote
 
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs import session as session_module
@@ -205,7 +206,7 @@ except Interrupted as error:
 
 
 def train(path: Path, until: int) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", TRAIN, path, str(until)], stdout=subprocess.PIPE, text=True)
+    process = zygote.Popen([sys.executable, "-c", TRAIN, path, str(until)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 

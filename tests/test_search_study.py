@@ -63,7 +63,10 @@ def test_stored_trials_come_back_with_values_rungs_scores_and_states(tmp_path):
     assert records[2].reason == "the door is stuck"
 
 
-@pytest.mark.parametrize(("sampler", "direction"), [("tpe", "maximise"), ("tpe", "minimise"), ("cmaes", "minimise")])
+@pytest.mark.parametrize(
+    ("sampler", "direction"),
+    [("tpe", "maximise"), pytest.param("tpe", "minimise", marks=pytest.mark.slow), ("cmaes", "minimise")],
+)
 def test_sampler_learns_from_paused_trials_alone(tmp_path, sampler, direction):
     made, sign = study(tmp_path, direction, sampler=sampler), 1 if direction == "maximise" else -1
     distances = []

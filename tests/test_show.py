@@ -101,9 +101,8 @@ def test_runs_watch_shows_what_changed_and_ends_when_asked_to(root: Path) -> Non
     assert process.returncode == 0
 
 
-def test_metrics_picture_of_post_training_begins_with_reward_and_evaluation_with_its_error(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.usefixtures("pictures")
+def test_metrics_picture_of_post_training_begins_with_reward_and_evaluation_with_its_error(tmp_path: Path) -> None:
     order = ["loss", "grad_norm", "entropy", "reward", "length", "truncated", "kl_reference"]
     tasks = ["eval/a/accuracy", "eval/a/accuracy_se", "eval/accuracy"]
     leading = ["reward", "eval/a/accuracy", "entropy", "kl_reference", "length", "truncated", "grad_norm"]

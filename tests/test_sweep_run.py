@@ -37,7 +37,6 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = lab.spec("pretrain", train__steps=4, model__shape__moe=EXPERTS, sweep={"axes": AXES}, every__eval=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PALESTRA_CACHE", str(folder / "cache"))
-        patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
         sweep(plan(spec, root=lab.root, group="experts"), quiet=True)
         again = sweep(plan(spec, root=lab.root, group="experts"), quiet=True)
     assert len(again["runs"]) == 4
@@ -101,7 +100,6 @@ def test_comparison_of_runs_without_scores_draws_nothing(tmp_path):
 def test_run_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkeypatch):
     """A file of data that is missing for one run, and there the second time."""
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
     lab = Lab(tmp_path)
     paths = [str(tmp_path / "absent.jsonl"), str(tmp_path / "text.jsonl")]
     axes = {"data": {"values": paths, "of": ["data.train.text.path"]}}

@@ -14,7 +14,7 @@ from palestra.data.encoders import conversation
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
 from palestra.tasks.prompts import demonstrations
-from palestra.tasks.sets.synthetic import LARGEST, Enumerated, Form, evaluate
+from palestra.tasks.sets.synthetic import LARGEST, Enumerated, ProblemForm, evaluate
 from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
 
 GENERATED = ("arithmetic", "reverse", "sort", "copy", "countdown")
@@ -42,7 +42,7 @@ def enumerated(task: Task, split: str) -> Enumerated:
 @settings(max_examples=60)
 def test_form_places_and_choices_are_inverse(data: st.DataObject) -> None:
     radices = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=20))
-    form = Form("name", tuple(radices))
+    form = ProblemForm("name", tuple(radices))
     place = data.draw(st.integers(0, form.size - 1))
     (choices,) = form.choices(np.array([place]))
     assert all(0 <= choice < radix for choice, radix in zip(choices, radices, strict=True))
@@ -50,13 +50,13 @@ def test_form_places_and_choices_are_inverse(data: st.DataObject) -> None:
 
 
 def test_form_small_has_every_problem_once() -> None:
-    form = Form("name", (3, 1, 4, 2))
+    form = ProblemForm("name", (3, 1, 4, 2))
     everything = form.choices(np.arange(form.size))
     assert sorted(everything) == list(product(range(3), range(1), range(4), range(2)))
 
 
 def test_form_too_large_keeps_a_spread_of_different_problems() -> None:
-    form = Form("name", (26,) * 30)
+    form = ProblemForm("name", (26,) * 30)
     assert form.size == LARGEST < form.all
     found = form.choices(np.arange(2000))
     assert len(set(found)) == 2000

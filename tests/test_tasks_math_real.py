@@ -80,7 +80,7 @@ def check_both_halves(task: str, every: int) -> None:
 
 @pytest.mark.parametrize("task", ["gsm8k", "math"])
 def test_solutions_of_a_part_are_right_and_those_of_others_wrong(task):
-    check_both_halves(task, every=60)
+    check_both_halves(task, every=120)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def check_expressions(every: int) -> None:
 
 
 def test_expressions_of_a_part_are_the_same_written_otherwise_and_not_when_changed():
-    check_expressions(every=40)
+    check_expressions(every=80)
 
 
 @pytest.mark.slow
@@ -120,11 +120,14 @@ def test_expressions_of_all_answers_are_the_same_written_otherwise_and_not_when_
     check_expressions(every=1)
 
 
-def test_echo_of_the_last_formula_scores_only_where_it_is_the_reference():
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_echo_of_the_last_formula_scores_only_where_it_is_the_reference(every):
     asked = [
         (problem, formulas(problem.row["problem"])[-1])
         for problem in make_task("math", {"source": "math500"}).problems("test")
     ]
+    same = [problem.row["answer"] == formula for problem, formula in asked]
+    asked = [pair for index, pair in enumerate(asked) if same[index] or index % every == 0]
     verdicts = judged("math", [(problem, rf"\boxed{{{formula}}}") for problem, formula in asked])
     right = [
         (problem.row["answer"], formula)

@@ -12,7 +12,7 @@ from listed_task import draw, prompts
 
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.tasks import PoolSpec
-from palestra.tasks.curriculum import LARGEST, Pool, pass_rate
+from palestra.tasks.curriculum import LARGEST, PromptPool, pass_rate
 from palestra.tasks.stream import Prompts
 
 KINDS = ("unseen", "hard", "between", "easy", "dropped")
@@ -36,7 +36,7 @@ def test_pass_rate_counts_answers_that_are_more_right_than_wrong() -> None:
 
 
 def test_chances_follow_from_the_latest_rates() -> None:
-    pool = Pool(PoolSpec(low=0.2, high=0.8, outside=0.25, drop=1.0), 8, "it")
+    pool = PromptPool(PoolSpec(low=0.2, high=0.8, outside=0.25, drop=1.0), 8, "it")
     for index, rate in enumerate([0.0, 0.19, 0.2, 0.5, 0.8, 0.81, 1.0]):
         pool.observe(index, rate)
     assert pool.chances(np.arange(8)).tolist() == [0.25, 0.25, 1, 1, 1, 0.25, 0, 1]
@@ -48,14 +48,14 @@ def test_chances_follow_from_the_latest_rates() -> None:
 
 def test_chances_without_any_prompt_between_are_relative_to_the_largest() -> None:
     """Else a weight of a millionth would mean a million looks for each draw."""
-    pool = Pool(PoolSpec(outside=1e-6), 3, "it")
+    pool = PromptPool(PoolSpec(outside=1e-6), 3, "it")
     for index, rate in enumerate([0.0, 0.1, 1.0]):
         pool.observe(index, rate)
     assert pool.chances(np.arange(3)).tolist() == [1, 1, 0]
 
 
 def test_observe_dropped_prompt_stays_dropped() -> None:
-    pool = Pool(PoolSpec(), 2, "it")
+    pool = PromptPool(PoolSpec(), 2, "it")
     pool.observe(0, 1.0)
     pool.observe(0, 0.0)  # of answers that were under way
     assert pool.chances(np.arange(2)).tolist() == [0, 1]
@@ -70,7 +70,7 @@ def test_state_comes_back_and_counts_agree_with_all_rates(
     seen: list[tuple[int, float]], outside: float, drop: float | None
 ) -> None:
     spec = PoolSpec(outside=outside, drop=drop)
-    pool, again = Pool(spec, 10, "it"), Pool(spec, 10, "it")
+    pool, again = PromptPool(spec, 10, "it"), PromptPool(spec, 10, "it")
     known: dict[int, float] = {}
     for index, rate in seen:
         pool.observe(index, rate)
@@ -173,6 +173,6 @@ def test_draw_a_pass_has_no_prompt_twice_and_all_of_the_largest_weight(
 
 def test_pool_task_too_large_to_remember_is_an_error_unless_counted() -> None:
     with pytest.raises(UsageError, match=r"at most 1048576 prompts, and a has 1048577.*`count`"):
-        Pool(PoolSpec(), LARGEST + 1, "a")
+        PromptPool(PoolSpec(), LARGEST + 1, "a")
     made = prompts([{"name": "a", "size": 20, "count": 4}], pool={})
     assert set(answered(made, {f"a{row}": 0.5 for row in range(4)}, range(12))) == {"a0", "a1", "a2", "a3"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.tasks.sandbox.literals import MOST_BYTES, Channel, Malformed, NotPlain, decode, encode
+from palestra.tasks.sandbox.literals import MOST_BYTES, Channel, Malformed, NotLiteral, decode, encode
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), list, tuple, dict, set, frozenset)
 single = (
@@ -102,7 +102,7 @@ def test_values_of_other_classes_are_refused_however_they_call_themselves():
     itself: list = []
     itself.append(itself)
     for value in (Sly(1), [Sly(1)], {Sly(1): 2}, (1, {2: Sly(1)}), Named(), object(), int, len, iter(()), itself):
-        with pytest.raises(NotPlain):
+        with pytest.raises(NotLiteral):
             encode(value)
 
 
@@ -110,7 +110,7 @@ def test_message_is_too_long_it_is_neither_sent_nor_received():
     one, other = socket.socketpair()
     with one, other:
         sender, receiver = Channel(one.detach()), Channel(other.detach())
-        with pytest.raises(NotPlain, match="may cross"):
+        with pytest.raises(NotLiteral, match="may cross"):
             sender.send("a" * MOST_BYTES)
         sender.send([1])
         assert receiver.receive() == [1]

@@ -17,11 +17,11 @@ import pytest
 from conftest import SHORT
 
 from palestra.errors import MissingExtra, PalestraError
+from palestra.runs.recorder import Recorder
 from palestra.runs.session import Session
 from palestra.spec.load import resolved
 from palestra.track import sinks
-from palestra.track.recorder import Recorder
-from palestra.track.sinks import Background, JsonlSink, Place, Stats, Tracker
+from palestra.track.sinks import Background, JsonlSink, SinkPlace, Stats, Tracker
 
 
 def session(tmp_path: Path) -> Path:
@@ -264,7 +264,7 @@ class Telling(Failing):
 
     opened: tuple[str, ...] = ()
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SinkPlace) -> None:
         super().__init__("never")
         self.place = place
 

@@ -37,6 +37,12 @@ from palestra.work.pool import Pool, PoolTask, TaskFailed, TaskTimeout, WorkerDi
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux signals and /proc")
 
 
+@pytest.fixture(autouse=True)
+def started_anew(monkeypatch):
+    """Workers are processes as users have them, and not forked from a zygote."""
+    monkeypatch.setattr("palestra.work.process.subprocess", subprocess)
+
+
 def gone(pid: int, within: float = 5.0) -> bool:
     """Whether the process ends in time; a zombie has ended."""
     deadline = time.monotonic() + within

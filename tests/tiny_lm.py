@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import palestra
 from palestra.runs.run import Run
 
@@ -93,16 +91,12 @@ class Lab:
         return palestra.check(self.spec(kind, **changes)).spec
 
     def run(self, kind: str, **changes: Any) -> Run:
-        """Train a spec to its end, without the pictures: they take several times as long and are tested elsewhere."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
-            return palestra.run(self.spec(kind, **changes), root=self.root, quiet=True)
+        """Train a spec to its end."""
+        return palestra.run(self.spec(kind, **changes), root=self.root, quiet=True)
 
     def resume(self, name: str, **settings: Any) -> Run:
         """Go on with a run."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
-            return palestra.run(resume=name, root=self.root, quiet=True, **settings)
+        return palestra.run(resume=name, root=self.root, quiet=True, **settings)
 
 
 def session_of(run: Run, seed: int = 0) -> Path:

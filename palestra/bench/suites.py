@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Suite:
+class BenchSuite:
     """Rows that are run together."""
 
     name: str
@@ -66,7 +66,7 @@ FEW = SEEDS[:4]  # of rows that take longer than ten minutes a seed
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(
+        BenchSuite(
             "classic",
             "Classic control",
             (
@@ -84,7 +84,7 @@ SUITES = {
                 _classic("crossq_pendulum", -145.66, "–"),
             ),
         ),
-        Suite(
+        BenchSuite(
             "box2d",
             "Box2D",
             (
@@ -94,7 +94,7 @@ SUITES = {
                 _lunar("crossq_lunar_continuous", 268.91, "–", FEW),
             ),
         ),
-        Suite(
+        BenchSuite(
             "mujoco",
             "MuJoCo",
             (
@@ -103,12 +103,12 @@ SUITES = {
                 _mujoco("ppo_swimmer", 282.44, "–", FEW),
             ),
         ),
-        Suite("atari", "Atari", (Entry("ppo_pong", 16.69, 10_000_000, 10_000, "–", FEW),)),
+        BenchSuite("atari", "Atari", (Entry("ppo_pong", 16.69, 10_000_000, 10_000, "–", FEW),)),
     )
 }
 
 
-def suite(name: str) -> Suite:
+def suite(name: str) -> BenchSuite:
     """A suite by its name."""
     if name not in SUITES:
         raise UsageError(f"there is no suite {name!r}: the suites are {', '.join(SUITES)}")

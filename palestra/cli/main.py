@@ -18,7 +18,7 @@ from palestra.cli.lab import variables as _variables
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
 from palestra.errors import PalestraError
-from palestra.runs.redact import Terminal
+from palestra.work.redact import Terminal
 
 
 class Grouped(TyperGroup):

@@ -22,7 +22,8 @@ from palestra.api import check
 from palestra.cli import lab
 from palestra.data.inspect import PERCENTILES, Column, Inspection, StoreInspection, inspect
 from palestra.errors import PalestraError, UsageError
-from palestra.rollout.records import FILE, Record, newest
+from palestra.rollout.records import FILE, RolloutRecord, newest
+from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
 from palestra.search.results import Experiment
@@ -30,7 +31,6 @@ from palestra.spec.compose import parse
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
 from palestra.tasks.task import Problem, Status
-from palestra.track.recorder import in_words
 
 NEXT = {
     "control": ("watch it", "palestra enjoy"),
@@ -523,7 +523,7 @@ LONGEST_PROMPT = 1000
 # What a terminal would obey instead of show: controls, halves of characters, changes of the writing direction.
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
-Shown = tuple[Record, list[int]]
+Shown = tuple[RolloutRecord, list[int]]
 """A record and which of its trajectories to show."""
 
 
@@ -553,11 +553,11 @@ def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None,
             target.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
 
 
-def _asked(record: Record, task: str | None, step: int | None) -> bool:
+def _asked(record: RolloutRecord, task: str | None, step: int | None) -> bool:
     return task in (None, record.group.problem.task) and step in (None, record.step)
 
 
-def _chosen(records: Iterable[Record], status: str | None, limit: int) -> tuple[list[Shown], bool]:
+def _chosen(records: Iterable[RolloutRecord], status: str | None, limit: int) -> tuple[list[Shown], bool]:
     """The first records with answers of the status, until there are `limit` answers; and whether there are more."""
     chosen: list[Shown] = []
     for record in records:
@@ -577,7 +577,7 @@ def _chosen(records: Iterable[Record], status: str | None, limit: int) -> tuple[
     return chosen, False
 
 
-def _show(target: Console, record: Record, places: list[int]) -> None:
+def _show(target: Console, record: RolloutRecord, places: list[int]) -> None:
     group = record.group
     target.print(Text(f"── {group.problem.id}  number {group.number}  step {record.step}  {record.fate}", "bold"))
     for line in _prompt_lines(group.problem):

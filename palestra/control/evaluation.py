@@ -13,7 +13,7 @@ LONGEST_EPISODE = 200_000  # steps; the longest of Gymnasium's own environments 
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PolicyEvaluation:
     """Undiscounted returns and lengths of the evaluated episodes."""
 
     returns: np.ndarray
@@ -36,7 +36,7 @@ class Evaluation:
 
 def evaluate(
     policy: Policy, stepper: Stepper, episodes: int, seed: int, stop: Callable[[], bool] = lambda: False
-) -> Evaluation | None:
+) -> PolicyEvaluation | None:
     """`episodes` episodes with the most likely actions; None if `stop` said so in the middle of them.
 
     Each environment has a quota: taking the first episodes to finish, wherever, would favour short ones.
@@ -53,7 +53,7 @@ def evaluate(
     return _episodes(act, stepper, episodes, seed, stop)
 
 
-def random_episodes(stepper: Stepper, episodes: int, seed: int) -> Evaluation:
+def random_episodes(stepper: Stepper, episodes: int, seed: int) -> PolicyEvaluation:
     """`episodes` episodes of actions drawn uniformly from what is allowed: the zero of the trial metrics."""
     space, single = stepper.env.action_space, stepper.env.single_action_space
     space.seed(seed)
@@ -73,7 +73,7 @@ def _episodes(
     episodes: int,
     seed: int,
     stop: Callable[[], bool],
-) -> Evaluation | None:
+) -> PolicyEvaluation | None:
     """Whole episodes of `act(obs, began)`; `began`, bool (N,), says where an episode begins, None where none does."""
     n = stepper.num_envs
     quota = np.full(n, episodes // n)
@@ -104,4 +104,4 @@ def _episodes(
                 f"an episode of {stepper.name} did not end within {LONGEST_EPISODE:,} steps, so evaluation cannot: "
                 "give the environment a time limit, for example env.kwargs: {max_episode_steps: 1000}"
             )
-    return Evaluation(np.concatenate(returns), np.concatenate(lengths))
+    return PolicyEvaluation(np.concatenate(returns), np.concatenate(lengths))

@@ -17,7 +17,7 @@ from palestra.control.evaluation import evaluate
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.optim import Shaped
 from palestra.control.seeding import stream
-from palestra.control.trainer import Learner
+from palestra.control.trainer import ControlTrainer
 from palestra.control.video import has_display, play, write_video
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.base import ExperimentSpec
@@ -34,7 +34,7 @@ class Insane(PalestraError):
 
 
 @dataclass
-class Report:
+class SmokeReport:
     """What was checked, a line each, and what was wrong."""
 
     passed: list[str] = field(default_factory=list)
@@ -106,10 +106,10 @@ def try_out(spec: ExperimentSpec, tell: Callable[[str], None], video: Path | Non
 
 def check_learning(
     spec: ControlSpec, factory: Factory | None = None, *, tell: Callable[[str], None] = print
-) -> Learner:
+) -> ControlTrainer:
     """Train a tiny version of the spec and check it; returns the learner, raises `Insane` with what was wrong."""
     small = tiny(spec)
-    learner = Learner(small, small.seed, factory, compile=False)
+    learner = ControlTrainer(small, small.seed, factory, compile=False)
     with closing(learner.env):
         learner.begin(None)
         report = inspect(learner, small)
@@ -131,9 +131,9 @@ def check_learning(
     return learner
 
 
-def inspect(learner: Learner, spec: ControlSpec) -> Report:
+def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
     """Improve the policy a few times and look at every part of the learner."""
-    report, rows = Report(), []
+    report, rows = SmokeReport(), []
     parts = {name: _Part.of(now) for name, now in parts_of(learner)}
     with taken_gradients() as norms:
         for _ in range(STEPS):
@@ -173,7 +173,7 @@ def taken_gradients() -> Iterator[list[float]]:
         torch.autograd.grad = original
 
 
-def parts_of(learner: Learner) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
+def parts_of(learner: ControlTrainer) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
     """What the algorithm learns, by network and first module in it: names and what gives the parameters as they are.
 
     A network is trained in place (the one that acts), or is the shape of vectors that are (`vectors.Shaped`).

@@ -13,7 +13,7 @@ import torch
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.evaluate.records import Judged, Mode, Outcome, Record, outcome, overall, task_metrics
+from palestra.evaluate.records import EvaluationRecord, Judged, Mode, ProblemOutcome, outcome, overall, task_metrics
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Generator, Sampling, StopReason
@@ -126,9 +126,9 @@ RUNNING = 256
 class Evaluation:
     """What came of an evaluation on tasks."""
 
-    records: tuple[Record, ...]
+    records: tuple[EvaluationRecord, ...]
     """In the order of the problems, whatever order they were answered in."""
-    outcomes: dict[str, dict[Mode, Outcome]]
+    outcomes: dict[str, dict[Mode, ProblemOutcome]]
     """By task and mode."""
     metrics: dict[str, float]
     """`eval/<task>/accuracy`, `eval/<task>/pass@8`, `eval/<task>/truncated`, …, and the means over the tasks."""
@@ -146,8 +146,8 @@ async def evaluate_tasks(
     seed: int,
     workflow: Workflow = single_turn,
     running: int = RUNNING,
-    done: Iterable[Record] = (),
-    keep: Callable[[Record], None] = lambda record: None,
+    done: Iterable[EvaluationRecord] = (),
+    keep: Callable[[EvaluationRecord], None] = lambda record: None,
 ) -> Evaluation:
     """Answer every question greedily and `settings.samples` times, and judge all of it.
 
@@ -213,7 +213,7 @@ async def _answered(
     mode: Mode,
     workflow: Workflow,
     versions: set[int],
-) -> Record:
+) -> EvaluationRecord:
     shown = episode.tokenizer.decode(question.prompt, specials=True)
     known = (question.problem.id, questions.label, mode, shown, len(question.prompt))
     if len(question.prompt) >= episode.context:
@@ -223,7 +223,7 @@ async def _answered(
             len(question.prompt),
             episode.context,
         )
-        return Record(*known, answers=())
+        return EvaluationRecord(*known, answers=())
     trajectories = await workflow(episode)
     if len(trajectories) != episode.samples:
         raise PalestraError(
@@ -239,7 +239,7 @@ async def _answered(
             f"weights were published in the middle of an evaluation: answers are of the versions {sorted(versions)}, "
             "and a score of them would be of no model. Publish when the evaluation has ended"
         )
-    return Record(*known, answers=tuple(Judged.of(one) for one in trajectories))
+    return EvaluationRecord(*known, answers=tuple(Judged.of(one) for one in trajectories))
 
 
 async def _all(tasks: list[asyncio.Task[None]]) -> None:
@@ -254,9 +254,9 @@ async def _all(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def _evaluation(
-    records: list[Record], asked: Sequence[Questions], modes: Sequence[Mode], k: Sequence[int]
+    records: list[EvaluationRecord], asked: Sequence[Questions], modes: Sequence[Mode], k: Sequence[int]
 ) -> Evaluation:
-    outcomes: dict[str, dict[Mode, Outcome]] = {}
+    outcomes: dict[str, dict[Mode, ProblemOutcome]] = {}
     metrics: dict[str, float] = {}
     for label in (questions.label for questions in asked):
         outcomes[label] = {}
@@ -268,7 +268,7 @@ def _evaluation(
     return Evaluation(tuple(records), outcomes, metrics | (overall(metrics, list(outcomes)) if outcomes else {}))
 
 
-def _check_judged(label: str, records: Sequence[Record]) -> None:
+def _check_judged(label: str, records: Sequence[EvaluationRecord]) -> None:
     """A judge that fails on everything is broken, and 0 % would be a lie; one that fails at times is told of."""
     answers = [answer for record in records for answer in record.answers]
     failed = [answer for answer in answers if answer.verdict.status == "error"]

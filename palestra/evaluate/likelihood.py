@@ -31,7 +31,7 @@ Score = TypeVar("Score")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredChoice:
     """What the model says of an item; one entry an option."""
 
     suite: str
@@ -51,7 +51,7 @@ class Scored:
     """Whether the context was too long for the model and lost its beginning."""
 
     @classmethod
-    def read(cls, row: Mapping[str, Any]) -> "Scored":
+    def read(cls, row: Mapping[str, Any]) -> "ScoredChoice":
         """From a line of JSON."""
         values: dict[str, Any] = {**row, **{name: tuple(row[name]) for name in ("logprobs", "tokens", "bytes")}}
         return cls(**values)
@@ -90,7 +90,7 @@ class LikelihoodOutcome:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChoice:
     """A context with an answer, as tokens."""
 
     tokens: list[int]
@@ -102,7 +102,7 @@ class Encoded:
 Border = Literal["answer", "common"]
 
 
-def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[Encoded]:
+def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[EncodedChoice]:
     """The options of an item as tokens, at most `context` each.
 
     A context and its answer are tokenised as the one text that they are: a border that the tokenizer would not make
@@ -138,9 +138,9 @@ def score_suite(
     tokenizer: Tokenizer,
     suite: Suite,
     *,
-    done: Iterable[Scored] = (),
-    keep: Callable[[Sequence[Scored]], None] = lambda found: None,
-) -> list[Scored]:
+    done: Iterable[ScoredChoice] = (),
+    keep: Callable[[Sequence[ScoredChoice]], None] = lambda found: None,
+) -> list[ScoredChoice]:
     """Score every item, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
     have = {one.item: one for one in done if one.suite == suite.label}
     return in_chunks(len(suite.items), have, lambda numbers: _score_chunk(model, tokenizer, suite, numbers), keep)
@@ -162,7 +162,7 @@ def in_chunks(
     return found
 
 
-def likelihood_outcome(suite: Suite, scored: Sequence[Scored]) -> LikelihoodOutcome:
+def likelihood_outcome(suite: Suite, scored: Sequence[ScoredChoice]) -> LikelihoodOutcome:
     """Of all items of a file."""
     accuracy = estimate([float(one.right(suite.use.by)) for one in scored])
     choice = suite.items[0].choice
@@ -210,7 +210,7 @@ def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
     return [*tokenizer.beginning, *tokens], start + len(tokenizer.beginning)
 
 
-def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -> Encoded:
+def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -> EncodedChoice:
     if start == 0:  # there is nothing before the answer: it begins a text
         tokens, start = [*tokenizer.encode_prompt(""), *tokens], len(tokenizer.encode_prompt(""))
         if start == 0:
@@ -220,15 +220,15 @@ def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -
     begins = len(tokenizer.beginning)
     surplus = len(tokens) - context
     if surplus <= 0:
-        return Encoded(tokens, start, False)
+        return EncodedChoice(tokens, start, False)
     if start - surplus < max(1, begins):
         raise UsageError(
             f"an answer of {len(tokens) - start} tokens leaves no room for a token before it in a context of {context}"
         )
-    return Encoded(tokens[:begins] + tokens[begins + surplus :], start - surplus, True)
+    return EncodedChoice(tokens[:begins] + tokens[begins + surplus :], start - surplus, True)
 
 
-def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> list[Encoded]:
+def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> list[EncodedChoice]:
     try:
         return encode_item(tokenizer, suite.items[number], context, suite.use.border)
     except UsageError as error:
@@ -236,7 +236,7 @@ def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> l
 
 
 @torch.no_grad()
-def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers: range) -> list[Scored]:
+def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers: range) -> list[ScoredChoice]:
     items = [suite.items[number] for number in numbers]
     encoded = [_encoded(tokenizer, suite, number, model.shape.context) for number in numbers]
     flat = [one for options in encoded for one in options]
@@ -247,7 +247,7 @@ def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers
         if not all(map(math.isfinite, logprobs)):
             raise PalestraError(f"{suite.label}, item {number}: the model gives log-probabilities that are no numbers")
         results.append(
-            Scored(
+            ScoredChoice(
                 suite=suite.label,
                 item=number,
                 gold=item.gold,
@@ -262,7 +262,7 @@ def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers
     return results
 
 
-def _sizes(tokenizer: Tokenizer, suite: Suite, item: Item, options: Sequence[Encoded]) -> tuple[int, ...]:
+def _sizes(tokenizer: Tokenizer, suite: Suite, item: Item, options: Sequence[EncodedChoice]) -> tuple[int, ...]:
     """UTF-8 bytes of each answer; where only what differs is scored, of the tokens that are."""
     if suite.use.border == "answer" or not item.choice:
         return tuple(len(option.answer.encode()) for option in item.options)
@@ -272,7 +272,7 @@ def _sizes(tokenizer: Tokenizer, suite: Suite, item: Item, options: Sequence[Enc
 
 @torch.no_grad()
 def score_sequences(
-    model: Transformer, sequences: Sequence[Encoded], *, greedy: bool = False
+    model: Transformer, sequences: Sequence[EncodedChoice], *, greedy: bool = False
 ) -> tuple[list[float], list[bool]]:
     """log p of the scored tokens of each sequence, and if `greedy` whether each of them is the most likely one."""
     sums, written = [0.0] * len(sequences), [False] * len(sequences)
@@ -371,7 +371,7 @@ def load_texts(use: TextUse) -> Texts:
     return Texts(use, tuple(documents[: use.items]), len(documents))
 
 
-def windows(tokenizer: Tokenizer, document: str, context: int) -> list[Encoded]:
+def windows(tokenizer: Tokenizer, document: str, context: int) -> list[EncodedChoice]:
     """A document as sequences of at most `context` tokens, each token scored in one of them.
 
     The first begins as every text does (with the tokens that begin one, else BOS or EOS); each other one begins with
@@ -387,7 +387,7 @@ def windows(tokenizer: Tokenizer, document: str, context: int) -> list[Encoded]:
     first = 0
     while start < len(whole):
         stop = min(first + context, len(whole))
-        found.append(Encoded(whole[first:stop], start - first, False))
+        found.append(EncodedChoice(whole[first:stop], start - first, False))
         first, start = stop - 1, stop
     return found
 

@@ -48,7 +48,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Record:
+class EvaluationRecord:
     """A problem and all answers of one mode to it."""
 
     id: str
@@ -78,19 +78,19 @@ class Record:
         return any(answer.verdict.status == Status.ERROR for answer in self.answers)
 
 
-def line(record: Record) -> str:
+def line(record: EvaluationRecord) -> str:
     """The record as a line of JSON."""
     return json.dumps({**vars(record), "answers": [_plain(answer) for answer in record.answers]}) + "\n"
 
 
-def write_records(path: Path, records: Iterable[Record]) -> None:
+def write_records(path: Path, records: Iterable[EvaluationRecord]) -> None:
     """Write a file of records atomically."""
     with written(path) as file:
         for record in records:
             file.write(line(record).encode())
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[EvaluationRecord]:
     """The records of a file; what a kill has left of a last line is passed over."""
     return [_record(row) for row in json_lines(path)]
 
@@ -114,9 +114,9 @@ def _plain(answer: Judged) -> dict[str, Any]:
     return {"text": answer.text, "tokens": answer.tokens, "stop_reason": answer.stop_reason, **verdict}
 
 
-def _record(row: dict[str, Any]) -> Record:
+def _record(row: dict[str, Any]) -> EvaluationRecord:
     answers = tuple(_judged(answer) for answer in row.pop("answers"))
-    return Record(**row, answers=answers)
+    return EvaluationRecord(**row, answers=answers)
 
 
 def _judged(row: dict[str, Any]) -> Judged:
@@ -193,7 +193,7 @@ NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProblemOutcome:
     """What the answers of one mode to the problems of a task came to."""
 
     problems: int
@@ -221,13 +221,13 @@ class Outcome:
         return {name: value for name, value in found.items() if name != "pass_at"}
 
 
-def outcome(records: Sequence[Record], k: Sequence[int]) -> Outcome:
+def outcome(records: Sequence[EvaluationRecord], k: Sequence[int]) -> ProblemOutcome:
     """Of the records of one task and one mode. Every problem counts, also one that leaves no room for an answer."""
     answers = [answer for record in records for answer in record.answers]
     statuses = Counter(str(answer.verdict.status) for answer in answers)
     without = sum(not record.answers for record in records)
     names = dict.fromkeys(name for answer in answers for name in answer.verdict.parts)
-    return Outcome(
+    return ProblemOutcome(
         problems=len(records),
         answers=len(answers),
         accuracy=estimate([record.right / max(1, len(record.answers)) for record in records]),
@@ -241,7 +241,7 @@ def outcome(records: Sequence[Record], k: Sequence[int]) -> Outcome:
     )
 
 
-def task_metrics(task: str, greedy: Outcome | None, samples: Outcome | None) -> dict[str, float]:
+def task_metrics(task: str, greedy: ProblemOutcome | None, samples: ProblemOutcome | None) -> dict[str, float]:
     """The numbers of a task, `eval/<task>/…`; beside greedy answers, the details of drawn ones under `samples/`."""
     found: dict[str, float] = {}
     if greedy is not None:
@@ -261,7 +261,7 @@ def overall(metrics: Mapping[str, float], tasks: Sequence[str]) -> dict[str, flo
     return {f"eval/{name}": fmean(metrics[f"eval/{task}/{name}"] for task in tasks) for name in shown}
 
 
-def _passed(record: Record, k: int) -> float:
+def _passed(record: EvaluationRecord, k: int) -> float:
     return pass_at_k(len(record.answers), record.right, k) if record.answers else 0.0
 
 
@@ -269,7 +269,7 @@ def _estimated(name: str, found: Estimate) -> dict[str, float]:
     return {name: found.mean} | ({} if found.error is None else {f"{name}_se": found.error})
 
 
-def _details(prefix: str, found: Outcome) -> dict[str, float]:
+def _details(prefix: str, found: ProblemOutcome) -> dict[str, float]:
     rates = {status: count / max(1, found.answers) for status, count in found.statuses.items() if status != NO_ROOM}
     named = {"score": found.score, "truncated": found.truncated, "tokens": found.tokens}
     named |= {status: rates.get(status, 0.0) for status in ("unparsable", "timeout", "error")}

@@ -29,12 +29,12 @@ from palestra.generate.local import LocalGenerator
 from palestra.lm.model import Transformer
 from palestra.rollout.episode import Judge
 from palestra.rollout.workflows import make_workflow
-from palestra.runs.redact import redacted
 from palestra.runs.run import RESULTS
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.tasks import CENTRED
 from palestra.tasks.task import Task
+from palestra.work.redact import redacted
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.native import settle_products
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
 from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
-from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 RANDOM_EPISODES = 100

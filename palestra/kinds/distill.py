@@ -21,7 +21,7 @@ from palestra.lm.hf_config import is_classifier
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import Distiller, Teacher, privileged, silence
-from palestra.posttrain.trainer import Parts
+from palestra.posttrain.trainer import PosttrainParts
 from palestra.rollout.episode import encode_problem
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -86,7 +86,7 @@ def _teacher_folder(spec: DistillSpec, launch: Launch) -> Path | None:
 
 def _parts(
     spec: DistillSpec, session: Session, start: Start, launch: Launch, stack: ExitStack, folder: Path | None
-) -> Parts:
+) -> PosttrainParts:
     model = build_model(spec, start, session.seed, device_of(spec))
     compile_for_training(model, spec.train, model.embed.device)
     engine = TrainEngine(

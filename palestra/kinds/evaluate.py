@@ -16,7 +16,7 @@ from palestra.evaluate.choices import Suite, load_suite
 from palestra.evaluate.completions import ROWS, Evaluation, Questions, answering_engine, ask, evaluate_tasks, pumped
 from palestra.evaluate.likelihood import (
     LikelihoodOutcome,
-    Scored,
+    ScoredChoice,
     TextOutcome,
     Texts,
     TextScore,
@@ -28,7 +28,7 @@ from palestra.evaluate.likelihood import (
     text_metrics,
     text_outcome,
 )
-from palestra.evaluate.records import Record, growing, json_lines, line, read_records, write_records
+from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
 from palestra.evaluate.suites import SETUP, files_sha256, settled, write_report
 from palestra.generate.local import LocalGenerator
 from palestra.kinds.lm import summary
@@ -38,6 +38,7 @@ from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
 from palestra.rollout.workflows import make_workflow
+from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_bytes
@@ -46,7 +47,6 @@ from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
 from palestra.spec.shape import precision
 from palestra.tasks.verify.workers import Judges
-from palestra.track.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
@@ -167,11 +167,11 @@ class _Evaluating:
     def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
         """By file."""
         path, found, before = self.session.path / SCORES, {}, 0
-        done = [Scored.read(row) for row in json_lines(path)]
+        done = [ScoredChoice.read(row) for row in json_lines(path)]
         model = model.to(device_of(self.spec))
         with self.record.span("likelihood"), growing(path, map(_scored_line, done)) as append:
 
-            def keep(some: Sequence[Scored]) -> None:
+            def keep(some: Sequence[ScoredChoice]) -> None:
                 append("".join(map(_scored_line, some)))
                 self._tell(self.done + len(some))
                 self._look()
@@ -212,7 +212,7 @@ class _Evaluating:
         self._tell(self.done + len(done))
         with self.record.span("answers"), growing(path, map(line, done)) as append:
 
-            def keep(record: Record) -> None:
+            def keep(record: EvaluationRecord) -> None:
                 append(line(record))
                 self._tell(self.done + 1)
 
@@ -308,5 +308,5 @@ def _weights(folder: str, root: Path) -> list[Path]:
     return [*paths, *(found.folder / name for name in ("config.json", *weight_files(found.folder)))]
 
 
-def _scored_line(scored: Scored | TextScore) -> str:
+def _scored_line(scored: ScoredChoice | TextScore) -> str:
     return json.dumps(asdict(scored)) + "\n"

@@ -15,7 +15,7 @@ from palestra.errors import UsageError
 from palestra.generate.local import LanguageModel
 from palestra.kinds.measures import Samples, Suites, check_suites, sample_prompts
 from palestra.kinds.models import (
-    Keeper,
+    ModelCheckpoint,
     Start,
     build_model,
     device_of,
@@ -36,8 +36,9 @@ from palestra.lm.objectives import NextToken, PairLoss, Preferences, dpo_loss, r
 from palestra.lm.optim import Ema, Optimiser
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
-from palestra.lm.trainer import Objective, train
+from palestra.lm.trainer import LmParts, Objective, train
 from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
@@ -46,7 +47,6 @@ from palestra.spec.lm import LmSpec, WritingSpec
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
 from palestra.spec.tasks import SuiteUse
-from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 CONTENTS = "data.json"
@@ -121,7 +121,7 @@ def run_session(folder: Path, launch: Launch) -> None:
             trained = scored_model(model, start) if recipe.scalar else model
             ranks.shard(trained)
             compile_for_training(model, spec.train, device)
-            keeper = Keeper(trained, start, ranks)
+            keeper = ModelCheckpoint(trained, start, ranks)
             engine = TrainEngine(
                 trained,
                 Optimiser(trained, spec.optim, spec.train.steps),
@@ -132,7 +132,7 @@ def run_session(folder: Path, launch: Launch) -> None:
             )
             sampler = Samples(spec, engine, start, session)
             suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
-            train(spec, session, engine, objective, keeper, sampler, suites, show=launch.show)
+            train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
     finally:
         torch.set_num_threads(threads)
 

@@ -25,7 +25,7 @@ from palestra.kinds.models import Start, writes_chat
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
-from palestra.runs.due import due
+from palestra.runs.loop import Counters, due
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
 from palestra.spec.lm import LmSpec, SampleSpec, WritingSpec
@@ -70,13 +70,13 @@ class Suites:
                 session.path, {label: suite.identity(start.tokenizer) for label, (suite, _) in self.opened.items()}
             )
 
-    def due(self, before: Mapping[str, int], after: Mapping[str, int], last: bool) -> list[str]:
+    def due(self, before: Counters, after: Counters, last: bool) -> list[str]:
         """The names of those that are due on the way from `before` to `after`, which may be the last step."""
         ended = {use.label for use in self.uses if last and use.mode != "during"}
         return [use.label for use in self.uses if use.label in ended or due(use.cadence, before, after)]
 
     def measure(
-        self, labels: Sequence[str], counters: Mapping[str, int], look: Callable[[], None] = lambda: None
+        self, labels: Sequence[str], counters: Counters, look: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """`suite/<name>/<task>` of some suites by the weights as they are, also added to results.json.
 
@@ -125,7 +125,7 @@ class Samples:
         self.writer: Engine | None = None
         session.follow(SAMPLES, lambda: None)
 
-    def due(self, before: dict[str, int], after: dict[str, int]) -> bool:
+    def due(self, before: Counters, after: Counters) -> bool:
         """Whether it is time to write."""
         return bool(self.prompts) and due(self.spec.every, before, after)
 

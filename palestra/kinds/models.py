@@ -53,7 +53,7 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """A model folder that was asked for."""
 
     folder: Path
@@ -68,7 +68,7 @@ class Found:
     """The folder whose generation_config.json holds, or config.json where there is none."""
 
 
-def find_model(ref: str | Path, root: Path | str = "runs") -> Found:
+def find_model(ref: str | Path, root: Path | str = "runs") -> FoundModel:
     """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
     return _found(str(ref), Path(root), ())
 
@@ -97,15 +97,15 @@ def open_model(
     return loaded, Tokenizer.load(found.tokenizer)
 
 
-def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> Found:
+def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> FoundModel:
     folder = _folder(ref, root)
     if not (folder / ADAPTER_CONFIG).exists():
-        return Found(folder, None, folder, folder, folder)
+        return FoundModel(folder, None, folder, folder, folder)
     if folder.resolve() in seen:
         raise UsageError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path leads back to these adapters themselves")
     named = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
     base = _found(named, root, (*seen, folder.resolve()))
-    return Found(
+    return FoundModel(
         folder,
         base.folder,
         base.weights,
@@ -289,7 +289,7 @@ def scored_model(model: Transformer, start: Start) -> ScalarModel:
     return scored
 
 
-class Keeper:
+class ModelCheckpoint:
     """The model in checkpoints: a Hugging Face folder with FP32 weights, or adapters alone where only they change."""
 
     def __init__(self, model: Transformer | ScalarModel, start: Start, ranks: Ranks):

@@ -22,7 +22,7 @@ from palestra.generate.types import Sampling
 from palestra.kinds.lm import check_data, summary
 from palestra.kinds.measures import Suites, check_suites
 from palestra.kinds.models import (
-    Keeper,
+    ModelCheckpoint,
     Start,
     build_model,
     device_of,
@@ -43,14 +43,15 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import Aside, Learner
 from palestra.posttrain.metrics import introduce, no_gradient, self_test
-from palestra.posttrain.trainer import Learns, Parts, train
+from palestra.posttrain.trainer import Learns, PosttrainParts, train
 from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor, make_filter
-from palestra.rollout.records import Replay, find_rollouts
+from palestra.rollout.records import RolloutReplay, find_rollouts
 from palestra.rollout.types import Group
 from palestra.rollout.workflows import feedback_tokens, make_workflow
 from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors, read_json, write_json
@@ -60,14 +61,13 @@ from palestra.spec.load import resolved
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
 from palestra.tasks.verify.workers import Judges
-from palestra.track.recorder import load_hooks
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.posttrain")
 
 TasksKind = PosttrainSpec | DistillSpec
 """The specs of models that answer tasks to learn from it."""
-MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], Parts]
+MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], PosttrainParts]
 """All that the loop works with, for a spec; the stack closes it."""
 
 FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
@@ -157,7 +157,7 @@ def run_tasks_session(folder: Path, launch: Launch, make_parts: MakeParts) -> No
         torch.set_num_threads(threads)
 
 
-def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> Parts:
+def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> PosttrainParts:
     model = build_model(spec, start, session.seed, device_of(spec))
     lessons = _lessons(spec, start)
     if lessons is not None:
@@ -179,7 +179,7 @@ def assemble(
     *,
     prompts: int,
     filter: Callable[[Group], str | None] = lambda group: None,
-) -> Parts:
+) -> PosttrainParts:
     """All that the loop works with, `prompts` of them answered in a batch; `stack` closes it."""
     seed = session.seed
     judges, held_out = (
@@ -246,15 +246,15 @@ def assemble(
         return pumped(generator, work, look).metrics
 
     def begin() -> dict[str, float]:
-        if isinstance(executor, Replay):  # there is no generator to compare with
+        if isinstance(executor, RolloutReplay):  # there is no generator to compare with
             log.info("the rollouts are those of %s: none are generated", executor.path)
             return {}
         introduce(first, start.tokenizer)
         return self_test(first, writer, learner.engine)
 
-    keeper = Keeper(learner.engine.transformer, start, Ranks())
+    keeper = ModelCheckpoint(learner.engine.transformer, start, Ranks())
     suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
-    return Parts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
+    return PosttrainParts(learner, executor, writer, generator, keeper, evaluate, suites, loop, begin)
 
 
 def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
@@ -337,7 +337,7 @@ def _room_for_keys(engine: TrainEngine) -> int | None:
     return max(free - 12 * trained, free // 4) // 2
 
 
-def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Replay | None:
+def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> RolloutReplay | None:
     """The rollouts of another run, if the spec asks for them; their file is written down at the first start."""
     if spec.rollout.replay is None:
         return None
@@ -345,7 +345,7 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Repl
     if not pinned.exists():
         found = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
         write_json(pinned, {"rollouts": str(found)})
-    return Replay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
+    return RolloutReplay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
 
 
 def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = None) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from palestra.lm.ranks import Ranks
 from palestra.runs.folder import Trial, new_trial
 from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
+from palestra.runs.recorder import COLUMNS, in_words
 from palestra.runs.run import Run
 from palestra.runs.session import Session, log, logging_to, read_status, state_of, stop_signals
 from palestra.runs.store import LocalStore
@@ -26,7 +27,6 @@ from palestra.spec.lm import LmSpec
 from palestra.spec.load import spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
-from palestra.track.recorder import COLUMNS, in_words
 from palestra.work import fanout
 from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
 from palestra.work.pool import TaskFailed

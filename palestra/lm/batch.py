@@ -10,7 +10,7 @@ from torch import Tensor
 
 from palestra.lm.attention import PackedAttention, Shared, shared, spread
 from palestra.lm.head import token_logprobs
-from palestra.lm.model import Output, Transformer
+from palestra.lm.model import ModelOutput, Transformer
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Scored:
     """Router logits (L, T, E) of a mixture of experts."""
 
 
-def forward(model: Transformer, batch: Batch) -> Output:
+def forward(model: Transformer, batch: Batch) -> ModelOutput:
     """Hidden states of a packed batch."""
     output, shared = _computed(model, batch)
     return output if shared is None else output._replace(hidden=spread(output.hidden, shared.place))
@@ -180,7 +180,7 @@ def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy
     return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), hidden, output.router)
 
 
-def _computed(model: Transformer, batch: Batch) -> tuple[Output, Shared | None]:
+def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None]:
     """The output for the tokens that are computed: each, or those of `batch.shared`.
 
     Routers of experts count tokens, so theirs are all computed.

@@ -22,7 +22,7 @@ class Attend(Protocol):
         ...
 
 
-class Output(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a forward pass gives."""
 
     hidden: Tensor
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         """The matrix (V, D) whose rows score the next token."""
         return self.embed if self.head is None else self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Output:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
         x = F.embedding(tokens, self.embed).to(self.dtype)
         cos, sin = self.rotation(positions)
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
             else:
                 x, router = block(x, cos, sin, attend)
             routers.append(router)
-        return Output(self.norm(x), None if self.shape.moe is None else torch.stack(routers))
+        return ModelOutput(self.norm(x), None if self.shape.moe is None else torch.stack(routers))
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision."""

@@ -13,7 +13,7 @@ from palestra.errors import UsageError
 from palestra.lm.batch import Batch, forward
 from palestra.lm.hf import load_pretrained
 from palestra.lm.layers import wide
-from palestra.lm.model import Output, Transformer
+from palestra.lm.model import ModelOutput, Transformer
 
 
 class ValueHead(nn.Module):
@@ -40,7 +40,7 @@ class ScalarModel(nn.Module):
         """What each token and those before it are worth (T), in FP32."""
         return self.value(forward(self.transformer, batch).hidden)
 
-    def scores_of(self, output: Output, batch: Batch) -> Tensor:
+    def scores_of(self, output: ModelOutput, batch: Batch) -> Tensor:
         """What each sequence is worth (B), read at its last token, in FP32; `output` is of the batch."""
         last = batch.cu_seqlens[1:].long() - 1
         return self.value(output.hidden[last])

@@ -1,22 +1,21 @@
-"""Trains one session of a language model: batch, gradient, step, evaluate, log, save, until the steps are done."""
+"""Trains one session of a language model: a step is a batch, its gradient and an update; `runs.loop` does the rest."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from palestra.errors import Interrupted
 from palestra.lm.batch import Batch
 from palestra.lm.engine import LossFunction, TrainEngine
-from palestra.runs.checkpoint import load as load_checkpoint
-from palestra.runs.due import CheckpointsDue, due
+from palestra.runs.checkpoint import Checkpoint
+from palestra.runs.loop import Counters, Row, due, restore, run
+from palestra.runs.recorder import Recorder, Silent
 from palestra.runs.session import Session
 from palestra.spec.lm import LmSpec, ProfileSpec
-from palestra.track.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
 
 PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12}
 """Dense bf16 operations a second by the maker's data sheet; a name that contains the key has its peak."""
@@ -95,9 +94,6 @@ def profiled(
             end()
 
 
-log = logging.getLogger("palestra.lm")
-
-
 class Objective(Protocol):
     """What is trained for: which examples a step has, what is lost on them, and how well the model does."""
 
@@ -137,7 +133,7 @@ class Keeper(Protocol):
 class Sampler(Protocol):
     """Lets the model write now and then, for people to read."""
 
-    def due(self, before: dict[str, int], after: dict[str, int]) -> bool:
+    def due(self, before: Counters, after: Counters) -> bool:
         """Whether it is time to."""
         ...
 
@@ -146,128 +142,123 @@ class Sampler(Protocol):
         ...
 
 
-class Suites(Protocol):
+class SuiteRunner(Protocol):
     """Measures the model with suites now and then, and at the end."""
 
-    def due(self, before: dict[str, int], after: dict[str, int], last: bool) -> list[str]:
+    def due(self, before: Counters, after: Counters, last: bool) -> list[str]:
         """The names of those that are due."""
         ...
 
-    def measure(self, labels: Sequence[str], counters: dict[str, int]) -> dict[str, float]:
-        """The metrics of some."""
+    def measure(
+        self, labels: Sequence[str], counters: Counters, look: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The metrics of some; calls `look` as it gets on."""
         ...
 
 
-def train(
-    spec: LmSpec,
-    session: Session,
-    engine: TrainEngine,
-    objective: Objective,
-    keeper: Keeper,
-    sampler: Sampler,
-    suites: Suites,
-    *,
-    show: bool = True,
-) -> None:
+@dataclass
+class LmParts:
+    """What a language model is trained with."""
+
+    engine: TrainEngine
+    objective: Objective
+    keeper: Keeper
+    sampler: Sampler
+    suites: SuiteRunner
+
+
+def train(spec: LmSpec, session: Session, parts: LmParts, *, show: bool = True) -> None:
     """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
-    ranks, hooks = engine.ranks, load_hooks(spec.hooks)
-    step, tokens = _restore(session, engine, keeper)
-    log.info("seed %d: %s", session.seed, "from the start" if step == 0 else f"resumed at step {step}")
-    checkpoints, speed = CheckpointsDue(spec.every.checkpoint), Speed(engine)
+    ranks = parts.engine.ranks
+    saved = restore(session, ranks)
+    trainer = LmTrainer(spec, parts, saved)
     recorder = Recorder(session, spec, total=spec.train.steps, unit="steps", show=show) if ranks.first else Silent()
     with recorder as record, profiled(spec.train.profile, session.path / "profile.json", ranks.first) as profile:
-
-        def evaluate() -> dict[str, float]:
-            with speed.paused(), record.span("eval"), engine.averaged():
-                return objective.evaluate(engine)
-
-        def write_samples() -> None:
-            with speed.paused(), record.span("sample"), engine.averaged():
-                sampler.write(step)
-
-        def measure(labels: Sequence[str]) -> dict[str, float]:
-            if not labels:
-                return {}
-            with speed.paused(), record.span("suites"), engine.averaged():
-                return suites.measure(labels, counters)
-
-        last = step >= spec.train.steps
-        while not last:
-            before = {"steps": step, "tokens": tokens}
-            with record.span("train"), profile(step + 1):
-                batch = objective.batch(step)
-                weight = objective.denominator(batch)
-                sums = engine.forward_backward(batch, objective.loss, weight, group=objective.group)
-                stepped = engine.optim_step(step / spec.train.steps)
-            step, tokens = step + 1, tokens + len(batch.tokens)
-            counters = {"steps": step, "tokens": tokens}
-            # Clocks and signals differ between ranks: the first one decides.
-            stop, reasons = ranks.from_first((session.stop_requested, checkpoints.reasons(before, counters)))
-            last = step >= spec.train.steps
-            evaluated, written = last or due(spec.every.eval, before, counters), last or sampler.due(before, counters)
-            measured = suites.due(before, counters, last)
-            row: dict[str, float] = {}
-            if evaluated or due(spec.every.log, before, counters):
-                row = {name: float(value) for name, value in (sums | stepped).items()}
-                record.rates(speed.since_last(tokens))
-            if evaluated:
-                row |= evaluate()
-            row |= measure(measured)
-            if written:
-                write_samples()
-            if row:
-                moment = Moment(step, tokens, row, engine.model, session.path)
-                if ranks.first:
-                    call_hooks(hooks, moment)
-                if ranks.from_first(moment.stop) and not last:  # a hook ends the run here, as its last step would
-                    last = True
-                    row |= {} if evaluated else evaluate()
-                    row |= measure([one for one in suites.due(before, counters, last) if one not in measured])
-                    if not written:
-                        write_samples()
-                record.row(row, counters, headline=("loss", "eval/loss"))
-            reasons = reasons | ({"best"} if "eval/loss" in row else set()) | ({"temporary"} if last or stop else set())
-            if reasons:
-                with speed.paused(), record.span("checkpoint"):
-                    _save(session, engine, keeper, counters, reasons, row.get("eval/loss"))
-            if stop and not last:
-                raise Interrupted(
-                    f"stopped at step {step} with everything saved; continue with: "
-                    f"palestra train --resume {session.path.parent.parent}"
-                )
+        trainer.record, trainer.profile = record, profile
+        run(spec, session, trainer, record, saved, ranks)
 
 
-def _restore(session: Session, engine: TrainEngine, keeper: Keeper) -> tuple[int, int]:
-    """Continue from the newest checkpoint: the steps and tokens so far."""
-    saved = session.restore() if engine.ranks.first else None
-    path = engine.ranks.from_first(None if saved is None else saved.meta.path)
-    if path is None:
-        return 0, 0
-    state = (saved or load_checkpoint(path)).state
-    keeper.load(path / "model")
-    engine.load_state(state["engine"])
-    return state["steps"], state["tokens"]
+class LmTrainer:
+    """One session at work."""
 
+    headline = ("loss", "eval/loss")
+    record: Recorder | Silent
+    profile: Callable[[int], AbstractContextManager[None]]
 
-def _save(
-    session: Session,
-    engine: TrainEngine,
-    keeper: Keeper,
-    counters: dict[str, int],
-    reasons: set[str],
-    loss: float | None,
-) -> None:
-    with engine.averaged():
-        gathered = keeper.writer()
+    def __init__(self, spec: LmSpec, parts: LmParts, saved: Checkpoint | None):
+        self.spec, self.parts, self.engine, self.policy = spec, parts, parts.engine, parts.engine.model
+        self.speed = Speed(parts.engine)
+        self.steps = self.tokens = 0
+        self._sums: dict[str, Any] = {}
+        if saved is not None:
+            parts.keeper.load(saved.meta.path / "model")
+            parts.engine.load_state(saved.state["engine"])
+            self.steps, self.tokens = saved.state["steps"], saved.state["tokens"]
 
-    def model(folder: Path) -> None:
-        with engine.averaged():  # what one process gathers are the parameters themselves
-            gathered(folder)
+    @property
+    def counters(self) -> dict[str, int]:
+        return {"steps": self.steps, "tokens": self.tokens}
 
-    state = {**counters, "engine": engine.state()}
-    if engine.ranks.first:
-        log.info("step %d: checkpoint (%s)", counters["steps"], ", ".join(sorted(reasons)))
-        score, metric = (None, None) if loss is None else (-loss, "eval/loss")
-        session.checkpoint(
-            counters["steps"], state, reasons=reasons, score=score, metric=metric, counters=counters, model=model
-        )
+    @property
+    def done(self) -> bool:
+        return self.steps >= self.spec.train.steps
+
+    def first_row(self) -> None:
+        return None
+
+    def step(self) -> None:
+        """Batch → gradients, summed over micro-batches and ranks → one optimizer step."""
+        objective = self.parts.objective
+        with self.record.span("train"), self.profile(self.steps + 1):
+            batch = objective.batch(self.steps)
+            weight = objective.denominator(batch)
+            sums = self.engine.forward_backward(batch, objective.loss, weight, group=objective.group)
+            self._sums = sums | self.engine.optim_step(self.steps / self.spec.train.steps)
+        self.steps, self.tokens = self.steps + 1, self.tokens + len(batch.tokens)
+
+    def metrics(self) -> Row:
+        """Loss, gradient norm and rates."""
+        self.record.rates(self.speed.since_last(self.tokens))
+        return {name: float(value) for name, value in self._sums.items()}
+
+    def due(self, before: Counters, last: bool) -> list[str]:
+        """Evaluations, suites by their names, and samples."""
+        names = ["eval"] if last or due(self.spec.every.eval, before, self.counters) else []
+        names += [f"suite/{label}" for label in self.parts.suites.due(before, self.counters, last)]
+        return names + (["samples"] if last or self.parts.sampler.due(before, self.counters) else [])
+
+    def measure(self, names: Sequence[str]) -> Row:
+        """By the averaged weights, where there are any."""
+        found: Row = {}
+        labels = [name.removeprefix("suite/") for name in names if name.startswith("suite/")]
+        with self.speed.paused(), self.engine.averaged():
+            if "eval" in names:
+                with self.record.span("eval"):
+                    found |= self.parts.objective.evaluate(self.engine)
+            if labels:
+                with self.record.span("suites"):
+                    found |= self.parts.suites.measure(labels, self.counters)
+            if "samples" in names:
+                with self.record.span("sample"):
+                    self.parts.sampler.write(self.steps)
+        return found
+
+    def score(self, row: Row) -> tuple[str, float] | None:
+        return ("eval/loss", -row["eval/loss"]) if "eval/loss" in row else None
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.speed.paused()
+
+    def state(self) -> dict[str, Any]:
+        return {**self.counters, "engine": self.engine.state()}
+
+    def model(self) -> Callable[[Path], None]:
+        """The averaged weights."""
+        with self.engine.averaged():
+            gathered = self.parts.keeper.writer()
+
+        def write(folder: Path) -> None:
+            with self.engine.averaged():  # what one process gathers are the parameters themselves
+                gathered(folder)
+
+        return write

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.migrate.blocks import Block, schedule
+from palestra.migrate.blocks import ForeignBlock, schedule
 from palestra.migrate.nets import dqn_target_fields, optimiser_fields, sac_target_fields
 
 NAMES = {
@@ -56,13 +56,13 @@ EPISODES_TO_STEPS = 128  # vector steps taken for SLM-Lab's episodes between upd
 class Setting:
     """What an algorithm's fields depend on besides its own block."""
 
-    memory: Block
-    net: Block
+    memory: ForeignBlock
+    net: ForeignBlock
     num_envs: int
     frames: int
 
 
-def algorithm_fields(block: Block, setting: Setting) -> dict[str, Any]:
+def algorithm_fields(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
     """The fields of our `algorithm`, `name` first."""
     theirs = block.take("name")
     if theirs not in NAMES:
@@ -102,7 +102,7 @@ def algorithm_fields(block: Block, setting: Setting) -> dict[str, Any]:
 ON_POLICY = ("reinforce", "sarsa", "a2c", "ppo")
 
 
-def _on_policy(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
+def _on_policy(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     entropy = schedule(block, "entropy_coef_spec", setting.frames)
     if entropy is not None:
@@ -132,7 +132,7 @@ def _on_policy(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     return found | _ppo(block, setting)
 
 
-def _ppo(block: Block, setting: Setting) -> dict[str, Any]:
+def _ppo(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"lam": block.take("lam", 0.95), "epochs": block.count("training_epoch", 1)}
     clip = schedule(block, "clip_eps_spec", setting.frames)
     if clip is not None:
@@ -157,7 +157,7 @@ def _ppo(block: Block, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _replay(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
+def _replay(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
     """What learns from a memory: SLM-Lab counts transitions between updates, but updates at most once a vector step."""
     memory, n = setting.memory, setting.num_envs
     frequency = max(1, block.count("training_frequency", 1))
@@ -185,7 +185,7 @@ def _replay(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     }
 
 
-def _dqn(block: Block, setting: Setting, theirs: str, updates: float) -> dict[str, Any]:
+def _dqn(block: ForeignBlock, setting: Setting, theirs: str, updates: float) -> dict[str, Any]:
     net, memory = setting.net, setting.memory
     if theirs == "VanillaDQN":
         found: dict[str, Any] = {"double": False, "tau": 1.0}
@@ -203,7 +203,7 @@ def _dqn(block: Block, setting: Setting, theirs: str, updates: float) -> dict[st
     return found
 
 
-def _soft(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
+def _soft(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
     found: dict[str, Any] = sac_target_fields(setting.net, setting.num_envs) if ours == "sac" else {}
     setting.net.read |= {"update_type", "update_frequency", "polyak_coef"}
     if setting.memory.data.get("name") == "PrioritizedReplay":
@@ -222,7 +222,7 @@ def _soft(block: Block, setting: Setting, ours: str) -> dict[str, Any]:
     return found
 
 
-def _exploration(block: Block, frames: int) -> dict[str, Any]:
+def _exploration(block: ForeignBlock, frames: int) -> dict[str, Any]:
     policy, value = block.take("action_policy", "epsilon_greedy"), schedule(block, "explore_var_spec", frames)
     if policy == "boltzmann":
         return {"temperature": 1.0 if value is None else value}
@@ -231,7 +231,7 @@ def _exploration(block: Block, frames: int) -> dict[str, Any]:
     return {} if value is None else {"epsilon": value}
 
 
-def _vector_steps(block: Block, setting: Setting, default: int) -> int:
+def _vector_steps(block: ForeignBlock, setting: Setting, default: int) -> int:
     """Vector steps between updates; SLM-Lab's episodic memory counts episodes, whose length nobody knows."""
     count = block.count("training_frequency")
     if setting.memory.data.get("name") in EPISODIC:
@@ -243,7 +243,7 @@ def _vector_steps(block: Block, setting: Setting, default: int) -> int:
     return default if count is None else count
 
 
-def _self_imitation(block: Block, memory: Block) -> dict[str, Any]:
+def _self_imitation(block: ForeignBlock, memory: ForeignBlock) -> dict[str, Any]:
     found = {
         "buffer": memory.count("max_size", 100_000),
         "batch": memory.count("batch_size", 512),

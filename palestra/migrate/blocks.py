@@ -20,7 +20,7 @@ class Notes:
             self.lines.append(line)
 
 
-class Block:
+class ForeignBlock:
     """A mapping whose keys are taken one by one."""
 
     def __init__(self, data: Any, path: str, notes: Notes, known: frozenset[str] | None = None):
@@ -47,9 +47,9 @@ class Block:
             raise UsageError(f"{self.path}.{key}: expected a whole number, got {value!r}")
         return value if value is None else int(value)
 
-    def block(self, key: str, known: frozenset[str] | None = None) -> "Block":
+    def block(self, key: str, known: frozenset[str] | None = None) -> "ForeignBlock":
         """A mapping inside."""
-        return Block(self.take(key, {}), f"{self.path}.{key}", self.notes, known)
+        return ForeignBlock(self.take(key, {}), f"{self.path}.{key}", self.notes, known)
 
     def note(self, key: str, what: str) -> None:
         """Say something on a key."""
@@ -80,7 +80,7 @@ KEYS = frozenset({"name", "start_val", "end_val", "start_step", "end_step"})
 SHAPES = {"linear_decay": "linear", "rate_decay": "rate", "periodic_decay": "periodic"}
 
 
-def schedule(block: Block, key: str, frames: int) -> Any:
+def schedule(block: ForeignBlock, key: str, frames: int) -> Any:
     """A number or a schedule from `{name, start_val, end_val, start_step, end_step}`; None where the key is absent."""
     if key not in block:
         block.take(key)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from palestra.migrate.blocks import Block, Notes, in_fractions
+from palestra.migrate.blocks import ForeignBlock, Notes, in_fractions
 
 KEYS = frozenset({
     "type", "shared", "hid_layers", "conv_hid_layers", "fc_hid_layers", "arc", "arc_file", "actor_arc", "critic_arc",
@@ -19,7 +19,7 @@ NATURE = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]
 LOSSES = {"dqn": ("SmoothL1Loss", "HuberLoss"), "reinforce": ("MSELoss", "SmoothL1Loss")}  # which has no value to fit
 
 
-def net_fields(block: Block, algorithm: dict[str, Any]) -> dict[str, Any]:
+def net_fields(block: ForeignBlock, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The fields of our `net`, for the fields of our `algorithm`."""
     kind, name = block.take("type", "MLPNet"), algorithm["name"]
     found: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def net_fields(block: Block, algorithm: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def optimiser_fields(block: Block, algorithm: str, frames: int) -> dict[str, Any]:
+def optimiser_fields(block: ForeignBlock, algorithm: str, frames: int) -> dict[str, Any]:
     """What our `algorithm` has of the net: learning rates, ε, clipping, β₁."""
     found: dict[str, Any] = {}
     optim = _optimiser(block, "actor_optim_spec" if "actor_optim_spec" in block else "optim_spec", algorithm)
@@ -85,7 +85,7 @@ def optimiser_fields(block: Block, algorithm: str, frames: int) -> dict[str, Any
     return found
 
 
-def dqn_target_fields(block: Block, num_envs: int, updates: float, frames: int) -> dict[str, Any]:
+def dqn_target_fields(block: ForeignBlock, num_envs: int, updates: float, frames: int) -> dict[str, Any]:
     """How DQN's target follows: SLM-Lab moves it after each vector step, we after each of `updates` gradient steps."""
     kind, every = block.take("update_type", "replace"), block.count("update_frequency", 1)
     share = block.take("polyak_coef", 0)
@@ -101,7 +101,7 @@ def dqn_target_fields(block: Block, num_envs: int, updates: float, frames: int) 
     return {"tau": tau}
 
 
-def sac_target_fields(block: Block, num_envs: int) -> dict[str, Any]:
+def sac_target_fields(block: ForeignBlock, num_envs: int) -> dict[str, Any]:
     """How SAC's targets follow, after each gradient step there and here."""
     kind, every = block.take("update_type", "replace"), block.count("update_frequency", 1)
     if kind == "polyak":
@@ -117,7 +117,7 @@ def polyak(share: float, updates: float) -> float:
     return share if updates == 1 else 1 - (1 - share) ** (1 / updates)
 
 
-def _recurrent(block: Block, algorithm: str, possible: bool) -> dict[str, Any]:
+def _recurrent(block: ForeignBlock, algorithm: str, possible: bool) -> dict[str, Any]:
     cell, size = str(block.take("cell_type", "GRU")).lower(), block.count("rnn_hidden_size", 64)
     found: dict[str, Any] = {"hidden": flat(block.take("fc_hid_layers", []))}
     for key in ("rnn_num_layers", "bidirectional", "seq_len"):
@@ -131,7 +131,7 @@ def _recurrent(block: Block, algorithm: str, possible: bool) -> dict[str, Any]:
     return {**found, "recurrent": {"cell": "lstm" if cell == "lstm" else "gru", "size": size}}
 
 
-def _arc(block: Block, arc: Any, algorithm: str) -> dict[str, Any]:
+def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
     """The widths and the activation of a TorchArc body that is a plain chain of layers."""
     if "arc_file" in block or not isinstance(arc, dict):
         block.take("arc_file")
@@ -162,7 +162,7 @@ def _arc(block: Block, arc: Any, algorithm: str) -> dict[str, Any]:
     return found
 
 
-def renorm_fields(block: Block) -> dict[str, Any]:
+def renorm_fields(block: ForeignBlock) -> dict[str, Any]:
     """CrossQ's batch renormalisation from the layers of a critic's graph."""
     modules = (block.data.get("arc") or {}).get("modules", {}).values()
     args = next((args for module in modules for name, args in _layers(module) if "BatchRenorm" in name), None) or {}
@@ -192,7 +192,7 @@ def _width(args: Any) -> int | None:
     return args if isinstance(args, int) else None
 
 
-def _optimiser(block: Block, key: str, algorithm: str) -> dict[str, Any]:
+def _optimiser(block: ForeignBlock, key: str, algorithm: str) -> dict[str, Any]:
     inner = block.block(key)
     name, found = inner.take("name", "Adam"), {}
     if name.removeprefix("Global") != "Adam":
@@ -209,7 +209,7 @@ def _optimiser(block: Block, key: str, algorithm: str) -> dict[str, Any]:
     return found
 
 
-def _rate(block: Block, key: str, lr: float, frames: int) -> Any:
+def _rate(block: ForeignBlock, key: str, lr: float, frames: int) -> Any:
     inner = block.block(key)
     name, last = inner.take("name"), inner.take("frame", frames)
     if name is None:
@@ -220,14 +220,14 @@ def _rate(block: Block, key: str, lr: float, frames: int) -> Any:
     return in_fractions("linear", lr, 0.0, 0, last, frames)
 
 
-def _orthogonal(block: Block) -> bool:
+def _orthogonal(block: ForeignBlock) -> bool:
     name = block.take("init_fn")
     if name not in (None, "orthogonal_"):
         block.note("init_fn", f"{name} has no counterpart here; torch's own initial weights were taken")
     return name == "orthogonal_"
 
 
-def _activation(block: Block, name: str) -> str:
+def _activation(block: ForeignBlock, name: str) -> str:
     if name not in ACTIVATIONS:
         block.note("hid_layers_activation", f"{name} has no counterpart here; relu was taken")
     return ACTIVATIONS.get(name, "relu")
@@ -288,7 +288,7 @@ APPROXIMATE = ("grid_search", "quniform", "qloguniform", "qrandint", "lograndint
 
 
 def search_fields(
-    space: Mapping[str, Any], meta: Block, spec: Mapping[str, Any], net: str, notes: Notes
+    space: Mapping[str, Any], meta: ForeignBlock, spec: Mapping[str, Any], net: str, notes: Notes
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our `search` for a spec imported with a `net` of this type, and fields of `every` that it needs; or nothing."""
     axes = {path: axis for key, values in _flat(space) for path, axis in _axis(key, values, spec, net, notes)}

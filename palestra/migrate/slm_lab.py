@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.errors import UsageError
 from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
-from palestra.migrate.blocks import Block, Notes
+from palestra.migrate.blocks import ForeignBlock, Notes
 from palestra.migrate.nets import KEYS as NET_KEYS
 from palestra.migrate.nets import net_fields, optimiser_fields, renorm_fields, search_fields
 from palestra.spec.load import load
@@ -65,9 +65,9 @@ def import_spec(path: Path, name: str, variables: Mapping[str, str] | None = Non
 def convert(spec: Mapping[str, Any], name: str) -> Imported:
     """One of SLM-Lab's specs, its variables filled, as ours."""
     notes = Notes()
-    top = Block(spec, name, notes, frozenset({"agent", "env", "meta", "search", "name", "body"}))
+    top = ForeignBlock(spec, name, notes, frozenset({"agent", "env", "meta", "search", "name", "body"}))
     agent, env = (_only(top, key) for key in ("agent", "env"))
-    meta = Block(top.take("meta", {}), "meta", notes, META_KEYS)
+    meta = ForeignBlock(top.take("meta", {}), "meta", notes, META_KEYS)
     agent.read |= {"name"}
     num_envs, frames = env.count("num_envs", 1), env.count("max_frame")
     if frames is None:
@@ -151,17 +151,19 @@ def _env_name(env: str) -> str:
     return env.rpartition("/")[2].partition("-")[0].lower()
 
 
-def _only(top: Block, key: str) -> Block:
+def _only(top: ForeignBlock, key: str) -> ForeignBlock:
     """`agent` or `env`, which older specs write as a list of one."""
     value = top.take(key)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, Mapping):
         raise UsageError(f"{top.path}.{key}: expected one mapping, got {value!r}")
-    return Block(value, key, top.notes, None if key == "env" else frozenset({"name", "algorithm", "memory", "net"}))
+    return ForeignBlock(
+        value, key, top.notes, None if key == "env" else frozenset({"name", "algorithm", "memory", "net"})
+    )
 
 
-def _critic(block: Block, policy: dict[str, Any], frames: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _critic(block: ForeignBlock, policy: dict[str, Any], frames: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What CrossQ's critics have of their own, for `algorithm` and for `net`; a note on what they cannot have."""
     own = net_fields(block, policy) | optimiser_fields(block, policy["name"], frames)
     differ = {key: value for key, value in own.items() if value != policy.get(key)}
@@ -174,7 +176,7 @@ def _critic(block: Block, policy: dict[str, Any], frames: int) -> tuple[dict[str
     return rates | renorm_fields(block), widths
 
 
-def _env(env: Block, num_envs: int) -> dict[str, Any]:
+def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     name = env.take("name", "")
     atari = str(name).startswith("ALE/")
     if str(name).startswith("playground/"):
@@ -209,7 +211,7 @@ def _env(env: Block, num_envs: int) -> dict[str, Any]:
     return {**found, "kwargs": kwargs} if kwargs else found
 
 
-def _meta(meta: Block) -> dict[str, Any]:
+def _meta(meta: ForeignBlock) -> dict[str, Any]:
     found: dict[str, Any] = {"max_session": meta.count("max_session", 1)}
     every: dict[str, Any] = {}
     if "log_frequency" in meta:

@@ -20,7 +20,7 @@ from palestra.spec.imports import typed_arguments
 from palestra.spec.kinds.pipeline import REFERENCE, PipelineSpec, step_function
 from palestra.spec.load import Source, resolved
 from palestra.spec.load import load as load_spec
-from palestra.spec.model import Execution, Parts, plain, split
+from palestra.spec.model import Execution, SpecParts, plain, split
 from palestra.spec.source import read_value
 
 LATEST = "latest"
@@ -47,7 +47,7 @@ def run_spec(
     """
     from palestra.api import run  # here: it takes the kinds with it
 
-    whole = resolved(plain(Parts(spec, execution, unset).joined()))
+    whole = resolved(plain(SpecParts(spec, execution, unset).joined()))
     begun = _begun(out / whole.name)
     found = run(
         whole,

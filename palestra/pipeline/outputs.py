@@ -28,8 +28,8 @@ from typing import Any
 from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.lease import Lease, LeaseLost, Owner
-from palestra.runs.redact import redacted
 from palestra.runs.store import FsspecStore, LocalStore, read_json, sync_folder, write_bytes, write_json
+from palestra.work.redact import redacted
 
 STATUS = "status.json"
 LEAVE_SECONDS = 60.0

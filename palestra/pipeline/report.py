@@ -15,9 +15,9 @@ from palestra.errors import PalestraError
 from palestra.pipeline.graph import Graph, Node
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.step import lines
-from palestra.runs.redact import redacted
 from palestra.runs.run import Run, open_run
 from palestra.runs.store import read_json
+from palestra.work.redact import redacted
 
 WIDTH, HEIGHT = 190.0, 50.0
 GAP, BEND, LAYER_GAP, MARGIN = 22.0, 14.0, 40.0, 12.0

@@ -16,10 +16,10 @@ from palestra.pipeline.graph import Graph, Node, chosen
 from palestra.pipeline.outputs import Outputs
 from palestra.pipeline.step import Output, Step, call, filled, portable
 from palestra.runs.lease import Lease, Owner
-from palestra.runs.redact import redact
 from palestra.runs.session import stop_signals
 from palestra.work import fanout
 from palestra.work.fanout import Processes, Resources, Stop, WorkItem, WorkOutcome
+from palestra.work.redact import redact
 
 
 def carry_out(

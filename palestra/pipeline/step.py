@@ -39,9 +39,9 @@ from pydantic import BaseModel
 
 from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import UsageError
-from palestra.runs.redact import redacted
 from palestra.runs.store import write_bytes
 from palestra.spec.model import Execution, is_execution
+from palestra.work.redact import redacted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 LONGEST_NAME = 120

@@ -9,7 +9,7 @@ from torch import Tensor
 from palestra.data.store import micro_batches
 from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import Loss, LossFunction, TrainEngine
-from palestra.lm.model import Output, Transformer
+from palestra.lm.model import ModelOutput, Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
@@ -64,7 +64,7 @@ class Critic:
         self.engine.load_state(state["engine"])
 
 
-def expected(model: ScalarModel, batch: Batch) -> tuple[Tensor, Output]:
+def expected(model: ScalarModel, batch: Batch) -> tuple[Tensor, ModelOutput]:
     """What the critic expects (T) before each token that is trained, 0 elsewhere; and the transformer's output.
 
     Before token t it has read tokens up to t - 1. What it says after t knows t: as a baseline for t that would take

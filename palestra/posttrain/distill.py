@@ -216,7 +216,7 @@ def _sums(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-class Lesson(NamedTuple):
+class DistillLesson(NamedTuple):
     """An answer as the student reads it and as the teacher does: they end alike."""
 
     student: tuple[int, ...]
@@ -294,7 +294,7 @@ def silence(groups: Sequence[Group], row: dict[str, float]) -> str | None:
     return None
 
 
-def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[Lesson]:
+def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson]:
     """What the student wrote, after the prompt that each of the two reads."""
     found = []
     for group in groups:
@@ -305,22 +305,22 @@ def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[Lesson]:
             prompt = one.tokens[:begin] if read is None else read
             mask = tuple(d and np.isfinite(x) for d, x in zip(one.loss_mask, one.logprobs, strict=True))
             answer = one.tokens[begin:]
-            found.append(Lesson(one.tokens, prompt + answer, len(answer), mask[begin:], one.logprobs[begin:]))
+            found.append(DistillLesson(one.tokens, prompt + answer, len(answer), mask[begin:], one.logprobs[begin:]))
     return found
 
 
-def given_lessons(examples: Sequence[Example]) -> list[Lesson]:
+def given_lessons(examples: Sequence[Example]) -> list[DistillLesson]:
     """Answers of somebody else, which both read alike."""
     found = []
     for example in examples:
         tokens = tuple(example.tokens.tolist())
         loss = np.ones(len(tokens), bool) if example.loss is None else example.loss
-        found.append(Lesson(tokens, tokens, len(tokens) - 1, tuple(loss[1:].tolist()), None))
+        found.append(DistillLesson(tokens, tokens, len(tokens) - 1, tuple(loss[1:].tolist()), None))
     return found
 
 
 def with_teacher(
-    lessons: Sequence[Lesson], teacher: Teacher, *, micro_tokens: int, temperature: float, hidden: bool
+    lessons: Sequence[DistillLesson], teacher: Teacher, *, micro_tokens: int, temperature: float, hidden: bool
 ) -> Batch:
     """The lessons as the student reads them, packed. What the teacher cannot read is not trained on.
 
@@ -363,7 +363,7 @@ def with_teacher(
     return replace(batch, per_token={**batch.per_token, **added})
 
 
-def _row(lesson: Lesson, length: int, values: Sequence[float] | None, here: bool) -> np.ndarray:
+def _row(lesson: DistillLesson, length: int, values: Sequence[float] | None, here: bool) -> np.ndarray:
     """(length) FP32: values of the tokens that may be trained on, 0 for the prompt before them; 0 where not `here`."""
     row = np.zeros(length, np.float32)
     if here and values is not None and lesson.trained:

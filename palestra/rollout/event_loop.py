@@ -114,7 +114,7 @@ class LoopLag:
             self._sum, self._most, self._count = self._sum + late, max(self._most, late), self._count + 1
 
 
-class Watchdog:
+class RolloutWatchdog:
     """A thread that tells, once for each stall, what every thread and task waits for. It ends nothing.
 
     As a context manager it watches until it is left; `progress()` says that something got done.

@@ -29,7 +29,7 @@ BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Record:
+class RolloutRecord:
     """A group and what became of it."""
 
     group: Group
@@ -61,18 +61,18 @@ class Recording:
 
     def write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
         """What a step trained on, in its order, after what was left out before; `batch` begins with `groups` packed."""
-        records = [Record(group, "filtered", step) for group in filtered]
+        records = [RolloutRecord(group, "filtered", step) for group in filtered]
         values, start, places = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
         for group in groups:
             advantages = []
             for length in (next(places) for _ in group.trajectories):
                 advantages.append(tuple(values[start : start + length]))
                 start += length
-            records.append(Record(group, "trained", step, advantages=tuple(advantages)))
+            records.append(RolloutRecord(group, "trained", step, advantages=tuple(advantages)))
         write(self._sink, *records)
 
 
-def write(sink: JsonlSink, *records: Record) -> None:
+def write(sink: JsonlSink, *records: RolloutRecord) -> None:
     """Append records to a file of JSON lines."""
     try:
         sink.write(*map(_row, records))
@@ -82,7 +82,7 @@ def write(sink: JsonlSink, *records: Record) -> None:
         raise
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: RolloutRecord) -> dict[str, Any]:
     group = record.group
     advantages = record.advantages or (None,) * len(group.trajectories)
     return {
@@ -105,7 +105,7 @@ def _row(record: Record) -> dict[str, Any]:
     }
 
 
-def _check(record: Record) -> None:
+def _check(record: RolloutRecord) -> None:
     """Name the problem whose rollouts JSON cannot hold."""
     try:
         json_line(_row(record))
@@ -116,7 +116,7 @@ def _check(record: Record) -> None:
         ) from error
 
 
-def scan(path: Path) -> Iterator[Record]:
+def scan(path: Path) -> Iterator[RolloutRecord]:
     """The records of a file from the first on, one at a time; a last line that is not whole is passed over."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -124,7 +124,7 @@ def scan(path: Path) -> Iterator[Record]:
                 yield _record(line, f"{path}:{number}")
 
 
-def newest(path: Path) -> Iterator[Record]:
+def newest(path: Path) -> Iterator[RolloutRecord]:
     """The same from the last on: only as much of the file is read as is asked for."""
     with path.open("rb") as file:
         position, rest, whole = file.seek(0, os.SEEK_END), b"", False
@@ -167,7 +167,7 @@ def _spread(value: float, loss_mask: Sequence[bool]) -> tuple[float, ...]:
     return tuple(value if used else 0.0 for used in loss_mask)
 
 
-def _record(line: bytes, where: str) -> Record:
+def _record(line: bytes, where: str) -> RolloutRecord:
     try:
         row = json.loads(line)
         trajectories = tuple(_trajectory(one) for one in row["trajectories"])
@@ -188,7 +188,7 @@ def _record(line: bytes, where: str) -> Record:
             row["asked"],
             row["seconds"],
         )
-        return Record(group, row["fate"], row["step"], tuple(advantages))
+        return RolloutRecord(group, row["fate"], row["step"], tuple(advantages))
     except (ValueError, KeyError, TypeError) as error:
         raise PalestraError(f"{where} is not a line of rollouts ({type(error).__name__}: {error})") from error
 
@@ -210,7 +210,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     )
 
 
-class Replay:
+class RolloutReplay:
     """The executor's interface over rollouts that are there: step for step what was trained on, in its order."""
 
     def __init__(self, path: Path, vocab: int):

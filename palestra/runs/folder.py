@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError
-from palestra.runs.redact import hidden, redacted
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
+from palestra.work.redact import hidden, redacted
 
 ROOT = "runs"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

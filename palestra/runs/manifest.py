@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from palestra.runs.redact import REDACTED, SECRET
 from palestra.spec.load import Difference, differences
+from palestra.work.redact import REDACTED, SECRET
 
 DIFF_LIMIT_BYTES = 1 << 20
 UNTRACKED_LIMIT = 1000

@@ -165,7 +165,7 @@ def _rows(session: SessionDir) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Result:
+class SuiteResult:
     """One number of both runs; None on the side that does not have it."""
 
     metric: str
@@ -178,13 +178,13 @@ class RunDifference:
     """What tells two runs apart."""
 
     spec: list[Difference]
-    results: list[Result]
+    results: list[SuiteResult]
 
 
 def diff(a: Run, b: Run) -> RunDifference:
     """Spec fields that differ, and the last headline values (mean over seeds) and summaries of both runs."""
     left, right = _numbers(a), _numbers(b)
-    results = [Result(metric, left.get(metric), right.get(metric)) for metric in {**left, **right}]
+    results = [SuiteResult(metric, left.get(metric), right.get(metric)) for metric in {**left, **right}]
     return RunDifference(differences(a.spec, b.spec), results)
 
 

@@ -19,9 +19,9 @@ from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
 from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
 from palestra.runs.lease import Lease, LeaseLost, Owner
-from palestra.runs.redact import redact, redacted
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
+from palestra.work.redact import redact, redacted
 
 NAME = "status.json"
 

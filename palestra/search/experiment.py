@@ -11,6 +11,7 @@ from typing import Any
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, kept
+from palestra.runs.recorder import in_words
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore
 from palestra.search.results import Experiment, find_experiment, new_experiment, write_results
@@ -35,7 +36,6 @@ from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 from palestra.track.progress import Progress
-from palestra.track.recorder import in_words
 from palestra.work import fanout
 from palestra.work.fanout import Processes, Stop, WorkItem, WorkOutcome
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import checkpoint
-from palestra.runs.redact import redacted
 from palestra.runs.run import Run
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 from palestra.search.plots import search_plots
@@ -26,6 +25,7 @@ from palestra.spec.compose import escape
 from palestra.spec.grid import given_data, with_values
 from palestra.spec.load import resolved
 from palestra.spec.source import write_text
+from palestra.work.redact import redacted
 
 NAME = "search.json"
 

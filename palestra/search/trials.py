@@ -13,7 +13,7 @@ from typing import Any
 from palestra.errors import Interrupted, PalestraError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial
-from palestra.runs.redact import redacted
+from palestra.runs.recorder import COLUMNS, Moment
 from palestra.runs.run import Run
 from palestra.runs.session import read_status
 from palestra.runs.store import clear_write_errors, read_json, write_json
@@ -22,8 +22,8 @@ from palestra.spec.grid import with_values
 from palestra.spec.kinds import runner
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
-from palestra.track.recorder import COLUMNS, Moment
 from palestra.work.fanout import Resources
+from palestra.work.redact import redacted
 
 NAME = "rung.json"
 HOOK = "palestra.search.trials:pause_at_rung"

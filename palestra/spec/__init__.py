@@ -4,7 +4,7 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds import KINDS, Kind, kinds, loader, runner, spec_type
 from palestra.spec.load import Difference, Loaded, differences, load, spec_hash, to_yaml
 from palestra.spec.model import Cadence, Model, plain
-from palestra.spec.validate import Problem, SpecError, validate
+from palestra.spec.validate import SpecError, SpecProblem, validate
 
 __all__ = [
     "KINDS",
@@ -14,8 +14,8 @@ __all__ = [
     "Kind",
     "Loaded",
     "Model",
-    "Problem",
     "SpecError",
+    "SpecProblem",
     "differences",
     "kinds",
     "load",

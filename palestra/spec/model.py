@@ -63,7 +63,7 @@ def is_execution(hint: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Parts:
+class SpecParts:
     """The plain data of a model, taken apart."""
 
     counted: dict[str, Any]
@@ -81,14 +81,14 @@ class Parts:
         return data
 
 
-def split(model: BaseModel, data: dict[str, Any]) -> Parts:
+def split(model: BaseModel, data: dict[str, Any]) -> SpecParts:
     """Take the plain data of a model apart; models in lists and mappings are gone through too."""
-    parts = Parts({}, [], [])
+    parts = SpecParts({}, [], [])
     counted = _split(model, data, [], parts)
-    return Parts(counted, parts.execution, parts.unset)
+    return SpecParts(counted, parts.execution, parts.unset)
 
 
-def _split(value: Any, data: Any, path: list[str], parts: Parts) -> Any:
+def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
     if isinstance(data, list):
         items = value if isinstance(value, list) and len(value) == len(data) else [None] * len(data)
         pairs = enumerate(zip(items, data, strict=True))

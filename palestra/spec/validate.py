@@ -106,7 +106,7 @@ def _holds(data: Any, part: str | int) -> bool:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SpecProblem:
     """One thing wrong with a spec: which key, where it is written, what was found and what to do."""
 
     path: str
@@ -127,7 +127,7 @@ class Problem:
 class SpecError(UsageError):
     """A spec that is not valid, with all its problems."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[SpecProblem]):
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__(f"the spec has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
         self.problems = problems
@@ -147,30 +147,30 @@ def validate(data: Any, origins: Origins) -> ExperimentSpec:
         raise SpecError(sorted(found.values(), key=_place_in_file)) from None
 
 
-def _kind_problem(tree: Tree) -> Problem:
+def _kind_problem(tree: Tree) -> SpecProblem:
     names = ", ".join(sorted(kinds()))
     if "kind" not in tree.data:
-        return Problem("kind", tree.origin(()), None, f"missing. The kinds are: {names}")
+        return SpecProblem("kind", tree.origin(()), None, f"missing. The kinds are: {names}")
     kind = tree.data["kind"]
-    return Problem("kind", tree.origin(("kind",)), kind, unknown_kind(kind).rstrip("."))
+    return SpecProblem("kind", tree.origin(("kind",)), kind, unknown_kind(kind).rstrip("."))
 
 
-def _place_in_file(problem: Problem) -> tuple[str, int]:
+def _place_in_file(problem: SpecProblem) -> tuple[str, int]:
     return problem.origin.file or "", problem.origin.line or 0
 
 
-def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -> Iterator[Problem]:
+def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -> Iterator[SpecProblem]:
     for details in error.errors():
         if details["type"] == "conflicts":
             for conflict in details["ctx"]["conflicts"]:
                 value = _value(tree.data, conflict.path)
-                yield Problem(dotted(conflict.path), tree.origin(conflict.path), value, conflict.reason)
+                yield SpecProblem(dotted(conflict.path), tree.origin(conflict.path), value, conflict.reason)
             continue
         place = locate(model, tree.data, details["loc"], absent=details["type"] == "missing")
         yield _problem(details, place, model, tree)
 
 
-def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree) -> Problem:
+def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree) -> SpecProblem:
     kind, value, path = details["type"], details["input"], place.path
     reason, hint = "", ""
     if kind == "extra_forbidden":
@@ -192,7 +192,7 @@ def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree
     else:
         reason = _expected(place.words, value)
         hint = _nearest_option(value, literals(place.annotation))
-    return Problem(dotted(path), tree.origin(path), value, reason, hint)
+    return SpecProblem(dotted(path), tree.origin(path), value, reason, hint)
 
 
 def _options(model: type[BaseModel], key: str) -> tuple[Any, ...]:

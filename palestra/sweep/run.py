@@ -21,7 +21,6 @@ from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
 from palestra.runs.folder import Trial, refuse_secrets
 from palestra.runs.lease import Lease, Owner
-from palestra.runs.redact import redacted
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
 from palestra.search.trials import shared
@@ -37,6 +36,7 @@ from palestra.sweep.results import POINT, write_results
 from palestra.work import fanout
 from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome
 from palestra.work.pool import TaskFailed, WorkerDied
+from palestra.work.redact import redacted
 
 log = logging.getLogger("palestra.sweep")
 

@@ -170,7 +170,7 @@ def pass_rate(scores: Sequence[float]) -> float:
     return sum(score > SOLVED for score in scores) / len(scores)
 
 
-class Pool:
+class PromptPool:
     """The pass rate of each prompt of a task when it was last answered.
 
     A prompt that was not answered yet has weight 1, as has one that is solved from `low` to `high` of the time. Easier

@@ -35,14 +35,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Example:
+class Shot:
     """A question and how it is answered."""
 
     question: str
     answer: str
 
 
-def ask(args: PromptArgs, layout: Layout, question: str, examples: Sequence[Example] = ()) -> str | tuple[Message, ...]:
+def ask(args: PromptArgs, layout: Layout, question: str, examples: Sequence[Shot] = ()) -> str | tuple[Message, ...]:
     """A question as a prompt, after worked examples."""
     template = args.template or (layout.plain if args.format == "plain" else layout.chat)
     if args.format == "plain":
@@ -55,7 +55,7 @@ def ask(args: PromptArgs, layout: Layout, question: str, examples: Sequence[Exam
     return (*messages, {"role": "user", "content": _put(template, question)})
 
 
-def shown(args: PromptArgs, examples: Sequence[Example], question: str) -> list[Example]:
+def shown(args: PromptArgs, examples: Sequence[Shot], question: str) -> list[Shot]:
     """The first examples, as many as the args say; never the question itself, whose answer they would give away."""
     return [one for one in examples if one.question != question][: args.shots]
 

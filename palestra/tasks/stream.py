@@ -14,7 +14,7 @@ from palestra.data.mixture import Indices, fold, permute, stream_key
 from palestra.data.remote import open_filesystem
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.tasks import PoolSpec, TasksSpec, TrainTask
-from palestra.tasks.curriculum import Floats, Lessons, Pool, pass_rate
+from palestra.tasks.curriculum import Floats, Lessons, PromptPool, pass_rate
 from palestra.tasks.sets.synthetic import Enumerated
 from palestra.tasks.task import Problem, Task
 
@@ -63,7 +63,7 @@ class Walk:
         self._order = None if use.order is None else self._read(use.order)
         total = len(problems) if self._order is None else len(self._order)
         self.length = total if use.count is None else min(use.count, total)
-        self.pool = None if pool is None else Pool(pool, self.length, use.label)
+        self.pool = None if pool is None else PromptPool(pool, self.length, use.label)
         self._pass_key, self._pool_key = stream_key(seed, "pass"), stream_key(seed, "pool")
         self._block = lru_cache(maxsize=2)(self._draw_block)
         self._ahead: dict[int, Problem] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
 from palestra.errors import MissingExtra, PalestraError
-from palestra.runs.redact import redact, redacted
+from palestra.work.redact import redact, redacted
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
@@ -69,7 +69,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class SinkPlace:
     """What a service shows of a session: `id` is the same again when the session is resumed."""
 
     folder: Path
@@ -96,7 +96,7 @@ class Sink(Protocol):
 class TensorBoardSink:
     """Event files in `<session>/tensorboard`, written by the tensorboard package alone (no torch, no tensorflow)."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SinkPlace) -> None:
         self.place = place
 
     def open(self) -> None:
@@ -125,7 +125,7 @@ class TensorBoardSink:
 class WandbSink:
     """Weights & Biases; WANDB_MODE=offline keeps the run in the session's folder."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SinkPlace) -> None:
         self.place = place
 
     def open(self) -> None:
@@ -158,7 +158,7 @@ class WandbSink:
 class SwanlabSink:
     """SwanLab; SWANLAB_MODE=offline keeps the run in the session's folder."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SinkPlace) -> None:
         self.place = place
 
     def open(self) -> None:
@@ -186,7 +186,7 @@ class SwanlabSink:
 class TrackioSink:
     """Trackio: a local database, or the Space or server that the TRACKIO_ variables name."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SinkPlace) -> None:
         self.place = place
 
     def open(self) -> None:
@@ -218,7 +218,7 @@ SINKS: dict[str, Any] = {
 }
 
 
-def make_sink(name: str, place: Place) -> Sink:
+def make_sink(name: str, place: SinkPlace) -> Sink:
     """Return the sink called `name`, not yet opened; a package that is not installed is an error now, not later."""
     require_sinks([name])
     return SINKS[name](place)
@@ -324,7 +324,7 @@ class Tracker:
         append: bool = False,
     ) -> None:
         self._stats = stats
-        place = Place(session_dir, project, name, id, redacted(config), append)
+        place = SinkPlace(session_dir, project, name, id, redacted(config), append)
         others = [make_sink(sink, place) for sink in sinks]
         self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
         self._others = [Background(sink) for sink in others]

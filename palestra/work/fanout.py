@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.errors import LeaseLost, PalestraError, RunBusy
-from palestra.runs.redact import redact
 from palestra.work.pool import Pool
+from palestra.work.redact import redact
 from palestra.work.worker import output_to
 
 log = logging.getLogger("palestra.work")

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from palestra.errors import PalestraError
-from palestra.runs import redact
+from palestra.work import redact
 
 BEAT_SECONDS = 1.0
 DRAIN_SECONDS = 5.0  # for the log of a task to be written to its end

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
-from palestra.control.algorithms.on_policy import Batch, OnPolicy, imitation
+from palestra.control.algorithms.base import AlgorithmParts
+from palestra.control.algorithms.on_policy import OnPolicy, RolloutBatch, imitation
 from palestra.control.collector import Rollout
 from palestra.control.optim import scheduled
 from palestra.rl.losses import masked_mean
@@ -22,7 +22,7 @@ from palestra.spec.kinds.control import A2CSpec
 METRICS = ("policy_loss", "value_loss", "entropy", "grad_norm")
 
 
-class Rates(NamedTuple):
+class A2cRates(NamedTuple):
     """What schedules move; tensors, so that a compiled update sees their new values."""
 
     lr: Tensor
@@ -32,7 +32,7 @@ class Rates(NamedTuple):
 class A2C(OnPolicy):
     """The learner: `step()` is one policy improvement."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         assert isinstance(parts.spec.algorithm, A2CSpec)
         self.spec = parts.spec.algorithm
         super().__init__(parts, self.spec)
@@ -43,7 +43,9 @@ class A2C(OnPolicy):
         with self.span("collect"):
             rollout = self.collect().to(self.policy.device)
         with self.span("learn"):
-            rates = Rates(*(scheduled(s, progress).to(rollout.obs.device) for s in (self.spec.lr, self.spec.entropy)))
+            rates = A2cRates(
+                *(scheduled(s, progress).to(rollout.obs.device) for s in (self.spec.lr, self.spec.entropy))
+            )
             vector, self.adam, metrics = self._update(self.adam, self.prepare(rollout), rates)
             self.flat.vector.copy_(vector)
             self.updates += 1
@@ -54,7 +56,7 @@ class A2C(OnPolicy):
             return found | {"updates": self.updates}
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout) -> Batch:
+    def prepare(self, rollout: Rollout) -> RolloutBatch:
         """Values and advantages of a rollout, under the weights that collected it."""
         rollout = rollout.to(self.policy.device)
         found = self.estimates(rollout, self.spec.gamma, 1.0 if self.spec.lam is None else self.spec.lam)
@@ -63,7 +65,7 @@ class A2C(OnPolicy):
         advantages = found.advantages
         if self.spec.normalise_advantages:
             advantages = batch_normalise(advantages, found.valid)
-        batch = Batch(
+        batch = RolloutBatch(
             rollout.obs,
             rollout.actions,
             advantages,  # log-probabilities are of no use: there is one step, and its ratio is 1
@@ -75,9 +77,9 @@ class A2C(OnPolicy):
         )
         if self.start is not None:
             return batch._replace(began=rollout.began, memory=self.start[None])
-        return Batch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
+        return RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
 
-    def loss(self, net: Any, batch: Batch, rates: Rates) -> tuple[Tensor, Tensor]:
+    def loss(self, net: Any, batch: RolloutBatch, rates: A2cRates) -> tuple[Tensor, Tensor]:
         """-log π · advantage + value_coef · (V - return)² - entropy · H."""
         distribution, values = batch.outputs(net)
         policy = -masked_mean(distribution.log_prob(batch.actions) * batch.advantages, batch.valid)

@@ -19,7 +19,7 @@ from palestra.spec.schedule import in_fractions
 
 
 @dataclass(frozen=True)
-class Parts:
+class AlgorithmParts:
     """What an algorithm is built from."""
 
     spec: ControlSpec
@@ -33,7 +33,9 @@ class Parts:
     """Whether the update is worth compiling."""
 
     @classmethod
-    def of(cls, spec: ControlSpec, stepper: Stepper, seed: int, device: torch.device, *, compile: bool) -> "Parts":
+    def of(
+        cls, spec: ControlSpec, stepper: Stepper, seed: int, device: torch.device, *, compile: bool
+    ) -> "AlgorithmParts":
         """The parts for one seed of a spec."""
         spec = spec.model_copy(update={"algorithm": in_fractions(spec.algorithm, spec.steps)})
         return cls(spec, stepper, torch.Generator().manual_seed(seed), device, compile)
@@ -61,7 +63,7 @@ class Algorithm(ABC):
     folder: Path | None = None
     """The session's folder, for what is too large to be in every checkpoint; None: all goes into `state()`."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         self.generator = parts.generator
         self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
         """Timings, if anyone wants them: `with self.span("learn"):`."""

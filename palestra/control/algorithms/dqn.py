@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.memory.replay import Batch
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Draws, QNet, draws, explored
@@ -34,7 +34,7 @@ class DQN(OffPolicy):
     metrics = ("loss", "q", "td_error", "grad_norm")
     net: QNet
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         assert isinstance(parts.spec.algorithm, DQNSpec)
         super().__init__(parts)
         self.spec = parts.spec.algorithm
@@ -93,7 +93,7 @@ class DQN(OffPolicy):
                 self.memory.update_priorities(torch.cat([batch.rows for batch in batches]), torch.cat(errors))
         return totals
 
-    def update(self, batches: list[Batch], rates: Tensor, totals: Tensor) -> Tensor:
+    def update(self, batches: list[ReplayBatch], rates: Tensor, totals: Tensor) -> Tensor:
         """A gradient step on each, eager or all one graph; how far each value was off, which is its priority."""
         errors = []
         for batch, rate in zip(batches, rates.unbind(0), strict=True):
@@ -102,7 +102,7 @@ class DQN(OffPolicy):
                 self.target.vector.lerp_(self.flat.vector, self.spec.tau)
         return torch.cat(errors)
 
-    def update_once(self, batch: Batch, rate: Tensor, totals: Tensor) -> Tensor:
+    def update_once(self, batch: ReplayBatch, rate: Tensor, totals: Tensor) -> Tensor:
         """One gradient step; how far each value was off, (B,)."""
         targets = self.targets(batch)
         gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
@@ -111,14 +111,14 @@ class DQN(OffPolicy):
         totals.add_(torch.cat([metrics, norm.reshape(1)]))
         return errors
 
-    def targets(self, batch: Batch) -> Tensor:
+    def targets(self, batch: ReplayBatch) -> Tensor:
         """What values should be, (B, quantiles): nothing is differentiated by it."""
         following = self.target_nets(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
         chooses = self.nets(self.flat.vector)(batch.next_obs) if self.spec.double else following
         best = chooses.mean(dim=2).argmax(dim=1)
         return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
 
-    def loss(self, net: Any, batch: Batch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def loss(self, net: Any, batch: ReplayBatch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Weighted mean of Huber's loss, or of that of quantile regression; errors and metrics beside it."""
         values = _of_action(net(batch.obs), batch.actions)  # (B, quantiles)
         if self.spec.distributional is None:

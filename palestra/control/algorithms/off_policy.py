@@ -4,21 +4,23 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
-from palestra.control.memory.replay import Batch, Replay
+from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.control.nets.heads import ActionHead
-from palestra.control.optim import no_denormals, products
+from palestra.control.nets.values import check_bounds
+from palestra.control.optim import compiled, no_denormals, products, put_back, taken
 from palestra.control.policy import Policy
 from palestra.control.scaling import ObsScale, Rewards
 from palestra.errors import UsageError
+from palestra.rl.schedules import value
 from palestra.spec.kinds.control import DQNSpec, OffPolicySpec
 
 GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, more or less
@@ -33,7 +35,7 @@ class OffPolicy(Algorithm):
     net: Any
     """The network that acts."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         spec = parts.spec.algorithm
         assert isinstance(spec, OffPolicySpec)
@@ -109,11 +111,11 @@ class OffPolicy(Algorithm):
         means = (totals / made).tolist() if made else []
         return dict(zip(self.metrics, means, strict=False)) | {"updates": self.updates}
 
-    def batches(self, updates: int) -> Iterator[Batch]:
+    def batches(self, updates: int) -> Iterator[ReplayBatch]:
         """What to learn from in so many updates, one batch each."""
         return (batch for drawn in self.drawn(updates) for batch in drawn)
 
-    def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[Batch]]:
+    def drawn(self, updates: int, beta: float | None = None) -> Iterator[list[ReplayBatch]]:
         """The same in groups that are gathered together; who draws by priority sets the new ones after each group."""
         size = self.common.batch
         most = max(1, GATHERED_BYTES // (8 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize)) * 4
@@ -124,7 +126,7 @@ class OffPolicy(Algorithm):
             many = self.memory.sample_many(count, size, self.generator, beta)
             many = many._replace(rewards=self.rewards.scaled(many.rewards))
             parts = [(None,) * count if part is None else part.split(size) for part in many]
-            yield [Batch._make(each) for each in zip(*parts, strict=True)]
+            yield [ReplayBatch._make(each) for each in zip(*parts, strict=True)]
 
     def _check(self, moved: Transition) -> None:
         """Stop before what is not finite is stored. A sum is: then each number is looked at."""
@@ -165,6 +167,83 @@ class OffPolicy(Algorithm):
         if restarted is not None:
             self.memory.cut(restarted)
             self.rewards.cut(restarted)
+
+
+class Inputs(NamedTuple):
+    """What an update needs besides a batch."""
+
+    noise: Tensor
+    rates: Tensor
+    """The paces of the critics, of the policy and of what else is trained."""
+    warmth: Tensor | None = None
+    """How far batch renormalization has warmed up."""
+
+
+class ActorCritic(OffPolicy):
+    """Twin critics and a policy that climbs them every `policy_delay` updates: SAC, CrossQ and TD3.
+
+    A subclass makes `learned`, says what updates need (`inputs`) and what a step of the critics and one of the policy
+    is.
+    """
+
+    spec: Any
+    learned: Any
+    """A named tuple of all that updates change; `seen` has the metrics of the policy's last update."""
+
+    def __init__(self, parts: AlgorithmParts):
+        super().__init__(parts)
+        self.spec = parts.spec.algorithm
+        check_bounds(self.head, self.spec.name)
+        self._update, self._update_critics = self.update, self.update_critics
+        if parts.compile:
+            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
+
+    @abstractmethod
+    def inputs(self, updates: int, progress: float) -> Inputs:
+        """Those of so many updates, each with a dimension for them in front."""
+
+    @abstractmethod
+    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+        """One gradient step of the critics; the loss and the mean value."""
+
+    @abstractmethod
+    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
+        """One gradient step of the policy on what the critics say, which stay as they are."""
+
+    def explore(self, horizon: int) -> Tensor:
+        return self.head.noise(self.generator, horizon, self.episodes.num_envs).to(self.device)
+
+    def rate(self, name: str, progress: float) -> float:
+        """A learning rate; where it has none of its own, the policy's."""
+        return value(progress=progress, **(getattr(self.spec, name) or self.spec.lr).arguments())
+
+    @torch.no_grad()
+    def learn(self, updates: int, progress: float) -> Tensor:
+        """Gradient steps of the critics, and every `policy_delay` of them one of the policy."""
+        inputs = [part.to(self.device) for part in self.inputs(updates, progress) if part is not None]
+        totals = torch.zeros(len(self.metrics), device=self.device)
+        for batch, *given in zip(self.batches(updates), *inputs, strict=True):
+            self.updates += 1
+            both = self.updates % self.spec.policy_delay == 0
+            (self._update if both else self._update_critics)(self.learned, batch, Inputs(*given), totals)
+        return totals
+
+    def update(self, learned: Any, batch: ReplayBatch, given: Inputs, totals: Tensor) -> None:
+        """One gradient step of the critics, then one of the policy."""
+        seen = self.step_critics(learned, batch, given)
+        self.step_policy(learned, batch.obs, given)
+        totals.add_(torch.cat([seen, learned.seen]))
+
+    def update_critics(self, learned: Any, batch: ReplayBatch, given: Inputs, totals: Tensor) -> None:
+        """One gradient step of the critics alone."""
+        totals.add_(torch.cat([self.step_critics(learned, batch, given), learned.seen]))
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"learned": taken(self.learned)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        put_back(self.learned, state["learned"])
 
 
 def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.collector import Collector, Rollout
 from palestra.control.episodes import Episodes, WholeEpisodes
 from palestra.control.memory.storage import SumTree
@@ -27,7 +27,7 @@ from palestra.rl.returns import gae
 from palestra.spec.kinds.control import ControlSpec, OnPolicySpec, SelfImitationSpec
 
 
-class Batch(NamedTuple):
+class RolloutBatch(NamedTuple):
     """Transitions to learn from, one a row; of a recurrent policy (T, B) of them, an environment a column."""
 
     obs: Tensor
@@ -41,11 +41,11 @@ class Batch(NamedTuple):
     began: Tensor | None = None  # recurrent: (T, B), where nothing came before
     memory: Tensor | None = None  # recurrent: (1, B, memory), what was remembered before the first row
 
-    def rows(self, which: Tensor | slice) -> "Batch":
+    def rows(self, which: Tensor | slice) -> "RolloutBatch":
         """Some of the rows; of a recurrent policy whole sequences, because what came before is part of them."""
         if self.began is None:
-            return Batch(*(None if column is None else column[which] for column in self))  # pyrefly: ignore
-        return Batch(*(None if column is None else column[:, which] for column in self))  # pyrefly: ignore
+            return RolloutBatch(*(None if column is None else column[which] for column in self))  # pyrefly: ignore
+        return RolloutBatch(*(None if column is None else column[:, which] for column in self))  # pyrefly: ignore
 
     def outputs(self, net: Any) -> tuple[Any, Tensor]:
         """The distribution over actions and the values that `net` gives for the rows."""
@@ -78,7 +78,7 @@ class OnPolicy(Algorithm):
     imitation: "SelfImitation | None" = None
     """What learns beside it, where its spec asks for it."""
 
-    def __init__(self, parts: Parts, spec: OnPolicySpec):
+    def __init__(self, parts: AlgorithmParts, spec: OnPolicySpec):
         super().__init__(parts)
         net = self.actor(parts.spec, parts.obs_shape, parts.head)
         self.net, self.policy = net, Policy(parts.obs_shape, net, parts.device)
@@ -103,7 +103,7 @@ class OnPolicy(Algorithm):
         net = ActorCritic if spec.net.recurrent is None else Recurrent
         return net(obs_shape, head.drawing(spec.algorithm.distribution), spec.net, obs_scale(spec.env, obs_shape))
 
-    def compiles(self, parts: Parts) -> bool:
+    def compiles(self, parts: AlgorithmParts) -> bool:
         """Whether its updates are compiled."""
         return parts.compile and not self.recurrent
 
@@ -208,7 +208,7 @@ LEAST = 1e-6  # added to every (R - V)₊, so that what was once no better than 
 METRICS = ("imitation_policy_loss", "imitation_value_loss", "imitation_share")
 
 
-class Rows(NamedTuple):
+class ImitationRows(NamedTuple):
     """Remembered steps, and the weights that make up for how they were drawn."""
 
     obs: Tensor
@@ -218,7 +218,7 @@ class Rows(NamedTuple):
     weights: Tensor
 
 
-def imitation(learner: OnPolicy, spec: SelfImitationSpec | None, parts: Parts) -> "SelfImitation | None":
+def imitation(learner: OnPolicy, spec: SelfImitationSpec | None, parts: AlgorithmParts) -> "SelfImitation | None":
     """Self-imitation for `learner`, where its spec asks for it."""
     if spec is None:
         return None
@@ -231,7 +231,7 @@ def imitation(learner: OnPolicy, spec: SelfImitationSpec | None, parts: Parts) -
 class SelfImitation:
     """A memory of good steps, and gradient steps on them with the learner's own parameters and optimizer."""
 
-    def __init__(self, learner: OnPolicy, spec: SelfImitationSpec, parts: Parts):
+    def __init__(self, learner: OnPolicy, spec: SelfImitationSpec, parts: AlgorithmParts):
         self.learner, self.spec = learner, spec
         self.gamma = parts.spec.algorithm.gamma
         self.episodes = WholeEpisodes(learner.episodes.num_envs, self.gamma)
@@ -280,7 +280,7 @@ class SelfImitation:
             self._weigh(at, out[len(METRICS) :])
         return dict(zip(METRICS, (totals / spec.updates).tolist(), strict=True))
 
-    def _sample(self) -> tuple[np.ndarray, Rows]:
+    def _sample(self) -> tuple[np.ndarray, ImitationRows]:
         spec, total = self.spec, self.tree.total
         drawn = torch.rand(spec.batch, generator=self.learner.generator, dtype=torch.float64).numpy()
         at = self.tree.find(drawn * total)
@@ -288,14 +288,14 @@ class SelfImitation:
         device = self.columns["returns"].device
         rows = {name: column[torch.from_numpy(at).to(device)] for name, column in self.columns.items()}
         weight = torch.from_numpy(weights / weights.max()).float().to(device)
-        return at, Rows(rows["obs"], rows["actions"], rows["returns"], rows.get("masks"), weight)
+        return at, ImitationRows(rows["obs"], rows["actions"], rows["returns"], rows.get("masks"), weight)
 
     def _weigh(self, at: np.ndarray, better: Tensor) -> None:
         numbers = better.double().numpy(force=True)
         self.most = max(self.most, float(numbers.max()))
         self.tree.set(at, (numbers + LEAST) ** self.spec.alpha)
 
-    def update(self, adam: Any, rows: Rows, lr: Tensor) -> tuple[Tensor, Any, Tensor]:
+    def update(self, adam: Any, rows: ImitationRows, lr: Tensor) -> tuple[Tensor, Any, Tensor]:
         """One gradient step: new parameters, new optimizer memory, metrics and after them (R - V)₊ of each row."""
         learner = self.learner
         gradient, out = learner.flat.gradient(lambda net: self.loss(net, rows))
@@ -303,7 +303,7 @@ class SelfImitation:
         vector, adam = adam_step(learner.flat.vector, gradient, adam, lr, learner._adam_eps)
         return vector, adam, out
 
-    def loss(self, net: Any, rows: Rows) -> tuple[Tensor, Tensor]:
+    def loss(self, net: Any, rows: ImitationRows) -> tuple[Tensor, Tensor]:
         """coef · -log π · (R - V)₊ + value_coef · ½ (R - V)₊² (eq. 1 to 3)."""
         distribution, values = net(rows.obs, rows.masks)
         better = (rows.returns - values).clamp_min(0.0)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
-from palestra.control.algorithms.on_policy import Batch, OnPolicy, imitation
+from palestra.control.algorithms.base import AlgorithmParts
+from palestra.control.algorithms.on_policy import OnPolicy, RolloutBatch, imitation
 from palestra.control.collector import Rollout
 from palestra.control.optim import scheduled
 from palestra.rl.losses import masked_mean, ppo_policy_loss, value_loss
@@ -23,7 +23,7 @@ from palestra.spec.kinds.control import PPOSpec
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 
-class Rates(NamedTuple):
+class PpoRates(NamedTuple):
     """What schedules move; tensors, so that a compiled update sees their new values."""
 
     lr: Tensor
@@ -34,7 +34,7 @@ class Rates(NamedTuple):
 class PPO(OnPolicy):
     """The learner: `step()` is one policy improvement."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         assert isinstance(parts.spec.algorithm, PPOSpec)
         self.spec = parts.spec.algorithm
         super().__init__(parts, self.spec)
@@ -54,13 +54,13 @@ class PPO(OnPolicy):
             return metrics | {"updates": self.updates}
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout) -> Batch:
+    def prepare(self, rollout: Rollout) -> RolloutBatch:
         """Log-probabilities, values and advantages of a rollout, under the weights that collected it, shuffled."""
         rollout = rollout.to(self.policy.device)
         found = self.estimates(rollout, self.spec.gamma, self.spec.lam)
         if self.imitation is not None:
             self.imitation.add(rollout, found)
-        batch = Batch(
+        batch = RolloutBatch(
             rollout.obs,
             rollout.actions,
             found.advantages,  # in the place of the log-probabilities, which come last
@@ -71,7 +71,7 @@ class PPO(OnPolicy):
             rollout.masks,
         )
         if self.start is None:
-            batch = Batch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
+            batch = RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
         else:
             batch = batch._replace(began=rollout.began, memory=self.start[None])
         batch = batch.rows(self.order(self._rows(batch)))
@@ -85,18 +85,18 @@ class PPO(OnPolicy):
         """Every row once, in a new order."""
         return torch.randperm(rows, generator=self.generator).to(self.policy.device)
 
-    def _rows(self, batch: Batch) -> int:
+    def _rows(self, batch: RolloutBatch) -> int:
         return batch.advantages.shape[1 if self.recurrent else 0]
 
-    def _minibatches(self, batch: Batch) -> list[Batch]:
+    def _minibatches(self, batch: RolloutBatch) -> list[RolloutBatch]:
         whole, dim = self._rows(batch) // self.minibatch, 1 if self.recurrent else 0
         columns = [(None,) * whole if column is None else column.split(self.minibatch, dim) for column in batch]
-        return [Batch(*each) for each in islice(zip(*columns, strict=False), whole)]  # pyrefly: ignore
+        return [RolloutBatch(*each) for each in islice(zip(*columns, strict=False), whole)]  # pyrefly: ignore
 
-    def learn(self, batch: Batch, progress: float) -> dict[str, float]:
+    def learn(self, batch: RolloutBatch, progress: float) -> dict[str, float]:
         """Epochs of minibatches; the means of the losses and diagnostics over all updates."""
         spec, rows = self.spec, self._rows(batch)
-        rates = Rates(*(scheduled(s, progress).to(batch.obs.device) for s in (spec.lr, spec.clip, spec.entropy)))
+        rates = PpoRates(*(scheduled(s, progress).to(batch.obs.device) for s in (spec.lr, spec.clip, spec.entropy)))
         totals = torch.zeros(len(METRICS), device=self.policy.device)
         before = self.updates
         for number in range(spec.epochs):
@@ -117,7 +117,7 @@ class PPO(OnPolicy):
             "lr": float(rates.lr),
         }
 
-    def loss(self, net: Any, batch: Batch, rates: Rates) -> tuple[Tensor, Tensor]:
+    def loss(self, net: Any, batch: RolloutBatch, rates: PpoRates) -> tuple[Tensor, Tensor]:
         """Clipped surrogate + value_coef · (V - return)² - entropy · H."""
         distribution, values = batch.outputs(net)
         advantages = batch.advantages

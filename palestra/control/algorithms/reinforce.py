@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
+from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.on_policy import OnPolicy
 from palestra.control.episodes import WholeEpisodes
 from palestra.control.nets.actor_critic import PolicyNet
@@ -26,7 +26,7 @@ from palestra.spec.kinds.control import ControlSpec, ReinforceSpec
 METRICS = ("policy_loss", "entropy", "grad_norm")
 
 
-class Rows(NamedTuple):
+class EpisodeRows(NamedTuple):
     """Steps of whole episodes."""
 
     obs: Tensor
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     masks: Tensor | None
 
 
-class Rates(NamedTuple):
+class ReinforceRates(NamedTuple):
     """What schedules move."""
 
     lr: Tensor
@@ -45,7 +45,7 @@ class Rates(NamedTuple):
 class Reinforce(OnPolicy):
     """The learner: `step()` is one policy improvement."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         assert isinstance(parts.spec.algorithm, ReinforceSpec)
         self.spec = parts.spec.algorithm
         super().__init__(parts, self.spec)
@@ -58,7 +58,7 @@ class Reinforce(OnPolicy):
         scale = obs_scale(spec.env, obs_shape)
         return PolicyNet(obs_shape, head.drawing(spec.algorithm.distribution), spec.net, scale)
 
-    def compiles(self, parts: Parts) -> bool:
+    def compiles(self, parts: AlgorithmParts) -> bool:
         """Never: every step has another number of rows, and would compile again."""
         return False
 
@@ -73,21 +73,23 @@ class Reinforce(OnPolicy):
             rewards = self.rewards.learned(rollout.rewards, ended, valid)
             columns = {"obs": rollout.obs, "actions": rollout.actions, "rewards": rewards, "masks": rollout.masks}
             found = self.whole.add(columns, ended, valid)
-            rates = Rates(*(scheduled(s, progress).to(rollout.obs.device) for s in (self.spec.lr, self.spec.entropy)))
+            rates = ReinforceRates(
+                *(scheduled(s, progress).to(rollout.obs.device) for s in (self.spec.lr, self.spec.entropy))
+            )
             metrics = {} if found is None else self.learn(found, rates)
             self.observed(rollout)
             return metrics | {"updates": self.updates, "lr": float(rates.lr)}
 
-    def learn(self, found: dict[str, Tensor], rates: Rates) -> dict[str, float]:
+    def learn(self, found: dict[str, Tensor], rates: ReinforceRates) -> dict[str, float]:
         """One gradient step on the rows of whole episodes."""
         returns = batch_normalise(found["returns"]) if self.spec.normalise_returns else found["returns"]
-        rows = Rows(found["obs"], found["actions"], returns, found.get("masks"))
+        rows = EpisodeRows(found["obs"], found["actions"], returns, found.get("masks"))
         vector, self.adam, metrics = self._update(self.adam, rows, rates)
         self.flat.vector.copy_(vector)
         self.updates += 1
         return dict(zip(METRICS, metrics.tolist(), strict=True)) | {"rows": len(returns)}
 
-    def loss(self, net: Any, batch: Rows, rates: Rates) -> tuple[Tensor, Tensor]:
+    def loss(self, net: Any, batch: EpisodeRows, rates: ReinforceRates) -> tuple[Tensor, Tensor]:
         """-log π · return - entropy · H."""
         distribution = net(batch.obs, batch.masks)
         policy = -(distribution.log_prob(batch.actions) * batch.returns).mean()

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Parts
-from palestra.control.algorithms.off_policy import OffPolicy
-from palestra.control.memory.replay import Batch
+from palestra.control.algorithms.base import AlgorithmParts
+from palestra.control.algorithms.off_policy import ActorCritic, Inputs
+from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import Critics, SoftActor, check_bounds
-from palestra.control.optim import BETA1, Shaped, Trained, compiled, gradient, pace, put_back, taken
+from palestra.control.nets.values import Critics, SoftActor
+from palestra.control.optim import BETA1, Shaped, Trained, gradient, pace
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import (
     alpha_slope,
@@ -32,7 +32,6 @@ from palestra.rl.losses import (
     td_target,
     twin_loss,
 )
-from palestra.rl.schedules import value
 from palestra.spec.kinds.control import ControlSpec, CrossQSpec, SACSpec
 
 Q = Callable[[Tensor | None], Tensor]
@@ -105,7 +104,7 @@ class SoftPolicy:
         return torch.cat([seen, alpha])
 
 
-class Learned(NamedTuple):
+class SacState(NamedTuple):
     """All that updates change."""
 
     actor: Trained
@@ -115,101 +114,75 @@ class Learned(NamedTuple):
     seen: Tensor  # metrics of the policy's last update: it may have fewer than the critics
 
 
-class SAC(OffPolicy):
+class SAC(ActorCritic):
     """The learner."""
 
     supports = ("discrete", "box")
     metrics = ("critic_loss", "q", "policy_loss", "entropy", "alpha")
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        assert isinstance(parts.spec.algorithm, SACSpec)
-        spec = self.spec = parts.spec.algorithm
-        check_bounds(self.head, "sac")
-        self.soft = SoftPolicy(Shaped(self.net), self.head, spec)
+        self.soft = SoftPolicy(Shaped(self.net), self.head, self.spec, getattr(self.spec, "beta1", BETA1))
+        self.learned = self.start(parts)
+
+    def start(self, parts: AlgorithmParts) -> Any:
+        """The critics, and all that updates change, before the first."""
         self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
         start = self.critics.start()
-        self.learned = Learned(
-            Trained.of(Flat(self.net).vector),  # the parameters of the network that acts are views of it
-            Trained.of(start),
-            start.clone(),
-            Trained.of(self.soft.log_alpha().to(self.device)),
-            torch.zeros(3, device=self.device),
-        )
-        self._update, self._update_critics = self.update, self.update_critics
-        if parts.compile:
-            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
+        return SacState(self.started_actor(), Trained.of(start), start.clone(), self.started_alpha(), self.unseen())
+
+    def started_actor(self) -> Trained:
+        """The parameters of the network that acts are views of its vector."""
+        return Trained.of(Flat(self.net).vector)
+
+    def started_alpha(self) -> Trained:
+        return Trained.of(self.soft.log_alpha().to(self.device))
+
+    def unseen(self) -> Tensor:
+        return torch.zeros(3, device=self.device)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> SoftActor:
         """The policy; the critics are not part of what acts."""
         return SoftActor(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
-    def explore(self, horizon: int) -> Tensor:
-        """The noise of a whole step."""
-        return self.head.noise(self.generator, horizon, self.episodes.num_envs).to(self.device)
-
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
-        """Actions drawn from the policy."""
+        """Actions sampled from the policy."""
         return self.net.forward(obs).sample(noise[t])
 
-    @torch.no_grad()
-    def learn(self, updates: int, progress: float) -> Tensor:
-        """Gradient steps of the critics, and every `policy_delay` of them one of the policy and of α."""
-        spec = self.spec
-        lr, critic_lr, alpha_lr = (
-            value(progress=progress, **(rate or spec.lr).arguments())
-            for rate in (spec.lr, spec.critic_lr, spec.alpha_lr)
-        )
-        noise = self.soft.noise(self.generator, updates).to(self.device)
-        rates = self.soft.rates(self.updates, updates, critic_lr, lr, alpha_lr).to(self.device)
-        totals = torch.zeros(len(self.metrics), device=self.device)
-        for batch, drawn, rate in zip(self.batches(updates), noise, rates, strict=True):
-            self.updates += 1
-            both = self.updates % spec.policy_delay == 0
-            (self._update if both else self._update_critics)(self.learned, batch, drawn, rate, totals)
-        return totals
+    def inputs(self, updates: int, progress: float) -> Inputs:
+        """Noise for the critics' and the policy's actions; the paces of the critics, of the policy and of α."""
+        lr, critic_lr, alpha_lr = (self.rate(name, progress) for name in ("lr", "critic_lr", "alpha_lr"))
+        noise = self.soft.noise(self.generator, updates)
+        return Inputs(noise, self.soft.rates(self.updates, updates, critic_lr, lr, alpha_lr))
 
-    def update(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
-        """One gradient step of the critics, then one of the policy and of α."""
-        seen = self.step_critics(learned, batch, noise[0], rates[0])
-        self.step_policy(learned, batch.obs, noise[1], rates[1:])
-        totals.add_(torch.cat([seen, learned.seen]))
-
-    def update_critics(self, learned: Learned, batch: Batch, noise: Tensor, rates: Tensor, totals: Tensor) -> None:
-        """One gradient step of the critics alone."""
-        totals.add_(torch.cat([self.step_critics(learned, batch, noise[0], rates[0]), learned.seen]))
-
-    def step_critics(self, learned: Learned, batch: Batch, noise: Tensor, rate: Tensor) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
-        actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, noise)
+        actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, given.noise[0])
         following = self.critics(learned.target)(batch.next_obs, actions)
         values = self.soft.value(following, logprobs, learned.alpha.vector.exp())
         targets = td_target(batch.rewards, batch.discounts, values)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            q = self.critics(vector)(batch.obs, batch.actions)
-            if not self.head.continuous:
-                q = q.gather(2, batch.actions.expand(2, -1)[..., None])[..., 0]
+            q = self.chosen(self.critics(vector)(batch.obs, batch.actions), batch)
             error = twin_loss(q, targets)
             return error, torch.stack([error.detach(), q.detach().mean()])
 
         slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, rate, self.spec.max_grad_norm)
+        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
-    def step_policy(self, learned: Learned, obs: Tensor, noise: Tensor, rates: Tensor) -> None:
+    def chosen(self, q: Tensor, batch: ReplayBatch) -> Tensor:
+        """The values of the actions that were taken, (2, B)."""
+        return q if self.head.continuous else q.gather(2, batch.actions.expand(2, -1)[..., None])[..., 0]
+
+    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
         """One gradient step of the policy on what the critics say, which stay as they are, and one of α."""
+        q = self.values_of(learned, obs)
+        learned.seen.copy_(self.soft.step(learned.actor, learned.alpha, q, obs, given.noise[1], given.rates[1:]))
+
+    def values_of(self, learned: Any, obs: Tensor) -> Q:
+        """The critics as the policy sees them."""
         critics = self.critics(learned.critics.vector)
-        seen = self.soft.step(learned.actor, learned.alpha, lambda actions: critics(obs, actions), obs, noise, rates)
-        learned.seen.copy_(seen)
-
-    def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, besides the generator's state."""
-        return super().state() | {"learned": taken(self.learned)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
-        super().load_state(state)
-        put_back(self.learned, state["learned"])
+        return lambda actions: critics(obs, actions)

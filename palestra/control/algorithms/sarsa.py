@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.control.algorithms.base import Algorithm, Parts
+from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.algorithms.off_policy import refuse_masks
 from palestra.control.collector import Collector, Rollout
 from palestra.control.episodes import Episodes
@@ -29,7 +29,7 @@ from palestra.spec.kinds.control import ControlSpec, SARSASpec
 METRICS = ("loss", "q", "grad_norm")
 
 
-class Batch(NamedTuple):
+class SarsaBatch(NamedTuple):
     """Transitions to learn from, one a row."""
 
     obs: Tensor
@@ -43,7 +43,7 @@ class SARSA(Algorithm):
 
     supports = ("discrete",)
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         assert isinstance(parts.spec.algorithm, SARSASpec)
         self.spec, self.frames = parts.spec.algorithm, parts.spec.train.frames
@@ -100,7 +100,7 @@ class SARSA(Algorithm):
         return rollout
 
     @torch.no_grad()
-    def prepare(self, rollout: Rollout, progress: float) -> Batch:
+    def prepare(self, rollout: Rollout, progress: float) -> SarsaBatch:
         """The targets of a rollout: its λ-returns over Q(s', a'), under the weights that collected it."""
         assert self.chosen is not None
         # By the kind of environment, not by what this rollout holds: see `compiled`.
@@ -117,7 +117,7 @@ class SARSA(Algorithm):
             gamma=self.spec.gamma,
             lam=self.spec.lam,
         )
-        return Batch(
+        return SarsaBatch(
             rollout.obs.flatten(0, 1),
             rollout.actions.flatten(0, 1),
             targets.flatten(0, 1),
@@ -140,14 +140,14 @@ class SARSA(Algorithm):
             values[rollout.ends] = q.gather(1, drawn.to(q.device)[:, None]).squeeze(1)
         return values.view(steps, envs)
 
-    def update(self, adam: Adam, batch: Batch, lr: Tensor) -> tuple[Tensor, Adam, Tensor]:
+    def update(self, adam: Adam, batch: SarsaBatch, lr: Tensor) -> tuple[Tensor, Adam, Tensor]:
         """One gradient step: new parameters, new optimizer memory, metrics. A pure function, eager or one graph."""
         gradient, metrics = self.flat.gradient(lambda net: self.loss(net, batch))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
         vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps)
         return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
 
-    def loss(self, net: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, net: Any, batch: SarsaBatch) -> tuple[Tensor, Tensor]:
         """The mean of (Q(s, a) - target)²."""
         values = net(batch.obs).squeeze(2).gather(1, batch.actions[:, None]).squeeze(1)
         loss = masked_mean((values - batch.targets).square(), batch.valid)

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from palestra.control.envs.snapshot import Snapshot
-from palestra.control.envs.watchdog import Watchdog
+from palestra.control.envs.watchdog import EnvWatchdog
 from palestra.errors import UsageError
 
 Make = Callable[[], Snapshot]
@@ -84,7 +84,7 @@ class Arrays:
         return Arrays(**{name: array[which] for name, array in vars(self).items()})
 
 
-class Block:
+class EnvBlock:
     """Some of the copies, and their rows of the arrays."""
 
     def __init__(self, envs: Sequence[Snapshot], arrays: Arrays):
@@ -162,8 +162,8 @@ class Here:
 
     def __init__(self, name: str, envs: Sequence[Snapshot], arrays: Arrays, seconds: float):
         self.rows = slice(0, len(envs))
-        self._block = Block(envs, arrays)
-        self._watchdog = Watchdog(name, seconds, arrays.progress)
+        self._block = EnvBlock(envs, arrays)
+        self._watchdog = EnvWatchdog(name, seconds, arrays.progress)
 
     def start(self, command: str, *arguments: Any) -> None:
         """Remember the command: `finish` does it."""

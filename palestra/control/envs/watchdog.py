@@ -50,10 +50,10 @@ class Patience:
         return self._looked - self._since > self.seconds
 
 
-_watching: "WeakSet[Watchdog]" = WeakSet()
+_watching: "WeakSet[EnvWatchdog]" = WeakSet()
 
 
-class Watchdog:
+class EnvWatchdog:
     """Around calls into environments: `with watchdog: ...`; entering and leaving cost about a microsecond.
 
     When `progress()` has not changed for `seconds` the call is interrupted: a signal raises EnvironmentHung in the main

@@ -18,7 +18,7 @@ from typing import IO, Any
 from gymnasium import spaces
 
 from palestra.control.envs.stepping import EnvironmentFailed
-from palestra.control.envs.vector import MAKE, Arrays, Block, Copies, Make
+from palestra.control.envs.vector import MAKE, Arrays, Copies, EnvBlock, Make
 from palestra.control.envs.watchdog import Patience, hung
 
 STACK_SECONDS = 2.0  # that a process has to say where it hangs
@@ -136,7 +136,7 @@ def _serve(makers: Sequence[Make], arrays: Arrays, pipe: Connection, others: lis
         other.close()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    block: Block | None = None
+    block: EnvBlock | None = None
     command, arguments = "make", ()
     while True:
         try:
@@ -146,7 +146,7 @@ def _serve(makers: Sequence[Make], arrays: Arrays, pipe: Connection, others: lis
                     arrays.begin(i, MAKE)
                     envs.append(make())
                 arrays.doing[:] = 0
-                block = Block(envs, arrays)
+                block = EnvBlock(envs, arrays)
                 answer = "done", None
             elif command == "close":
                 if block is not None:

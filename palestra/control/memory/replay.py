@@ -19,7 +19,7 @@ from palestra.spec.kinds.control import PrioritisedSpec
 ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
 
 
-class Batch(NamedTuple):
+class ReplayBatch(NamedTuple):
     """Transitions to learn from, one a row, on the device."""
 
     obs: Tensor
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     rows: Tensor  # for `update_priorities`
 
 
-class Column:
+class ReplayColumn:
     """One array of the ring, (rows, N, ...): written by NumPy where it can, gathered by torch, on the device."""
 
     def __init__(self, rows: int, envs: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
@@ -87,8 +87,8 @@ class Replay:
         self.dummies = 0
         """Dummy steps among the rows."""
 
-        def column(shape: tuple[int, ...], dtype: torch.dtype) -> Column:
-            return Column(self.ring, num_envs, shape, dtype, self.device)
+        def column(shape: tuple[int, ...], dtype: torch.dtype) -> ReplayColumn:
+            return ReplayColumn(self.ring, num_envs, shape, dtype, self.device)
 
         obs_type = torch.from_numpy(np.zeros(0, obs_dtype)).dtype
         single = obs_shape if frame_stack is None else obs_shape[1:]
@@ -188,11 +188,11 @@ class Replay:
 
     # ---- drawing
 
-    def sample(self, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
+    def sample(self, size: int, generator: torch.Generator, beta: float | None = None) -> ReplayBatch:
         """Draw `size` transitions, uniformly, or by priority with importance weights of exponent `beta`."""
         return self.sample_many(1, size, generator, beta)
 
-    def sample_many(self, count: int, size: int, generator: torch.Generator, beta: float | None = None) -> Batch:
+    def sample_many(self, count: int, size: int, generator: torch.Generator, beta: float | None = None) -> ReplayBatch:
         """Draw `count` batches in one gather, (count · size, ...); by priority, all by the priorities of now."""
         if self.tree is None:
             return self._batch(self._uniform(count * size, generator), None)
@@ -262,7 +262,7 @@ class Replay:
         oldest = (self.added - self._size) % self.ring * self.num_envs
         return (places + oldest) % (self.ring * self.num_envs)
 
-    def _batch(self, places: Tensor, weights: Tensor | None) -> Batch:
+    def _batch(self, places: Tensor, weights: Tensor | None) -> ReplayBatch:
         columns, n = self.columns, self.num_envs
         places = places.to(self.device)
         flat = self._flat(places)
@@ -281,7 +281,7 @@ class Replay:
             before = obs if steps is None else self._stacked(last)
             next_obs = torch.cat([before[:, 1:], next_obs[:, None]], dim=1)
         rows = places + (self.added - self._size) * n
-        return Batch(obs, columns["actions"].take(flat), rewards, next_obs, discounts, weights, rows)
+        return ReplayBatch(obs, columns["actions"].take(flat), rewards, next_obs, discounts, weights, rows)
 
     def _window(
         self, places: Tensor, flat: Tensor, rewards: Tensor, flags: Tensor

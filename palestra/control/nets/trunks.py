@@ -70,7 +70,7 @@ OBS = "obs"  # the name of the observation in `join`
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 
-class Graph(nn.Module):
+class GraphTrunk(nn.Module):
     """Layers in the order of the spec, each after the one before it or after those that `join` names."""
 
     def __init__(self, obs_shape: Sequence[int], spec: GraphSpec, *, orthogonal: bool):
@@ -167,7 +167,7 @@ def make_trunk(
     """
     widths = spec.hidden if hidden is None else hidden
     if spec.graph is not None:
-        return Trunk(obs_scale, Graph(obs_shape, spec.graph, orthogonal=spec.orthogonal), None)
+        return Trunk(obs_scale, GraphTrunk(obs_shape, spec.graph, orthogonal=spec.orthogonal), None)
     images = _images(tuple(obs_shape), spec)
     inputs = math.prod(obs_shape) if images is None else images.size
     return Trunk(obs_scale, images, Mlp([inputs, *widths], spec))
@@ -176,7 +176,7 @@ def make_trunk(
 class Trunk(nn.Module):
     """Raw observations to features: scaled, then through convolutions or a graph, then through hidden layers."""
 
-    def __init__(self, obs_scale: nn.Module | None, front: "Images | Graph | None", mlp: "Mlp | None"):
+    def __init__(self, obs_scale: nn.Module | None, front: "Images | GraphTrunk | None", mlp: "Mlp | None"):
         super().__init__()
         self.obs_scale, self.front, self.mlp = obs_scale, front, mlp
         last = mlp or front

@@ -19,9 +19,9 @@ from palestra.data.remote import Bucket, Hub, open_filesystem
 from palestra.data.sources import NAME, URL, mirror_url
 from palestra.data.steps.shards import FILES, LEDGER, same_recipe, write_counts
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.redact import redacted
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.model import Execution
+from palestra.work.redact import redacted
 
 CHUNK = 1 << 20
 SECONDS = 60.0

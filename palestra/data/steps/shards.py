@@ -27,9 +27,9 @@ from typing import IO, Any, Literal
 
 from palestra.data.readers import COUNTS, STEP_FOLDERS, Row, Shard, numbered_rows, shards
 from palestra.errors import MissingExtra, PalestraError, UsageError
-from palestra.runs.redact import redact, redacted
 from palestra.runs.store import read_json, write_json, written
 from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
+from palestra.work.redact import redact, redacted
 
 Where = str | Path | Sequence[str | Path]
 """A file, a folder, a pattern, a URL, the output of a data step, or several of these."""

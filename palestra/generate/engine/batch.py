@@ -18,7 +18,7 @@ ALL = 2**62
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """State of the rows, as views of three tensors: a device gets all of it in three copies."""
 
     integers: Tensor
@@ -29,7 +29,7 @@ class Rows:
     """(rows, MOST_ENDS) int64: tokens that end the sequence, the first one repeated; −1 where there are none."""
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> "Rows":
+    def empty(cls, rows: int, device: torch.device) -> "BatchRows":
         """Rows in which nothing runs."""
         return cls(
             torch.zeros(8, rows, dtype=torch.int64, device=device),
@@ -83,7 +83,7 @@ class Rows:
         integers[:, target], floats[:, target], ends[target] = integers[:, source], floats[:, source], ends[source]
         self.stop(source)
 
-    def copy_(self, other: "Rows") -> None:
+    def copy_(self, other: "BatchRows") -> None:
         """Take over all rows of another; from pinned memory without waiting."""
         rows = other.integers.shape[1]
         self.integers[:, :rows].copy_(other.integers, non_blocking=True)
@@ -91,7 +91,7 @@ class Rows:
         self.ends[:rows].copy_(other.ends, non_blocking=True)
 
 
-class Step(NamedTuple):
+class DecodeStep(NamedTuple):
     """What a step (B), or several stacked (steps, B), gave for each row."""
 
     tokens: Tensor
@@ -106,7 +106,7 @@ class Step(NamedTuple):
 class Drawn:
     """What a burst drew, for the host."""
 
-    def __init__(self, found: Step):
+    def __init__(self, found: DecodeStep):
         self._found = found
         self.finite = bool(found.logprobs.isfinite().all())
         """Whether all log-probabilities are numbers, of rows that draw nothing too."""
@@ -131,7 +131,7 @@ class Drawn:
         ]
 
 
-def advance(rows: Rows, scores: Tensor, needs: Needs) -> Step:
+def advance(rows: BatchRows, scores: Tensor, needs: Needs) -> DecodeStep:
     """Draw from scores (B, V) and bring the first B rows to their next token. The host waits for nothing."""
     batch = len(scores)
     settings, active = rows.settings(batch), rows.active[:batch]
@@ -142,7 +142,7 @@ def advance(rows: Rows, scores: Tensor, needs: Needs) -> Step:
     rows.remaining[:batch] -= active
     ended = (new.tokens[:, None] == settings.ends).any(-1) | (rows.remaining[:batch] <= 0)
     active.mul_(~ended)
-    return Step(new.tokens, new.logprobs, counted, new.top_tokens, new.top_logprobs)
+    return DecodeStep(new.tokens, new.logprobs, counted, new.top_tokens, new.top_logprobs)
 
 
 def _integers(sample: Sample) -> tuple[int, ...]:

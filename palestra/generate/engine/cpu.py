@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.errors import UsageError
-from palestra.generate.engine.batch import Rows, Step, advance
+from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.kv_cache import (
     BLOCK,
     COLUMNS,
@@ -270,9 +270,9 @@ class Runner:
         self.slots = rows
         """How many sequences run at a time."""
         self.cache = Cache(model.shape, rows, columns, dtype, device)
-        self.host = Rows.empty(self._padded(rows), torch.device("cpu"))
+        self.host = BatchRows.empty(self._padded(rows), torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
-        self.rows = self.host if device.type == "cpu" else Rows.empty(rows, device)
+        self.rows = self.host if device.type == "cpu" else BatchRows.empty(rows, device)
         self._room: Tensor | None = None
         if self.tiles is not None:
             self.tiles.for_decoding()
@@ -313,21 +313,21 @@ class Runner:
             offset += len(positions)
 
     @torch.inference_mode()
-    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """`steps` tokens in each of the first rows: (steps, B) on the host. No row has more than `longest` cached."""
         if self.rows is self.host:
             return self.burst(batch, steps, longest, needs)
         self.rows.copy_(self.host)
         found = self.burst(batch, steps, longest, needs)
         self.host.copy_(self.rows)
-        return Step(*(part.cpu() for part in found))
+        return DecodeStep(*(part.cpu() for part in found))
 
-    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """The same on the device, without waiting for it."""
         done = [self.step(batch, longest + step + 1, needs) for step in range(steps)]
-        return Step(*(torch.stack(parts) for parts in zip(*done, strict=True)))
+        return DecodeStep(*(torch.stack(parts) for parts in zip(*done, strict=True)))
 
-    def step(self, batch: int, columns: int, needs: Needs) -> Step:
+    def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
         if self.tiles is not None:
             self.tiles.for_decoding()

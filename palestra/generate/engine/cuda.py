@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from palestra.generate.engine import decode_kernel
-from palestra.generate.engine.batch import Rows, Step, advance
+from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.kv_cache import Cache, Segment
 from palestra.generate.engine.request import MOST_ALTERNATIVES
@@ -40,8 +40,8 @@ class CudaRunner(Runner):
     ):
         super().__init__(model, dtype, device, context, budget, most_rows)
         self.steps = steps
-        self.host = Rows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
-        self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, Step]] = {}
+        self.host = BatchRows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
+        self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
@@ -56,7 +56,7 @@ class CudaRunner(Runner):
         self.model(token, position, PackedPrefill(self.cache, segments, row.contiguous(), position.contiguous()))
 
     @torch.inference_mode()
-    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> Step:
+    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
         # Cheap here, and fewer graphs. Rows cut what they are given to what they asked for.
         top = MOST_ALTERNATIVES if needs.top else 0
@@ -68,15 +68,15 @@ class CudaRunner(Runner):
         self.rows.copy_(self.host)
         graph.replay()
         self.host.copy_(self.rows)
-        return Step(*(part[:, :batch].cpu() for part in found))  # waits for the graph, and so for the copy before
+        return DecodeStep(*(part[:, :batch].cpu() for part in found))  # waits for the graph, and so for the copy before
 
-    def step(self, batch: int, columns: int, needs: Needs) -> Step:
+    def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""
         attend = KernelAttention(self.cache, self.rows.length[:batch])
         hidden = self.model(self.rows.token[:batch], self.rows.length[:batch], attend).hidden
         return advance(self.rows, logits(hidden, self.model.unembed), needs)
 
-    def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, Step]:
+    def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, DecodeStep]:
         """A graph of a burst. Rows are set idle for the trial run, which compiles kernels and fills caches."""
         self.rows.copy_(self.host)  # what an idle row computes goes behind what it has cached
         self.rows.active.zero_()

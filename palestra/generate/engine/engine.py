@@ -24,7 +24,7 @@ from palestra.generate.engine.request import (
     PromptTooLong,
     QueueFull,
     Sample,
-    Sink,
+    TokenSink,
     checked,
 )
 from palestra.generate.engine.sampler import Needs
@@ -99,7 +99,7 @@ class Engine:
         """CUDA graphs captured so far; none on the CPU. In a steady state it stays the same."""
         return self._runner.captures
 
-    def submit(self, request: Request, sink: Sink) -> str:
+    def submit(self, request: Request, sink: TokenSink) -> str:
         """Queue a request and give its id. What cannot be done is refused here."""
         vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)

@@ -114,7 +114,7 @@ class EngineFailed(PalestraError):
         self.__cause__ = cause
 
 
-class Sink(Protocol):
+class TokenSink(Protocol):
     """Where what becomes of a request goes. It is called in the thread that calls for bursts."""
 
     streams: bool
@@ -139,7 +139,7 @@ class Job:
 
     id: str
     request: Request
-    sink: Sink
+    sink: TokenSink
     seed: int
     ends: tuple[int, ...]
     """Tokens that end a generation."""
@@ -207,7 +207,7 @@ class Sample:
         return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
 
 
-def checked(request: Request, sink: Sink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool) -> Job:
+def checked(request: Request, sink: TokenSink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool) -> Job:
     """A job for a request that can be done; what cannot is refused by name."""
     sampling, prompt = request.sampling, request.prompt
     if len(prompt) >= context:

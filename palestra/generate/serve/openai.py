@@ -208,7 +208,7 @@ class ChatBody(Options):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """One response to a chat or completion request, whole or as events of a stream."""
 
     body: ChatBody | CompletionBody

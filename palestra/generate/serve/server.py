@@ -30,7 +30,7 @@ from palestra.generate.serve.gate import (
     error_response,
     unless_gone,
 )
-from palestra.generate.serve.openai import Answer, ApiError, ChatBody, CompletionBody
+from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, Reply
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
 from palestra.generate.types import Request
 
@@ -142,7 +142,7 @@ def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_
             Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
             for place, prompt in enumerate(prompts)
         )
-        answer = Answer(body, id, int(time.time()), model_name, tokenizer, requests)
+        answer = Reply(body, id, int(time.time()), model_name, tokenizer, requests)
         if body.stream:
             return EventStream(service.answer_events(answer), service.explain)
         return JSONResponse(answer.whole(await unless_gone(http.receive, service.results(requests))))

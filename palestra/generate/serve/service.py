@@ -16,7 +16,7 @@ from palestra.generate.client import chunk_json
 from palestra.generate.engine.request import EngineFailed, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
 from palestra.generate.serve.gate import DONE, Counter, Histogram, event, gauges
-from palestra.generate.serve.openai import Answer, ApiError
+from palestra.generate.serve.openai import ApiError, Reply
 from palestra.generate.types import Chunk, Request, Result
 from palestra.lm.hf import load_pretrained
 from palestra.lm.lora import WEIGHTS as ADAPTERS
@@ -75,7 +75,7 @@ class Service:
                     self.new_tokens.add(amount=len(chunk.tokens))
                     yield place, chunk
 
-    async def answer_events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def answer_events(self, answer: Reply) -> AsyncGenerator[bytes, None]:
         """The events of a streamed chat or completion."""
         opened, tokens = False, 0
         async with aclosing(self.chunks(answer.requests)) as chunks:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from palestra.tasks.sandbox.levels import LEVELS, Level
     from palestra.tasks.sandbox.limits import Limits
-    from palestra.tasks.sandbox.sandbox import Outcome, Output, Sandbox
+    from palestra.tasks.sandbox.sandbox import ProgramOutput, Sandbox, SandboxOutcome
 
 _LAZY = {"LEVELS": "levels", "Level": "levels", "Limits": "limits"} | dict.fromkeys(
-    ("Outcome", "Output", "Sandbox"), "sandbox"
+    ("SandboxOutcome", "ProgramOutput", "Sandbox"), "sandbox"
 )
-__all__ = ["LEVELS", "Level", "Limits", "Outcome", "Output", "Sandbox"]
+__all__ = ["LEVELS", "Level", "Limits", "ProgramOutput", "Sandbox", "SandboxOutcome"]
 
 
 def __getattr__(name: str) -> Any:

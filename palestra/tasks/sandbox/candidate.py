@@ -12,7 +12,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from palestra.tasks.sandbox.literals import Channel, NotPlain
+from palestra.tasks.sandbox.literals import Channel, NotLiteral
 
 NAME = "<program>"
 
@@ -51,7 +51,7 @@ def serve_calls(code: int, channel: int) -> None:
         answer = _answer(module, name, args, kwargs)
         try:
             tests.send(answer)
-        except NotPlain as error:
+        except NotLiteral as error:
             tests.send(failure(error))
 
 

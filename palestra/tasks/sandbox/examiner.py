@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from palestra.tasks.sandbox.candidate import load, read_all
-from palestra.tasks.sandbox.literals import Channel, Malformed, NotPlain
+from palestra.tasks.sandbox.literals import Channel, Malformed, NotLiteral
 
 # Raised by a stub these would end a loop of the tests early, as if all were well.
 SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -57,7 +57,7 @@ class Program:
                 raise self.gone
             try:
                 self._channel.send([name, list(args), kwargs])
-            except NotPlain as error:
+            except NotLiteral as error:
                 self.needs = TestNeeds(f"it calls {name} with a value that cannot cross: {error}")
                 raise self.needs from None
             except OSError:
@@ -66,7 +66,7 @@ class Program:
             reply = self._receive()
             if "raised" not in reply:
                 return reply["value"]
-            if reply["type"] == NotPlain.__name__:
+            if reply["type"] == NotLiteral.__name__:
                 self.fault = Fault(f"{name} returned a value that cannot cross: {reply['message']}")
                 raise self.fault
             error = _exception(reply)
@@ -94,7 +94,7 @@ class Program:
 def examine(tests: int, channel: int, result: int) -> None:
     """Run tests against the program at the other end of a channel."""
     asked = json.loads(read_all(tests))
-    report = Report(result)
+    report = ExamReport(result)
     program = Program(Channel(channel))
     stubs = {name: program.stub(name) for name in asked["entry_points"]}
     namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins, **stubs}
@@ -119,7 +119,7 @@ def examine(tests: int, channel: int, result: int) -> None:
 def examine_together(code: int, tests: int, result: int) -> None:
     """Run tests in the program's own process, where the program can say what it likes of them."""
     asked = json.loads(read_all(tests))
-    report = Report(result)
+    report = ExamReport(result)
     try:
         namespace = load(read_all(code), "candidate").__dict__
     except BaseException as error:
@@ -134,7 +134,7 @@ def examine_together(code: int, tests: int, result: int) -> None:
     report.ended("done")
 
 
-class Report:
+class ExamReport:
     """What is told of the tests, a line of JSON each, as soon as it is known."""
 
     def __init__(self, number: int):

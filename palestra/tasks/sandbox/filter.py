@@ -54,7 +54,7 @@ MODE_FILTER = 2
 Step = tuple[int, int, int, int]  # code, how far to jump where true, where false, value
 
 
-class Program(ctypes.Structure):
+class FilterProgram(ctypes.Structure):
     """`struct sock_fprog`."""
 
     _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
@@ -104,6 +104,6 @@ def program(own: int) -> bytes:
 
 def install(code: bytes) -> None:
     """Put this process under a filter, for good."""
-    steps = Program(len(code) // 8, code)
+    steps = FilterProgram(len(code) // 8, code)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(steps))

@@ -15,7 +15,7 @@ EXACT = 1 << 53  # beyond it JSON readers and people do not agree on integers
 AS_DICT = ("collections.Counter", "collections.defaultdict", "collections.OrderedDict")
 
 
-class NotPlain(TypeError):
+class NotLiteral(TypeError):
     """A value that cannot cross."""
 
 
@@ -28,7 +28,7 @@ def encode(value: Any) -> bytes:
     try:
         return json.dumps(_packed(value)).encode()
     except RecursionError:
-        raise NotPlain("it is nested too deeply") from None
+        raise NotLiteral("it is nested too deeply") from None
 
 
 def decode(data: bytes) -> Any:
@@ -51,7 +51,7 @@ class Channel:
         """Send a plain value."""
         data = encode(value)
         if len(data) > MOST_BYTES:
-            raise NotPlain(f"it takes {len(data)} bytes, and {MOST_BYTES} may cross")
+            raise NotLiteral(f"it takes {len(data)} bytes, and {MOST_BYTES} may cross")
         self._socket.sendall(struct.pack("!I", len(data)) + data)
 
     def receive(self) -> Any:
@@ -94,7 +94,7 @@ def _packed(value: Any) -> Any:
         plain = value.item()
         if type(plain) is not kind:  # some have no built-in counterpart, and give themselves
             return _packed(plain)
-    raise NotPlain(f"{kind.__module__}.{kind.__qualname__} is no plain value")
+    raise NotLiteral(f"{kind.__module__}.{kind.__qualname__} is no plain value")
 
 
 def _unpacked(value: Any) -> Any:

@@ -19,7 +19,7 @@ MOST_RESULT = 1 << 20  # bytes that tests may report
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxOutcome:
     """What became of tests."""
 
     status: Literal["passed", "failed", "timeout", "error"]
@@ -34,7 +34,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Output:
+class ProgramOutput:
     """What a program wrote."""
 
     stdout: str
@@ -84,7 +84,7 @@ class Sandbox:
         *,
         setup: str = "",
         together: bool = False,
-    ) -> Outcome:
+    ) -> SandboxOutcome:
         """Run tests, each some Python source, against code that runs alone in another process.
 
         The functions `entry_points` of the code are stubs for the tests: arguments and results cross as plain values.
@@ -106,9 +106,9 @@ class Sandbox:
             if type(line.get("test")) is int and 0 <= line["test"] < len(tests):
                 passed[line["test"]] = line.get("passed") is True
         status, note = _judged(reply, lines, passed, together)
-        return Outcome(status, tuple(passed), level, time.monotonic() - started, note)
+        return SandboxOutcome(status, tuple(passed), level, time.monotonic() - started, note)
 
-    def run_program(self, code: str, stdin: str = "", timeout: float = 5.0) -> Output:
+    def run_program(self, code: str, stdin: str = "", timeout: float = 5.0) -> ProgramOutput:
         """Run a program as `python program.py` would, with a text as its stdin."""
         started = time.monotonic()
         with self._client() as client, Files() as files:
@@ -118,7 +118,7 @@ class Sandbox:
             reply = client.run("program", timeout, self._limits, given, files)
             level = client.level
         (ended,) = reply["status"]
-        return Output(
+        return ProgramOutput(
             stdout.text,
             stderr.text,
             status="output" if files.overflown

@@ -38,7 +38,7 @@ MOST_FILES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Job:
+class SandboxJob:
     """What a process in the sandbox is to do, with which files."""
 
     role: int
@@ -116,20 +116,20 @@ class Server:
             self._clear(scratch)
         return {"run": number, "why": why, "broken": problem, "status": status}
 
-    def _jobs(self, kind: str, files: list[int]) -> list[Job]:
+    def _jobs(self, kind: str, files: list[int]) -> list[SandboxJob]:
         """What to start, the one that is waited for last; further files are added to `files`."""
         null = (self._null, self._null, self._null)
         if kind == "program":
             code, stdin, stdout, stderr = files
-            return [Job(CANDIDATE, run_program, (code,), (stdin, stdout, stderr))]
+            return [SandboxJob(CANDIDATE, run_program, (code,), (stdin, stdout, stderr))]
         if kind == "together":
-            return [Job(CANDIDATE, examine_together, tuple(files), null)]
+            return [SandboxJob(CANDIDATE, examine_together, tuple(files), null)]
         code, tests, result = files
         ours, theirs = (end.detach() for end in socket.socketpair())
         files += [ours, theirs]
         return [
-            Job(CANDIDATE, serve_calls, (code, ours), null),
-            Job(TESTS, examine, (tests, theirs, result), null),
+            SandboxJob(CANDIDATE, serve_calls, (code, ours), null),
+            SandboxJob(TESTS, examine, (tests, theirs, result), null),
         ]
 
     def _watch(self, number: int, life: int, deadline: float) -> str:
@@ -157,7 +157,7 @@ class Server:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _start(self, job: Job, limits: Limits, seconds: float, scratch: str) -> Child:
+    def _start(self, job: SandboxJob, limits: Limits, seconds: float, scratch: str) -> Child:
         life, held = os.pipe()
         try:
             pid = kernel.clone(self._ground.namespaces[job.role])
@@ -170,7 +170,7 @@ class Server:
             os.close(held)
         return Child(pid, life)
 
-    def _become(self, job: Job, held: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
+    def _become(self, job: SandboxJob, held: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
         """In a new process: lock it in, do its job, and end."""
         status = 1
         with contextlib.suppress(BaseException):  # never back into the server's own code

@@ -8,7 +8,7 @@ from pydantic import Field
 from palestra.data.readers import Row
 from palestra.errors import UsageError
 from palestra.tasks.dataset import files_of, load_rows, text_of
-from palestra.tasks.prompts import Example, Layout, PromptArgs, ask, shown, stops_of
+from palestra.tasks.prompts import Layout, PromptArgs, Shot, ask, shown, stops_of
 from palestra.tasks.task import Answer, Problem, Task, Verdict
 from palestra.tasks.verify.final_answers import Extraction, judge_math, judge_number, judge_words, number_of
 from palestra.tasks.verify.latex.compare import import_values, memory_capped, require_math_verify
@@ -91,9 +91,9 @@ class Answers(Task[AnswersArgs]):
     def _question(self, row: Row, number: int, where: str) -> str:
         return " ".join(text_of(row, column, number, where).strip() for column in self.args.question)
 
-    def _example(self, row: Row, number: int) -> Example:
+    def _example(self, row: Row, number: int) -> Shot:
         where = f"{self.name}, split train"
-        return Example(self._question(row, number, where), self._solution(row, number, where))
+        return Shot(self._question(row, number, where), self._solution(row, number, where))
 
     def _answer(self, row: Row, number: int, where: str) -> str:
         return "" if self.args.answer is None else text_of(row, self.args.answer, number, where).strip()
@@ -105,7 +105,7 @@ class Answers(Task[AnswersArgs]):
             return said
         return f"{text_of(row, self.args.solution, number, where).strip()}\n{said}"
 
-    def _problem(self, split: str, number: int, row: Row, examples: Sequence[Example]) -> Problem:
+    def _problem(self, split: str, number: int, row: Row, examples: Sequence[Shot]) -> Problem:
         where = f"{self.name}, split {split}"
         question = self._question(row, number, where)
         answer = self._answer(row, number, where)

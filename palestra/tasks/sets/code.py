@@ -44,7 +44,7 @@ class CodeArgs(TaskArgs):
 
 
 @dataclass(frozen=True)
-class Needs:
+class CodeNeeds:
     """What tests need of the code that they test."""
 
     entry_points: tuple[str, ...]
@@ -55,7 +55,7 @@ class Needs:
     """Why they cannot run in another process than the code; empty where they can."""
 
 
-def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") -> Needs:
+def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") -> CodeNeeds:
     """Find what tests need; `reference` is a right solution, which tells its own names from those of the language."""
     tree = syntax_tree("\n".join([setup, *tests]))
     solution = syntax_tree(reference)
@@ -71,7 +71,7 @@ def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") ->
     if not solution.body:
         classes |= {name for name in entry_points if name[:1].isupper()}
     weak = next((f"the tests need the class {name} of the code" for name in entry_points if name in classes), "")
-    return Needs(entry_points, "\n".join(modules.values()), weak or why_weak(tree, entry_points))
+    return CodeNeeds(entry_points, "\n".join(modules.values()), weak or why_weak(tree, entry_points))
 
 
 def judge_code(code: str | None, row: Mapping[str, Any], args: CodeArgs) -> Verdict:

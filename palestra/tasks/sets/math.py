@@ -11,7 +11,7 @@ from pydantic import Field
 from palestra.data.readers import Row
 from palestra.errors import UsageError
 from palestra.tasks.dataset import files_of, load_rows, text_of
-from palestra.tasks.prompts import Example, Layout, PromptArgs, ask, shown, stops_of
+from palestra.tasks.prompts import Layout, PromptArgs, Shot, ask, shown, stops_of
 from palestra.tasks.task import Answer, Message, Problem, Task, Verdict
 from palestra.tasks.verify.final_answers import Extraction, judge_math, judge_number, number_of
 from palestra.tasks.verify.latex.compare import import_values, memory_capped, require_math_verify
@@ -79,11 +79,11 @@ class Math(Task[MathArgs]):
         import_values()
         self._capped = True
 
-    def _prompt(self, question: str, examples: Sequence[Example]) -> str | tuple[Message, ...]:
+    def _prompt(self, question: str, examples: Sequence[Shot]) -> str | tuple[Message, ...]:
         return ask(self.args, MATH_LAYOUT, question, shown(self.args, examples, question))
 
-    def _examples(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Example]:
-        worked = (Example(row["problem"], row["solution"]) for row in rows.values() if "solution" in row)
+    def _examples(self, rows: Mapping[str, Mapping[str, Any]]) -> list[Shot]:
+        worked = (Shot(row["problem"], row["solution"]) for row in rows.values() if "solution" in row)
         return list(islice(worked, self.args.shots + 1))  # one more, because a question is not its own example
 
     def _numbered(self, split: str) -> dict[str, dict[str, Any]]:
@@ -213,10 +213,10 @@ class Gsm8k(Task[Gsm8kArgs]):
         files = (f"{split}.jsonl", f"main/{split}-*.parquet", *files_of(split))
         return load_rows(self.args.source, default="openai/gsm8k", files=files)
 
-    def _examples(self, rows: Sequence[Row]) -> list[Example]:
+    def _examples(self, rows: Sequence[Row]) -> list[Shot]:
         where = f"{self.name}, split train"
         first = enumerate(rows[: self.args.shots + 1])  # one more, because a question is not its own example
-        return [Example(text_of(row, "question", n, where), self._solution(row, n, where)) for n, row in first]
+        return [Shot(text_of(row, "question", n, where), self._solution(row, n, where)) for n, row in first]
 
     def _solution(self, row: Row, number: int, where: str) -> str:
         r"""The worked solution as an answer would be written: `The answer is 72.`, in a conversation `\boxed{72}`."""
@@ -225,7 +225,7 @@ class Gsm8k(Task[Gsm8kArgs]):
         said = f"The answer is {final}." if self.args.format == "plain" else f"The answer is \\boxed{{{final}}}."
         return "\n".join([*([CALCULATOR.sub("", worked).strip()] if worked.strip() else []), said])
 
-    def _problem(self, split: str, number: int, row: Row, examples: Sequence[Example]) -> Problem:
+    def _problem(self, split: str, number: int, row: Row, examples: Sequence[Shot]) -> Problem:
         where = f"{self.name}, split {split}"
         question = text_of(row, "question", number, where)
         final = text_of(row, "answer", number, where).rpartition(MARK)[2].strip()

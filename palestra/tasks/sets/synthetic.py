@@ -66,7 +66,7 @@ AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class Form:
+class ProblemForm:
     """Problems of one kind: every way to choose one of `radices[k]` things at each place k."""
 
     name: str
@@ -121,7 +121,7 @@ class Form:
 class Enumerated(Sequence[Problem]):
     """One split of all problems of some forms, in an order that mixes them; a problem is made when it is asked for."""
 
-    def __init__(self, forms: Sequence[Form], split: str):
+    def __init__(self, forms: Sequence[ProblemForm], split: str):
         if split not in ("train", "test"):
             raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
         self._forms = forms
@@ -156,7 +156,7 @@ class Enumerated(Sequence[Problem]):
             yield from self[start : start + AT_ONCE]
 
     @abstractmethod
-    def problem(self, form: Form, choices: tuple[int, ...]) -> Problem:
+    def problem(self, form: ProblemForm, choices: tuple[int, ...]) -> Problem:
         """A problem of a form."""
 
     @abstractmethod
@@ -260,7 +260,7 @@ class Sums(Enumerated):
         form = _form([len(number) for number in numbers], operations)
         return self.where(form.name, [int(number) - _least(len(number)) for number in numbers])
 
-    def problem(self, form: Form, choices: tuple[int, ...]) -> Problem:
+    def problem(self, form: ProblemForm, choices: tuple[int, ...]) -> Problem:
         """A sum with its value."""
         lengths, operations = re.findall("[0-9]+", form.name), re.findall(r"[+*-]", form.name)
         numbers = [choice + _least(int(length)) for choice, length in zip(choices, lengths, strict=True)]
@@ -284,10 +284,10 @@ def evaluate(numbers: Sequence[int], operations: Sequence[str]) -> int:
     return sum(terms)
 
 
-def _form(digits: Sequence[int], operations: Sequence[str]) -> Form:
+def _form(digits: Sequence[int], operations: Sequence[str]) -> ProblemForm:
     """Its name is such as `2+2`: the digits of the numbers, with the operations between."""
     name = "".join(f"{count}{sign}" for count, sign in zip(digits, [*operations, ""], strict=True))
-    return Form(name, tuple(10**count - _least(count) for count in digits))
+    return ProblemForm(name, tuple(10**count - _least(count) for count in digits))
 
 
 def _least(digits: int) -> int:
@@ -334,7 +334,7 @@ class Characters(Task[SequenceArgs]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         """All problems with these args."""
-        return Texts(self, split)
+        return SequenceTexts(self, split)
 
     def judge(self, problem: Problem, answer: Answer) -> Verdict:
         """Whether the sequence is right: in plain text all of the answer, in a conversation the last word of it."""
@@ -346,13 +346,13 @@ class Characters(Task[SequenceArgs]):
         return compare(text, problem.row["answer"], self.args)
 
 
-class Texts(Enumerated):
+class SequenceTexts(Enumerated):
     """The problems of a split; the row of an id is the sequence itself."""
 
     def __init__(self, task: Characters, split: str):
         args = task.args
         lengths = range(args.length if args.min_length is None else args.min_length, args.length + 1)
-        forms = [Form(self._name(task, length), (len(args.alphabet),) * length) for length in lengths]
+        forms = [ProblemForm(self._name(task, length), (len(args.alphabet),) * length) for length in lengths]
         super().__init__(forms, split)
         self._task, self._split = task, split
 
@@ -367,7 +367,7 @@ class Texts(Enumerated):
     def _name(task: Characters, length: int) -> str:
         return f"{task.word} {task.args.alphabet} {length}"
 
-    def problem(self, form: Form, choices: tuple[int, ...]) -> Problem:
+    def problem(self, form: ProblemForm, choices: tuple[int, ...]) -> Problem:
         """A sequence with its answer."""
         task = self._task
         text = "".join(task.args.alphabet[choice] for choice in choices)

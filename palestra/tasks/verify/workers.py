@@ -32,7 +32,7 @@ log = logging.getLogger("palestra.tasks")
 MOST_WORKERS = 16  # unless asked for: each that knows sympy holds 100 MB
 
 
-class Recipe:
+class TaskRecipe:
     """What a worker makes a judge from. It is made as the recipe is unpickled, which the pool does before the clock."""
 
     def __init__(self, use: TaskUse, root: Path):
@@ -60,7 +60,7 @@ class Judges:
         self.tasks: dict[str, Task] = {}
         self._uses: dict[str, TaskUse] = {}
         self._judges: dict[str, Any] = {}
-        self._recipes: dict[str, Recipe] = {}
+        self._recipes: dict[str, TaskRecipe] = {}
         self._timeout, self._workers = timeout, workers or min(MOST_WORKERS, os.cpu_count() or 1)
         self._pool: Pool | None = None
         self._closed = False
@@ -144,7 +144,7 @@ class Judges:
         self.tasks[label] = make_task(use.task, use.args, label)
         self._judges[label] = self.tasks[label] if use.reward is None else _reward(use.reward, root)
         if self._judges[label].isolated:
-            self._recipes[label] = Recipe(use, root)
+            self._recipes[label] = TaskRecipe(use, root)
 
     def _processes(self) -> Pool:
         with self._lock:

@@ -1,0 +1,281 @@
+"""The one training loop: step → measure → tell → save → stop if asked. What is pending is kept over a kill.
+
+A kind that trains brings a `Trainer`: its step, its measurements and its state. Everything around it is here.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from palestra.errors import Interrupted
+from palestra.runs.checkpoint import Checkpoint
+from palestra.runs.checkpoint import load as load_checkpoint
+from palestra.runs.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
+from palestra.runs.session import Session
+from palestra.spec.base import ExperimentSpec
+from palestra.spec.model import Cadence
+
+log = logging.getLogger("palestra.runs")
+
+Counters = Mapping[str, int]
+"""Steps so far, and frames or tokens."""
+Row = dict[str, float]
+Value = TypeVar("Value")
+
+
+class Stopped(Exception):
+    """The session was asked to stop in the middle of a step or of a measurement."""
+
+
+class Trainer(Protocol):
+    """What a kind brings to the loop."""
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """The metrics that people see while it trains."""
+        ...
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """`steps` so far, and `frames` or `tokens`."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether there is no further step."""
+        ...
+
+    @property
+    def policy(self) -> Any:
+        """What hooks are given."""
+        ...
+
+    def first_row(self) -> Row | None:
+        """What is measured before the first step; None where there is no such row."""
+        ...
+
+    def step(self) -> None:
+        """One step. It may raise `Stopped` as long as it has changed nothing."""
+        ...
+
+    def metrics(self) -> Row:
+        """Metrics of the last step; asked for only where a row is due."""
+        ...
+
+    def due(self, before: Counters, last: bool) -> list[str]:
+        """The measurements that are due after the step that began at `before`; `eval` is one with a score."""
+        ...
+
+    def measure(self, names: Sequence[str]) -> Row:
+        """Their metrics. It may raise `Stopped`: a resumed run then begins with them."""
+        ...
+
+    def score(self, row: Row) -> tuple[str, float] | None:
+        """What checkpoints are compared by, higher is better: the metric and its score; None if it was not measured."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Around what is not training, so that its time does not count in rates."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on. Taking it changes nothing."""
+        ...
+
+    def model(self) -> Callable[[Path], None] | None:
+        """What writes the model into a checkpoint's folder, where others can load it."""
+        ...
+
+
+class Together(Protocol):
+    """The processes that train together; all run the same loop, and the first decides and writes."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of them."""
+        ...
+
+    def from_first(self, value: Value) -> Value:
+        """What the first one has."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    first = True
+
+    def from_first(self, value: Value) -> Value:
+        """Its own."""
+        return value
+
+
+ALONE = Alone()
+
+
+def restore(session: Session, ranks: Together = ALONE) -> Checkpoint | None:
+    """The newest checkpoint, on every rank; None for a run that begins."""
+    saved = session.restore() if ranks.first else None
+    path = ranks.from_first(None if saved is None else saved.meta.path)
+    if ranks.first:
+        log.info("seed %d: %s", session.seed, "from the start" if saved is None else f"resumed at step {saved.step}")
+    return None if path is None else saved or load_checkpoint(path)
+
+
+def run(
+    spec: ExperimentSpec,
+    session: Session,
+    trainer: Trainer,
+    record: Recorder | Silent,
+    saved: Checkpoint | None,
+    ranks: Together = ALONE,
+) -> None:
+    """Train to the end, or until the session is asked to stop: all is saved then, and a resumed run goes on exactly."""
+    loop = _Loop(spec, session, trainer, record, saved, ranks)
+    try:
+        loop.begin()
+        while loop.pending is not None or not trainer.done:
+            row, before = loop.pending or loop.step()
+            last = trainer.done
+            loop.measure(row, before, last)
+            last = loop.tell(row, before, last)
+            loop.save(row, before, last)
+            if last:
+                return
+            loop.stop_if_asked()
+    except Stopped:
+        loop.save_pending()
+        raise loop.interrupted() from None
+
+
+class _Loop:
+    """A session at work: what is pending, what was measured of it, and what was saved."""
+
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        session: Session,
+        trainer: Trainer,
+        record: Recorder | Silent,
+        saved: Checkpoint | None,
+        ranks: Together,
+    ):
+        self.spec, self.session, self.trainer, self.record, self.ranks = spec, session, trainer, record, ranks
+        self.hooks, self.checkpoints = load_hooks(spec.hooks), CheckpointsDue(spec.every.checkpoint)
+        # The row of a step and the counters before it, until it is told: a run stopped meanwhile begins with it.
+        self.pending: list[Any] | None = None if saved is None else saved.state.get("pending")
+        self.measured: set[str] = set()
+        self.saved, self.stopping = self.steps, False
+
+    @property
+    def steps(self) -> int:
+        return self.trainer.counters["steps"]
+
+    def begin(self) -> None:
+        if self.steps == 0 and (row := self.trainer.first_row()) is not None:
+            self.record.row(row, self.trainer.counters, headline=self.trainer.headline)
+
+    def step(self) -> list[Any]:
+        before = self.trainer.counters
+        self.trainer.step()
+        told = "eval" in self.trainer.due(before, self.trainer.done)
+        told = told or due(self.spec.every.log, before, self.trainer.counters)
+        self.pending, self.measured = [self.trainer.metrics() if told else {}, before], set()
+        return self.pending
+
+    def measure(self, row: Row, before: Counters, last: bool) -> None:
+        names = [name for name in self.trainer.due(before, last) if name not in self.measured]
+        row |= self.trainer.measure(names) if names else {}
+        self.measured |= set(names)
+
+    def tell(self, row: Row, before: Counters, last: bool) -> bool:
+        """Hooks, metrics, progress; whether this is the last step, which a hook may ask for."""
+        if row:
+            counters = self.trainer.counters
+            seen = counters.get("frames", counters.get("tokens", 0))
+            moment = Moment(self.steps, seen, row, self.trainer.policy, self.session.path)
+            if self.ranks.first:
+                call_hooks(self.hooks, moment)
+            if self.ranks.from_first(moment.stop) and not last:
+                last = True
+                self.measure(row, before, last)
+            self.record.row(row, counters, headline=self.trainer.headline)
+        self.pending = None
+        return last
+
+    def save(self, row: Row, before: Counters, last: bool) -> None:
+        """A checkpoint where one is due: by its cadence, as the best or the last one, or to stop."""
+        reasons = self.checkpoints.reasons(before, self.trainer.counters)
+        # Clocks and signals differ between ranks.
+        self.stopping, reasons = self.ranks.from_first((self.session.stop_requested, reasons))
+        score = self.trainer.score(row)
+        reasons |= {"best"} if score is not None else set()
+        reasons |= {"temporary"} if last or self.stopping else set()
+        if reasons:
+            self._checkpoint(reasons, score)
+
+    def save_pending(self) -> None:
+        if self.saved != self.steps:
+            self._checkpoint({"temporary"}, None)
+
+    def stop_if_asked(self) -> None:
+        if self.stopping:
+            raise self.interrupted()
+
+    def interrupted(self) -> Interrupted:
+        counters = self.trainer.counters
+        unit = "frame" if "frames" in counters else "step"
+        what = "with everything saved" if self.steps else "before the first step was done"
+        return Interrupted(
+            f"stopped at {unit} {counters[f'{unit}s']} {what}; continue with: "
+            f"palestra train --resume {self.session.path.parent.parent}"
+        )
+
+    def _checkpoint(self, reasons: set[str], score: tuple[str, float] | None) -> None:
+        with self.trainer.paused(), self.record.span("checkpoint"):
+            model = self.trainer.model()  # on every rank: weights and state are gathered from all
+            state = {**self.trainer.state(), "pending": self.pending}
+            if self.ranks.first:
+                log.info("step %d: checkpoint (%s)", self.steps, ", ".join(sorted(reasons)))
+                self.session.checkpoint(
+                    self.steps,
+                    state,
+                    reasons=reasons,
+                    score=None if score is None else score[1],
+                    metric=None if score is None else score[0],
+                    counters=self.trainer.counters,
+                    model=model,
+                )
+        self.saved = self.steps
+
+
+def due(cadence: Cadence | None, before: Counters, after: Counters) -> bool:
+    """Whether a counted cadence fell due on the way from `before` to `after`. No memory, so a resume repeats it."""
+    return cadence is not None and cadence.crossed(before[cadence.unit], after[cadence.unit])
+
+
+class CheckpointsDue:
+    """Why a checkpoint is due: "temporary" by the clock (only the newest stays), "kept" by steps or frames.
+
+    A counted cadence begins where those before it in the list end: 2 steps until 10, 5 steps until 20, 10 steps.
+    """
+
+    def __init__(self, cadences: Sequence[Cadence]):
+        self.counted = [cadence for cadence in cadences if not cadence.is_time]
+        self.timed = min((cadence.seconds for cadence in cadences if cadence.is_time), default=None)
+        self._since = time.monotonic()
+
+    def reasons(self, before: Counters, after: Counters) -> set[str]:
+        """The reasons for one now, empty when none is due."""
+        reasons, begin = set(), dict.fromkeys(before, 0)
+        for cadence in self.counted:
+            if due(cadence, {unit: max(count, begin[unit]) for unit, count in before.items()}, after):
+                reasons.add("kept")
+            begin[cadence.unit] = max(begin[cadence.unit], int(cadence.until or 0))
+        if self.timed is not None and time.monotonic() - self._since >= self.timed:
+            self._since = time.monotonic()
+            reasons.add("temporary")
+        return reasons
