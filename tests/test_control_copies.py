@@ -235,11 +235,11 @@ def test_compiled_code_that_never_returns_ends_the_process_with_the_message():
     script = """
         import ctypes
         import gymnasium as gym
-        from palestra.control.envs import hang
+        from palestra.control.envs import watchdog
         from palestra.control.envs.make import make_vector
         from palestra.spec.kinds.control import EnvSpec
 
-        hang.GRACE = 0.5
+        watchdog.GRACE = 0.5
 
         class Stuck(gym.Wrapper):
             def reset(self, **given):

@@ -222,7 +222,7 @@ def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, mo
     assert f"{row['eval/bits_per_byte']:.3f}" in capsys.readouterr().out
     lines = (eval_lab.session_of(whole) / "texts.jsonl").read_text().splitlines(keepends=True)
     scored: list[int] = []
-    real = texts_module._score_chunk
+    real = texts_module._score_windows
 
     def failing(model: Any, tokenizer: Any, texts: Any, numbers: range) -> Any:
         scored.extend(numbers)
@@ -230,7 +230,7 @@ def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, mo
             raise KeyboardInterrupt
         return real(model, tokenizer, texts, numbers)
 
-    monkeypatch.setattr(texts_module, "_score_chunk", failing)
+    monkeypatch.setattr(texts_module, "_score_windows", failing)
     with pytest.raises(KeyboardInterrupt):
         eval_lab.run(tmp_path, {**spec, "name": "cut"})
     again = eval_lab.run(tmp_path, resume="cut")

@@ -238,7 +238,7 @@ def test_devices_for_several_seeds_are_refused(tmp_path):
 def test_devices_other_than_the_started_ranks_are_refused(tmp_path):
     import torch
 
-    from palestra.kinds.trial import check_ranks
+    from palestra.kinds.ranks import check_ranks
     from palestra.lm.ranks import Ranks
 
     spec = palestra.check(small(tmp_path, devices=3)).spec

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 from pipeline_runs import address, files, start
@@ -105,9 +106,10 @@ def test_step_that_reads_a_file_runs_again_when_its_content_changes_alone(
 
 def test_hash_of_a_file_that_did_not_change_is_kept_and_of_one_that_did_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("palestra.pipeline.step.RECENT_NS", 0)
+    files = sys.modules["palestra.pipeline.step"]  # which the function of that name hides
+    monkeypatch.setattr(files, "RECENT_NS", 0)
     read = []
-    monkeypatch.setattr("palestra.pipeline.step.file_sha256", lambda path: read.append(path.name) or path.read_text())
+    monkeypatch.setattr(files, "file_sha256", lambda path: read.append(path.name) or path.read_text())
     for name in ("a.txt", "b.txt"):
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / name).write_text(name)

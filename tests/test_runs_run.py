@@ -322,7 +322,7 @@ def test_trial_plots_write_headline_and_grid_without_timings(tmp_path, monkeypat
         plot.trial_plots(make(tmp_path, name="empty"))
 
 
-@pytest.mark.parametrize("module", ["session", "run", "compare", "plot", "manifest"])
+@pytest.mark.parametrize("module", ["session", "run", "loop", "plot", "manifest"])
 def test_importing_runs_loads_no_heavy_library(module):
     code = (
         f"import sys, palestra.runs.{module}; print({{'torch', 'gymnasium', 'matplotlib', 'numpy'}} & set(sys.modules))"

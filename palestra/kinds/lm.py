@@ -28,7 +28,8 @@ from palestra.kinds.models import (
     starting_from,
     with_model,
 )
-from palestra.kinds.trial import Launch, check_ranks, done, follow, following, run_sessions, threads_each, together
+from palestra.kinds.ranks import check_ranks, done, follow, following, threads_each, together
+from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
