@@ -133,6 +133,23 @@ def entry_path(entry: Path, record: Record) -> Path:
 
 
 @contextmanager
+def held_alone(lease: Lease, what: str) -> Iterator[None]:
+    """Hold a lease; waits while another process has it, and says so once."""
+    with ExitStack() as stack:
+        waiting = False
+        while True:
+            try:
+                stack.enter_context(kept(lease))
+                break
+            except RunBusy as busy:
+                if not waiting:
+                    log.warning("waiting for %s: %s", what, busy)
+                waiting = True
+                time.sleep(WAIT_SECONDS)
+        yield
+
+
+@contextmanager
 def sole_writer(entry: Path) -> Iterator[None]:
     """Be the only process that fills this entry; waits while another one does."""
     leases = cache_root() / "leases"
@@ -146,17 +163,7 @@ def sole_writer(entry: Path) -> Iterator[None]:
             f"cannot write the cache {cache_root()}: {error.strerror}. PALESTRA_CACHE names another folder for it."
         ) from error
     lease = Lease(LocalStore(leases), f"{entry.parent.name}/{entry.name}.json")
-    with ExitStack() as stack:
-        told = False
-        while True:
-            try:
-                stack.enter_context(kept(lease))
-                break
-            except RunBusy as busy:
-                if not told:
-                    log.warning("waiting for another download of %s: %s", unquote(entry.name), busy)
-                told = True
-                time.sleep(WAIT_SECONDS)
+    with held_alone(lease, f"another download of {unquote(entry.name)}"):
         made = partial_folder(entry) / "files"
         if (made / MARKER).is_file() and not entry.exists():  # killed between the two renames of `fill`
             made.rename(entry)
