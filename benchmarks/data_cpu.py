@@ -98,13 +98,13 @@ def palestra_minhash(source: Path, out: Path, workers: int) -> list[str]:
 
 
 def datasketch_shard(path: Path) -> list[tuple[str, Any]]:
-    from palestra.data.duplicates import normalised
+    from palestra.data.duplicates import normalized
 
     datasketch = importlib.import_module("datasketch")
     found = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        text = normalised(row["text"])
+        text = normalized(row["text"])
         minhash = datasketch.MinHash(num_perm=BANDS * ROWS, seed=SEED)
         minhash.update_batch([s.encode() for s in {text[i : i + SHINGLE] for i in range(len(text) - SHINGLE + 1)}])
         found.append((row["id"], minhash))

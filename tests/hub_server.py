@@ -66,6 +66,8 @@ class HubServer:
     """The other host, from which large files come."""
     downloads: list[str] = field(default_factory=list)
     """The names of the files whose content was asked for."""
+    ranges: list[str] = field(default_factory=list)
+    """What of them was asked for, where it was not all."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -147,6 +149,7 @@ class Handler(BaseHTTPRequestHandler):
         status, headers = 200, dict(headers or {})
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
+            self.hub.ranges.append(wanted[0])
             status, headers["Content-Range"] = 206, f"bytes {first}-{last}/{len(data)}"
             data = data[first : last + 1]
         self._send(status, data, headers, self.hub.hold if self.hub.hold and self.hub.hold.name == name else None)

@@ -15,7 +15,7 @@ import zygote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.duplicates import normalised
+from palestra.data.duplicates import normalized
 from palestra.data.steps import dedup as dedup_module
 from palestra.data.steps.dedup import dedup_exact, dedup_fuzzy
 from palestra.errors import UsageError
@@ -70,7 +70,7 @@ def counts(out: Path) -> dict:
     return json.loads((out / "counts.json").read_text())
 
 
-def test_dedup_exact_of_documents_keeps_the_first_of_each_normalised_text(tmp_path):
+def test_dedup_exact_of_documents_keeps_the_first_of_each_normalized_text(tmp_path):
     rows = [{"text": t} for t in ("One two", "three", "one  TWO\n", "", "three.", "three", " ", None)]
     dedup_exact(tmp_path / "out", source=write(tmp_path / "in", rows, 3), workers=1)
     assert [row["text"] for row in read(tmp_path / "out")] == ["One two", "three", "", "three."]
@@ -114,7 +114,7 @@ def test_dedup_exact_of_any_documents_equals_a_set(tmp_path_factory, texts, shar
     rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
     dedup_exact(folder / "out", source=write(folder / "in", rows, shards), workers=1)
     seen: set[str] = set()
-    stays = [row for row in rows if not (normalised(row["text"]) in seen or seen.add(normalised(row["text"])))]
+    stays = [row for row in rows if not (normalized(row["text"]) in seen or seen.add(normalized(row["text"])))]
     assert read(folder / "out") == stays
 
 
@@ -182,7 +182,7 @@ def test_dedup_again_in_the_same_folder_changes_nothing_and_reads_nothing(tmp_pa
     source = write(tmp_path / "in", rows, 2)
     dedup_fuzzy(tmp_path / "out", source=source, workers=1)
     before = read(tmp_path / "out"), counts(tmp_path / "out")
-    monkeypatch.setattr(dedup_module, "normalised", None)
+    monkeypatch.setattr(dedup_module, "normalized", None)
     dedup_fuzzy(tmp_path / "out", source=source, workers=1)
     assert (read(tmp_path / "out"), counts(tmp_path / "out")) == before
 

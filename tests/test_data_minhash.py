@@ -15,11 +15,11 @@ from palestra.data.duplicates import (
     first_of_equal,
     first_of_similar,
     jaccard,
-    normalised,
+    normalized,
 )
 from palestra.errors import UsageError
 
-TEXTS = st.lists(st.text(alphabet="ab cé漢", max_size=40).map(normalised), min_size=1, max_size=12)
+TEXTS = st.lists(st.text(alphabet="ab cé漢", max_size=40).map(normalized), min_size=1, max_size=12)
 
 
 def exact_shingles(text: str, size: int, unit: str) -> set[object]:
@@ -50,7 +50,7 @@ def _runs(text: str, size: int, unit: str) -> list[object]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(alphabet="ab c", max_size=80).map(normalised), st.integers(1, 5), st.integers(1, 30))
+@given(st.text(alphabet="ab c", max_size=80).map(normalized), st.integers(1, 5), st.integers(1, 30))
 @pytest.mark.parametrize("unit", ["characters", "words"])
 def test_pieces_of_a_long_text_have_its_shingles(unit, text, size, longest):
     cut = Shingles(size, unit)
@@ -61,8 +61,8 @@ def test_pieces_of_a_long_text_have_its_shingles(unit, text, size, longest):
         assert np.array_equal(cut.set(text), whole)
 
 
-def test_normalised_case_space_and_composition_make_no_difference():
-    assert normalised("  Caf\u00e9\n\n AU\tlait ") == normalised("cafe\u0301 au lait") == "caf\u00e9 au lait"
+def test_normalized_case_space_and_composition_make_no_difference():
+    assert normalized("  Caf\u00e9\n\n AU\tlait ") == normalized("cafe\u0301 au lait") == "caf\u00e9 au lait"
 
 
 def test_shingles_of_size_zero_are_refused():

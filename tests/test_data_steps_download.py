@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from base64 import b64decode
 from collections.abc import Iterator
@@ -10,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import Repository, hub_server
+from conftest import wait_until
+from hub_server import Hold, Repository, hub_server
 from s3_server import s3_server
 
+from palestra.data.cache import File, part_folder
+from palestra.data.sources import resolve
 from palestra.data.steps.download import download
 from palestra.errors import PalestraError, UsageError
 from palestra.pipeline.data import download as download_step
@@ -219,6 +224,47 @@ def test_download_from_the_hub_takes_a_revision_and_gives_no_token_away(
             download(tmp_path / "other", url="owner/set")
 
 
+def test_download_from_the_hub_that_was_killed_goes_on_in_the_middle_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_server() as hub:
+        hub.datasets["owner/set"] = Repository({"train.parquet": BYTES})
+        hub.datasets["owner/gated"] = Repository({"a.txt": b"a"}, gated=True)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for name in ("HF_TOKEN", "PALESTRA_MIRROR"):
+            monkeypatch.delenv(name, raising=False)
+        hub.hold = Hold("train.parquet")
+        code = "import sys; from pathlib import Path; from palestra.data.steps.download import download\n"
+        code += "download(Path(sys.argv[1]), url='owner/set')"
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")])
+        wait_until(
+            lambda: any(path.stat().st_size for path in tmp_path.glob("out/.shards/download/parts/*/file")), process
+        )
+        process.kill()
+        process.wait()
+        hub.hold.released.set()
+        hub.hold = None
+        download(tmp_path / "out", url="owner/set")
+        assert (tmp_path / "out/files/train.parquet").read_bytes() == BYTES
+        resumed = counts(tmp_path / "out")["bytes_resumed"]
+        assert 0 < resumed < len(BYTES)
+        assert hub.ranges[-1].startswith(f"bytes={resumed}-")
+        with pytest.raises(PalestraError, match="is gated: accept its terms there"):
+            download(tmp_path / "gated", url="owner/gated")
+
+
+def test_resolve_of_a_web_file_that_broke_off_goes_on_in_the_middle(
+    tmp_path: Path, web: tuple[str, type[Web]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+    url, server = web
+    server.broken = 1
+    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes are kept"):
+        resolve(url, kind="dataset")
+    assert resolve(url, kind="dataset").read_bytes() == BYTES
+    assert server.asked == ("whole", f"bytes={len(BYTES) // 2}-")
+
+
 def test_download_from_a_bucket_goes_on_in_the_middle_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,12 +278,11 @@ def test_download_from_a_bucket_goes_on_in_the_middle_of_a_file(
         files.pipe_file("bucket/data/a.jsonl", BYTES)
         download(tmp_path / "whole", url="s3://bucket/data")
         assert (tmp_path / "whole/files/a.jsonl").read_bytes() == BYTES
-        # As a kill leaves it: the first part of the file, and the version that it is of.
-        part = tmp_path / "half/.shards/parts" / hashlib.sha256(b"a.jsonl").hexdigest()[:16]
+        # As a kill leaves it: the first part of the file, in a folder that is named by its version.
+        (file,) = json.loads((tmp_path / "whole/source.json").read_text())["files"]
+        part = part_folder(tmp_path / "half/.shards/download", File(**file)) / "file"
         part.parent.mkdir(parents=True)
         part.write_bytes(BYTES[:1000])
-        about = json.loads(next((tmp_path / "whole/.shards/parts").glob("*.json")).read_text())
-        part.with_suffix(".json").write_text(json.dumps(about))
         download(tmp_path / "half", url="s3://bucket/data")
         assert (tmp_path / "half/files/a.jsonl").read_bytes() == BYTES
         assert counts(tmp_path / "half")["bytes_resumed"] == 1000

@@ -1,18 +1,15 @@
 """The 25 kinds of instruction under Google's names: texts that follow each and texts that do not."""
 
 import re
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.errors import MissingExtra
 from palestra.tasks.verify import instructions
-from palestra.tasks.verify import text as languages
 from palestra.tasks.verify.instructions import INSTRUCTIONS, Instruction, instructions_of
-from palestra.tasks.verify.text import count_capital_words, count_sentences, language_of
+from palestra.tasks.verify.text import count_capital_words, count_sentences
 
 ENGLISH = "The children went to the park in the morning and played there until it was dark."
 
@@ -337,26 +334,3 @@ def test_count_sentences_of_plain_sentences_is_their_number(sentences: list[str]
 )
 def test_count_capital_words_by_rules(text: str, count: int):
     assert count_capital_words(text) == count
-
-
-def test_language_of_a_doubtful_text_is_the_same_each_time():
-    """Unseeded, the detector changes its mind about texts like these."""
-    for text in ("in de la", "hello world", "Otec matka syn."):
-        assert len({language_of(text) for _ in range(16)}) == 1
-
-
-def test_language_of_nothing_is_none():
-    assert language_of("") is None
-    assert language_of("1234 !!") is None
-
-
-def test_language_without_the_detector_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "langdetect"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "langdetect", None)
-    languages._detectors.cache_clear()
-    try:
-        with pytest.raises(MissingExtra, match=r"palestra\[eval\]"):
-            language_of("hello")
-    finally:
-        languages._detectors.cache_clear()

@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 
 from palestra.errors import PalestraError
 from palestra.runs.lease import Lease, RunBusy, kept
+from palestra.runs.redact import redact
 from palestra.runs.store import LocalStore, read_json, sync_folder, write_bytes, write_json
 
 log = logging.getLogger("palestra.data")
@@ -89,7 +90,10 @@ class Source(Protocol):
         ...
 
     def fetch(self, listed: Record, file: File, folder: Path) -> Path:
-        """Download a file of what was listed to somewhere in a folder of its own, and say where; raises `Miss`."""
+        """Download a file of what was listed to somewhere in a folder of its own, and say where; raises `Miss`.
+
+        The folder holds what an earlier attempt at the same version left there.
+        """
         ...
 
 
@@ -129,6 +133,23 @@ def entry_path(entry: Path, record: Record) -> Path:
 
 
 @contextmanager
+def held_alone(lease: Lease, what: str) -> Iterator[None]:
+    """Hold a lease; waits while another process has it, and says so once."""
+    with ExitStack() as stack:
+        waiting = False
+        while True:
+            try:
+                stack.enter_context(kept(lease))
+                break
+            except RunBusy as busy:
+                if not waiting:
+                    log.warning("waiting for %s: %s", what, busy)
+                waiting = True
+                time.sleep(WAIT_SECONDS)
+        yield
+
+
+@contextmanager
 def sole_writer(entry: Path) -> Iterator[None]:
     """Be the only process that fills this entry; waits while another one does."""
     leases = cache_root() / "leases"
@@ -142,17 +163,7 @@ def sole_writer(entry: Path) -> Iterator[None]:
             f"cannot write the cache {cache_root()}: {error.strerror}. PALESTRA_CACHE names another folder for it."
         ) from error
     lease = Lease(LocalStore(leases), f"{entry.parent.name}/{entry.name}.json")
-    with ExitStack() as stack:
-        told = False
-        while True:
-            try:
-                stack.enter_context(kept(lease))
-                break
-            except RunBusy as busy:
-                if not told:
-                    log.warning("waiting for another download of %s: %s", unquote(entry.name), busy)
-                told = True
-                time.sleep(WAIT_SECONDS)
+    with held_alone(lease, f"another download of {unquote(entry.name)}"):
         made = partial_folder(entry) / "files"
         if (made / MARKER).is_file() and not entry.exists():  # killed between the two renames of `fill`
             made.rename(entry)
@@ -195,37 +206,9 @@ STREAMS = 8
 
 def fill(entry: Path, wanted: Record, source: Source) -> Record:
     """Make the entry hold exactly the wanted files; downloads what neither it nor an earlier attempt has."""
-    for file in wanted.files:
-        _refuse_unsafe(file.name, wanted.where)
     partial = partial_folder(entry)
     files = partial / "files"
-    files.mkdir(parents=True, exist_ok=True)
-    for left in partial.glob("scratch-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    done = _keep_what_fits(entry, partial, wanted)
-    # Afresh, so that no line of another version and no half line is left.
-    write_bytes(
-        partial / "ledger.jsonl", "".join(_ledger_line(file) for file in wanted.files if file.name in done).encode()
-    )
-    missing = [file for file in wanted.files if file.name not in done]
-    fetch = functools.partial(source.fetch, wanted)
-    # A name of its own: a thread of an attempt that failed in this process may still write to the last one.
-    scratch = partial / f"scratch-{uuid.uuid4().hex[:8]}"
-    log.info("downloading %d of %d files from %s", len(missing), len(wanted.files), wanted.where)
-    try:
-        with (partial / "ledger.jsonl").open("a") as ledger:
-            for file, path in _downloaded(missing, fetch, scratch):
-                done[file.name] = _accept(file, path, files / file.name)
-                ledger.write(_ledger_line(file))
-                ledger.flush()
-    except (Miss, PalestraError):
-        raise
-    except Exception as error:  # each backend has errors of its own; all a user can do is to know and try again
-        raise PalestraError(
-            f"the download from {wanted.where} broke off: {type(error).__name__}: {error}. "
-            f"{len(done)} of its {len(wanted.files)} files are complete and kept; run the same again to get the rest."
-        ) from error
-    record = replace(wanted, files=tuple(done[file.name] for file in wanted.files))
+    record, _ = fetch_files(files, partial, wanted, source, entry=entry)
     write_json(files / MARKER, record.plain())
     if entry.exists():
         entry.rename(partial / f"old-{uuid.uuid4().hex[:8]}")
@@ -235,43 +218,88 @@ def fill(entry: Path, wanted: Record, source: Source) -> Record:
     return record
 
 
-def _refuse_unsafe(name: str, where: str) -> None:
-    """A listing is somebody else's text: a name in it must not lead out of the folder, nor to our own files."""
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name or name == MARKER:
-        raise PalestraError(
-            f"{where} lists a file named {name!r}, which cannot be stored safely; nothing was downloaded"
-        )
+def fetch_files(
+    files: Path, partial: Path, wanted: Record, source: Source, *, entry: Path | None = None, tries: int = 1
+) -> tuple[Record, int]:
+    """Make a folder hold exactly the wanted files; says what it holds and how many bytes were here from before.
 
-
-def _keep_what_fits(entry: Path, partial: Path, wanted: Record) -> dict[str, File]:
-    """What is there already: files of an earlier attempt and of the entry that are of the wanted version."""
-    files = partial / "files"
-    known = _read_ledger(partial / "ledger.jsonl")
-    marker = read_marker(entry)
-    there = [] if marker is None else [file for file in marker.files if file_size(entry / file.name) == file.size]
-    stored = {file.name: (file.size, file.version) for file in there}
-    fitting = {}
+    `partial` keeps the parts of files and a ledger of complete ones for the next attempt. Files of the wanted version
+    are taken from `entry`.
+    """
     for file in wanted.files:
-        path, identity = files / file.name, (file.size, file.version)
+        # A listing is somebody else's text: a name in it must not lead out of the folder, nor to our own files.
+        bad_part = any(part in ("", ".", "..") for part in file.name.split("/"))
+        if bad_part or "\\" in file.name or "\0" in file.name or file.name == MARKER:
+            raise PalestraError(
+                f"{wanted.where} lists a file named {file.name!r}, which cannot be stored safely; "
+                "nothing was downloaded"
+            )
+    partial.mkdir(parents=True, exist_ok=True)
+    done = _keep_what_fits(files, partial, wanted, entry)
+    # Afresh, so that no line of another version and no half line is left.
+    lines = [_ledger_line(file) for file in wanted.files if file.name in done]
+    write_bytes(partial / "ledger.jsonl", "".join(lines).encode())
+    missing = [(file, part_folder(partial, file)) for file in wanted.files if file.name not in done]
+    for folder in partial.glob("parts/*"):
+        if folder not in [part for file, part in missing if file.version is not None]:
+            shutil.rmtree(folder, ignore_errors=True)
+    resumed = sum(file.size or 0 for file in done.values()) + _part_bytes(partial)
+    log.info("downloading %d of %d files from %s", len(missing), len(wanted.files), redact(wanted.where))
+    try:
+        with (partial / "ledger.jsonl").open("a") as ledger:
+            for file, path in _downloaded(missing, functools.partial(source.fetch, wanted), tries):
+                done[file.name] = _accept(file, path, files / file.name)
+                shutil.rmtree(part_folder(partial, file), ignore_errors=True)
+                ledger.write(_ledger_line(file))
+                ledger.flush()
+    except (Miss, PalestraError):
+        raise
+    except Exception as error:  # each backend has errors of its own; all a user can do is to know and try again
+        raise PalestraError(
+            f"the download from {wanted.where} broke off: {type(error).__name__}: {error}. {len(done)} of its "
+            f"{len(wanted.files)} files are complete and {_part_bytes(partial)} bytes are kept of others; run the same "
+            "again to get the rest."
+        ) from error
+    return replace(wanted, files=tuple(done[file.name] for file in wanted.files)), resumed
+
+
+def part_folder(partial: Path, file: File) -> Path:
+    """Where a file comes to be; that of another version is another."""
+    return partial / "parts" / hashlib.sha256(f"{file.version}/{file.name}".encode()).hexdigest()[:16]
+
+
+def _part_bytes(partial: Path) -> int:
+    return sum(path.stat().st_size for path in partial.glob("parts/*/file"))
+
+
+def _keep_what_fits(files: Path, partial: Path, wanted: Record, entry: Path | None) -> dict[str, File]:
+    """What is there already: files of an earlier attempt and of the entry that are of the wanted version."""
+    known = _read_ledger(partial / "ledger.jsonl")
+    marker = None if entry is None else read_marker(entry)
+    stored = {} if marker is None else {file.name: (file.size, file.version) for file in marker.files}
+    fitting, linked = {}, {}
+    for file in wanted.files:
+        identity, size = (file.size, file.version), file_size(files / file.name)
         if file.version is None:
             continue
-        if known.get(file.name) == identity and file_size(path) == file.size:
+        if known.get(file.name) == identity and size is not None and file.size in (None, size):
             fitting[file.name] = file
-        elif stored.get(file.name) == identity:
-            fitting[file.name] = file
-            known.pop(file.name, None)
-    stay = known.keys() & fitting.keys()
+        elif entry and stored.get(file.name) == identity and file_size(entry / file.name) == file.size:
+            linked[file.name] = file
     for folder, _, names in os.walk(files, topdown=False):
         for path in [Path(folder, name) for name in names]:
-            if path.relative_to(files).as_posix() not in stay:
+            if path.relative_to(files).as_posix() not in fitting:
                 path.unlink()
-        if not os.listdir(folder) and Path(folder) != files:
+        if not os.listdir(folder):
             os.rmdir(folder)
-    for name in fitting.keys() - stay:
+    for name in linked if entry is not None else ():
         (files / name).parent.mkdir(parents=True, exist_ok=True)
-        _link(entry / name, files / name)
-    return {name: describe_file(files / name, name, file.version, file.sha256) for name, file in fitting.items()}
+        try:
+            os.link(entry / name, files / name)
+        except OSError:  # a disk without hard links
+            shutil.copyfile(entry / name, files / name)
+    there = fitting | linked
+    return {name: describe_file(files / name, name, file.version, file.sha256) for name, file in there.items()}
 
 
 def _ledger_line(file: File) -> str:
@@ -290,35 +318,45 @@ def _read_ledger(path: Path) -> dict[str, tuple[int | None, str | None]]:
 
 
 def _downloaded(
-    files: Sequence[File], fetch: Callable[[File, Path], Path], scratch: Path
+    missing: Sequence[tuple[File, Path]], fetch: Callable[[File, Path], Path], tries: int
 ) -> Iterator[tuple[File, Path]]:
     """Download the files several at a time, each into a folder of its own, and hand them over as they end.
 
     The threads are daemons, so that an interrupt ends the process at once and not after the largest file.
     """
-    waiting: queue.SimpleQueue[tuple[int, File]] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[tuple[File, Path]] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[File, Path | BaseException]] = queue.SimpleQueue()
-    for numbered in enumerate(files):
-        waiting.put(numbered)
+    for job in missing:
+        waiting.put(job)
     stop = threading.Event()
+
+    def attempt(file: File, folder: Path, left: int) -> Path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return fetch(file, folder)
+        except (Miss, PalestraError):
+            raise
+        except Exception as error:  # each backend has errors of its own; all one can do is to try again
+            if left <= 1 or stop.is_set() or getattr(error, "code", None) in (401, 403, 404):
+                raise
+        time.sleep(min(0.4 * 2 ** (tries - left), 5.0))
+        return attempt(file, folder, left - 1)
 
     def work() -> None:
         while not stop.is_set():
             try:
-                number, file = waiting.get_nowait()
+                file, folder = waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                folder = scratch / str(number)
-                folder.mkdir(parents=True)
-                ended.put((file, fetch(file, folder)))
+                ended.put((file, attempt(file, folder, tries)))
             except BaseException as error:
                 ended.put((file, error))
 
-    for _ in range(min(STREAMS, len(files))):
+    for _ in range(min(STREAMS, len(missing))):
         threading.Thread(target=work, name="palestra-download", daemon=True).start()
     try:
-        for _ in files:
+        for _ in missing:
             file, result = ended.get()
             if isinstance(result, BaseException):
                 raise result
@@ -331,18 +369,13 @@ def _accept(file: File, path: Path, target: Path) -> File:
     """Check a download and move it to its place."""
     size, sha256 = path.stat().st_size, file.sha256
     if file.size is not None and size != file.size:
+        path.unlink()
         raise OSError(f"{file.name} came with {size} bytes, not {file.size}")
-    if sha256 is not None and file_sha256(path) != sha256:
-        raise OSError(f"{file.name} came damaged: its SHA-256 is not {sha256}")
+    if sha256 is not None and (found := file_sha256(path)) != sha256:
+        path.unlink()
+        raise OSError(f"{file.name} came damaged, or in another version: it has the SHA-256 {found}, not {sha256}")
     with path.open("rb") as handle:
         os.fsync(handle.fileno())
     target.parent.mkdir(parents=True, exist_ok=True)
     path.replace(target)
     return describe_file(target, file.name, file.version, sha256)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a disk without hard links
-        shutil.copyfile(source, target)

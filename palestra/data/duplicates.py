@@ -28,7 +28,7 @@ SPACE = 32
 LONGEST = 1 << 20  # characters that are hashed at once: more would take some 60 bytes of memory each
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """The text in which differences of case, white space and Unicode composition are gone."""
     return " ".join(unicodedata.normalize("NFC", text).lower().split())
 
@@ -48,7 +48,7 @@ class Shingles:
             )
 
     def __call__(self, texts: Sequence[str]) -> tuple[Hashes, Indices]:
-        """The hashes of the shingles of normalised texts, one text after the other, and where each text begins."""
+        """The hashes of the shingles of normalized texts, one text after the other, and where each text begins."""
         joined = (" " if self.unit == "words" else "").join(texts)
         # A lone surrogate is no Unicode, but JSON has a way to write it.
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
@@ -74,7 +74,7 @@ class Shingles:
         return hashes, np.cumsum(counts) - counts
 
     def pieces(self, text: str) -> list[str]:
-        """A normalised text in pieces that are not too long and overlap, so that together they have its shingles."""
+        """A normalized text in pieces that are not too long and overlap, so that together they have its shingles."""
         if len(text) <= LONGEST:
             return [text]
         shared = self.size - 1
@@ -84,7 +84,7 @@ class Shingles:
         return [" ".join(words[at : at + each + shared]) for at in range(0, max(1, len(words) - shared), each)]
 
     def set(self, text: str) -> Hashes:
-        """The shingles of a normalised text, each once, in rising order."""
+        """The shingles of a normalized text, each once, in rising order."""
         return np.unique(np.concatenate([self([piece])[0] for piece in self.pieces(text)]))
 
 

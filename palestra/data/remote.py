@@ -1,13 +1,19 @@
-"""The places downloads come from: any URL that fsspec reads, and the Hugging Face Hub."""
+"""The places downloads come from: web servers, any URL that fsspec reads, and the Hugging Face Hub."""
 
+import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal, cast
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
 
 from palestra.data.cache import MARKER, File, Miss, Record
 from palestra.errors import MissingExtra, UsageError
@@ -16,6 +22,8 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Kind = Literal["model", "dataset"]
+CHUNK, BLOCK = 1 << 20, 32 << 20  # bytes that are written at a time, and that a bucket is asked for
+PATIENCE = 60.0  # seconds for which a web server may say nothing
 
 # What file systems call that which changes with the content, the most exact first.
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "md5", "mtime", "LastModified", "created")
@@ -51,10 +59,16 @@ class Bucket:
         return Record(self.url, None, tuple(files))
 
     def fetch(self, listed: Record, file: File, folder: Path) -> Path:
-        """Download one file."""
-        target = folder / "file"
-        self.files.get_file(self.path if listed.single else f"{self.path}/{file.name}", str(target))
-        return target
+        """Download one file, or the rest of it."""
+        path = self.path if listed.single else f"{self.path}/{file.name}"
+
+        @contextmanager
+        def rest(start: int) -> Iterator[tuple[IO[bytes], int]]:
+            with cast(IO[bytes], self.files.open(path, "rb", block_size=BLOCK)) as stream:
+                stream.seek(start)
+                yield stream, start
+
+        return _receive(folder / "file", file, rest)
 
     def _found(self) -> dict[str, File]:
         prefix = f"{self.path}/"
@@ -76,6 +90,82 @@ class Bucket:
                 raise Miss(f"{self.url} is damaged ({file.name} {size}): push it again")
         files = (replace(file, version=found[file.name].version) for file in marker.files)
         return Record(self.url, marker.revision, tuple(files))
+
+
+class Web:
+    """One file of a web server; `https://name:password@host/…` logs in."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None):
+        self.url = url
+        parts = urlsplit(url)
+        account, _, host = parts.netloc.rpartition("@")
+        self.address = parts._replace(netloc=host).geturl()
+        login = {"Authorization": f"Basic {b64encode(unquote(account).encode()).decode()}"} if account else {}
+        self.headers = {**(headers or {}), **login}  # for this host alone, not for one that it redirects to
+
+    def list(self) -> Record:
+        """The file, with its size where the server gives it."""
+        try:
+            with self._answer("HEAD", {}) as answer:
+                headers = answer.headers
+        except HTTPError as error:
+            if error.code not in (403, 405, 501):  # a server that only knows GET
+                raise Miss(f"{self.url}: the server answered HTTP {error.code} {error.reason}") from error
+            headers = {}
+        except (OSError, ValueError) as error:
+            raise Miss(f"{self.url} cannot be reached ({error})") from error
+        name = unquote(urlsplit(self.url).path.rstrip("/").rsplit("/", 1)[-1]) or "index.html"
+        size = headers.get("Content-Length")
+        version = headers.get("ETag") or headers.get("Last-Modified")
+        return Record(self.url, None, (File(name, None if size is None else int(size), version),), single=True)
+
+    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+        """Download the file, or the rest of it; all of it where the server cannot begin in the middle."""
+
+        @contextmanager
+        def rest(start: int) -> Iterator[tuple[IO[bytes], int]]:
+            headers = {"Range": f"bytes={start}-"} if start else {}
+            if start and file.version is not None:
+                headers["If-Range"] = file.version
+            with self._answer("GET", headers) as answer:
+                yield answer, start if answer.status == 206 else 0
+
+        try:
+            return _receive(folder / "file", file, rest)
+        except HTTPError as error:
+            if error.code == 416:  # more of it is here than there
+                (folder / "file").unlink()
+            raise
+
+    def _answer(self, method: str, headers: dict[str, str]) -> Any:
+        # Not compressed: a range of compressed bytes is no range of the file.
+        headers = {"User-Agent": "palestra", "Accept-Encoding": "identity", **headers}
+        request = Request(self.address, method=method, headers=headers)
+        for name, value in self.headers.items():
+            request.add_unredirected_header(name, value)
+        return urlopen(request, timeout=PATIENCE)
+
+
+def at_url(url: str) -> Bucket | Web:
+    """What lies at a URL."""
+    return Web(url) if url.lower().startswith(("http://", "https://")) else Bucket(url)
+
+
+def _receive(part: Path, file: File, rest: Callable[[int], AbstractContextManager[tuple[IO[bytes], int]]]) -> Path:
+    """Append to a file what is missing of it: `rest` opens the bytes from a place on and says which it is."""
+    with part.open("ab") as target:
+        # A thread of an attempt that failed in this process may still write to it.
+        fcntl.flock(target, fcntl.LOCK_EX)
+        start = target.seek(0, os.SEEK_END)
+        if start == 0 or start != file.size:
+            with rest(start) as (stream, begins):
+                target.truncate(begins)
+                shutil.copyfileobj(stream, target, CHUNK)
+        target.flush()
+        size = target.tell()
+    if file.size is not None and size < file.size:
+        raise EOFError(f"the connection ended after {size} of {file.size} bytes")
+    return part
 
 
 class Hub:
@@ -106,21 +196,21 @@ class Hub:
         return Record(self.page, commit, tuple(files))
 
     def fetch(self, listed: Record, file: File, folder: Path) -> Path:
-        """Download one file; where terms have to be accepted first, the Hub says so only now."""
-        download, errors = _hub().hf_hub_download, _hub().errors
+        """Download one file, or the rest of it; where terms have to be accepted first, the Hub says so only now.
+
+        Not by huggingface_hub, which begins a file anew in every process.
+        """
+        hub = _hub()
+        address = hub.hf_hub_url(
+            self.name, file.name, repo_type=self.kind, revision=listed.revision, endpoint=self.endpoint
+        )
         try:
-            return Path(
-                download(
-                    self.name,
-                    file.name,
-                    repo_type=self.kind,
-                    revision=listed.revision,
-                    local_dir=folder,
-                    endpoint=self.endpoint,
-                )
-            )
-        except errors.GatedRepoError as error:
-            raise Miss(self._gated()) from error
+            # At a commit files do not change, and hosts of large ones have versions of their own.
+            return Web(address, hub.utils.build_hf_headers()).fetch(listed, replace(file, version=None), folder)
+        except HTTPError as error:
+            if error.code in (401, 403):
+                raise Miss(self._gated()) from error
+            raise
 
     def _gated(self) -> str:
         return f"{self.page} is gated: accept its terms there, and set HF_TOKEN to a token of that account"

@@ -31,7 +31,7 @@ from palestra.data.cache import (
     read_entry,
     sole_writer,
 )
-from palestra.data.remote import Bucket, Hub, Kind, open_filesystem
+from palestra.data.remote import Bucket, Hub, Kind, at_url, open_filesystem
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.folder import ROOT
 from palestra.runs.store import read_json
@@ -78,7 +78,7 @@ def resolve(
     if not refresh and (record := read_entry(entry)) is not None:
         return entry_path(entry, record)
     said = [] if URL.fullmatch(ref) else [("local", f"no file or folder {local} in {Path.cwd()}")]
-    places = _places(ref, kind, revision)
+    places = places_of(ref, kind, revision)
     if not places:
         raise _not_found(ref, kind, root, [*said, ("elsewhere", "it is no URL and no name of the form owner/name")])
     with sole_writer(entry):
@@ -137,10 +137,10 @@ def mirror_url(name: str, kind: Kind, revision: str | None = None) -> str | None
     return f"{mirror.rstrip('/')}/{kind}s/{name}{version}"
 
 
-def _places(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], Source]]]:
+def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], Source]]]:
     """The places to ask after the disk, in order, each made only when its turn comes."""
     if URL.fullmatch(ref):
-        return [("URL", lambda: Bucket(ref))]
+        return [("URL", lambda: at_url(ref))]
     if not NAME.fullmatch(ref):
         return []
     return [("mirror", lambda: _mirror(ref, kind, revision)), ("Hub", lambda: Hub(ref, kind, revision))]

@@ -28,7 +28,7 @@ END, FLAG = np.dtype("<i8"), np.dtype("?")  # on disk
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard as it was when it was tokenised, and what it gave."""
+    """A shard as it was when it was tokenized, and what it gave."""
 
     shard: Shard
     checksum: str | None
@@ -45,7 +45,7 @@ class ShardRecord:
         return cls(**fields)
 
     def matches(self, shard: Shard) -> bool:
-        """Whether a shard has the content that was tokenised, even where a local file was moved or copied since."""
+        """Whether a shard has the content that was tokenized, even where a local file was moved or copied since."""
         ours = self.shard
         if (shard.size, shard.split, shard.format) != (ours.size, ours.split, ours.format):
             return False
@@ -89,7 +89,7 @@ class Ledger:
         """Refuse another tokenizer than the store's, naming both."""
         if fingerprint != self.fingerprint:
             raise UsageError(
-                f"{folder} was tokenised with {self.tokenizer} ({self.fingerprint[:12]}), and {tokenizer} "
+                f"{folder} was tokenized with {self.tokenizer} ({self.fingerprint[:12]}), and {tokenizer} "
                 f"({fingerprint[:12]}) gives other tokens; use the store's tokenizer, or build into another folder"
             )
 

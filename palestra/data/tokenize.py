@@ -7,33 +7,32 @@ alone, neither on the number of workers nor on when it was killed.
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from palestra.data.cache import held_alone
 from palestra.data.encoders import Encoded, Encoder
 from palestra.data.readers import Row, Shard, numbered_rows
+from palestra.data.steps.shards import carried_out
 from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.lease import Lease, RunBusy, kept
+from palestra.runs.lease import Lease
 from palestra.runs.store import LocalStore, read_json, write_json, written
-from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
 
 log = logging.getLogger("palestra.data")
 
 RECORD = "record.json"  # of a part: it is whole
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 22  # rows are encoded together until one of these is reached
 COPY_BYTES = 1 << 24
-WAIT_SECONDS = 0.5
 
 
 def build_store(folder: Path | str, sources: Sequence[Shard], encoder: Encoder, *, workers: int = 1) -> TokenStore:
-    """Tokenise shards into a store, or go on where a build was interrupted; a finished store is only opened.
+    """Tokenize shards into a store, or go on where a build was interrupted; a finished store is only opened.
 
     Shards are done in `workers` spawned processes, or with 1 in this one. While another process builds the same
     store, this one waits.
@@ -43,7 +42,8 @@ def build_store(folder: Path | str, sources: Sequence[Shard], encoder: Encoder, 
         raise UsageError(f"cannot build {folder} from {len(sources)} shards with {workers} workers: give at least one")
     new = Ledger(encoder.tokenizer, encoder.fingerprint, encoder.vocab_size, encoder.masked, encoder.recipe)
     if not _finished(folder, new, sources):
-        with _sole_builder(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with held_alone(Lease(LocalStore(folder)), "the token store"):
             if not _finished(folder, new, sources):
                 _check_shards(folder, _records(folder / PARTS), sources)
                 new.write(folder)
@@ -53,8 +53,9 @@ def build_store(folder: Path | str, sources: Sequence[Shard], encoder: Encoder, 
     return TokenStore.open(folder)
 
 
-def build_part(parts: Path, number: int, shard: Shard, encoder: Encoder) -> ShardRecord:
-    """Tokenise one shard into its part; runs in a worker."""
+def build_part(parts: Path, encoder: Encoder, job: tuple[int, Shard]) -> ShardRecord:
+    """Tokenize one shard into its part; runs in a worker."""
+    number, shard = job
     dtype = token_dtype(encoder.vocab_size)
     documents = tokens = num_bytes = 0
     with ExitStack() as stack:
@@ -95,44 +96,24 @@ def _finished(folder: Path, new: Ledger, sources: Sequence[Shard]) -> bool:
 
 
 def _check_shards(folder: Path, done: dict[int, ShardRecord], sources: Sequence[Shard]) -> None:
-    """Refuse other shards than those that were tokenised, naming the first."""
+    """Refuse other shards than those that were tokenized, naming the first."""
     for number, record in sorted(done.items()):
         if number >= len(sources):
             raise UsageError(
                 f"{folder} holds {record.shard.path}, which is not among the {len(sources)} shards given; "
                 "give the same shards, or build into another folder"
             )
-        if not record.matches(sources[number]):
-            _refuse_changed(folder, record.shard, sources[number])
-
-
-def _refuse_changed(folder: Path, was: Shard, now: Shard) -> None:
-    what = f"{now.path} was changed since it was tokenised into {folder}"
-    if now.path != was.path:
-        what = f"{folder} has {was.path} where {now.path} is given now"
-    elif now.split != was.split:
-        what = f"{now.path} was split by {was.split!r} for {folder}, and is to be split by {now.split!r} now"
-    elif now.size != was.size:
-        what += f" (from {was.size} to {now.size} bytes)"
-    raise UsageError(f"{what}; restore it, or remove {folder} to build it anew")
-
-
-@contextmanager
-def _sole_builder(folder: Path) -> Iterator[None]:
-    """Be the only process that builds here; waits while another one does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    told = False
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(kept(Lease(LocalStore(folder))))
-                break
-            except RunBusy as busy:
-                if not told:
-                    log.warning("waiting for the token store: %s", busy)
-                told = True
-                time.sleep(WAIT_SECONDS)
-        yield
+        was, now = record.shard, sources[number]
+        if record.matches(now):
+            continue
+        what = f"{now.path} was changed since it was tokenized into {folder}"
+        if now.path != was.path:
+            what = f"{folder} has {was.path} where {now.path} is given now"
+        elif now.split != was.split:
+            what = f"{now.path} was split by {was.split!r} for {folder}, and is to be split by {now.split!r} now"
+        elif now.size != was.size:
+            what += f" (from {was.size} to {now.size} bytes)"
+        raise UsageError(f"{what}; restore it, or remove {folder} to build it anew")
 
 
 def _build_parts(parts: Path, sources: Sequence[Shard], encoder: Encoder, workers: int) -> None:
@@ -141,28 +122,11 @@ def _build_parts(parts: Path, sources: Sequence[Shard], encoder: Encoder, worker
         left_over.unlink()
     done = _records(parts)
     missing = [(number, shard) for number, shard in enumerate(sources) if number not in done]
-    if workers == 1 or len(missing) <= 1:
-        for number, shard in missing:
-            _tell(build_part(parts, number, shard, encoder))
-        return
+    build = partial(build_part, parts, encoder)
     # Each worker has one core: the tokenizer must not start a thread for every core in each.
-    with Pool(min(workers, len(missing)), name="tokenise", env={"TOKENIZERS_PARALLELISM": "false"}) as pool:
-        tasks: dict[Future[ShardRecord], Shard] = {
-            pool.submit(build_part, parts, number, shard, encoder): shard for number, shard in missing
-        }
-        for task in as_completed(tasks):
-            try:
-                _tell(task.result())
-            except TaskFailed as failed:
-                if isinstance(failed.__cause__, PalestraError):  # a bad row: the worker's traceback tells no more
-                    raise failed.__cause__ from None
-                raise
-            except WorkerDied as died:
-                raise PalestraError(f"{died} It was tokenising {tasks[task].path}.") from died
-
-
-def _tell(record: ShardRecord) -> None:
-    log.info("tokenised %s: %d documents, %d tokens", record.shard.path, record.documents, record.tokens)
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    for _, record in carried_out(missing, build, lambda job: job[1].path, workers, "tokenize", env):
+        log.info("tokenized %s: %d documents, %d tokens", record.shard.path, record.documents, record.tokens)
 
 
 def _join_parts(folder: Path, new: Ledger, count: int) -> None:

@@ -3,7 +3,7 @@
 The first and the last are done by shard, in parallel. What lies between them is in the ledger under `out`, so that a
 kill costs at most the shard at work.
 
-What is the same is decided on hashes of normalised texts: shards are hashed, each once and in parallel; then all hashes
+What is the same is decided on hashes of normalized texts: shards are hashed, each once and in parallel; then all hashes
 are compared; then shards are written, each without what came before. The order is that of the source, so the result
 depends neither on how it is cut into shards nor on the workers. Texts are read twice (thrice where near duplicates are
 verified) and never kept: memory grows with the number of documents, by some 60 bytes each.
@@ -30,7 +30,7 @@ from palestra.data.duplicates import (
     first_of_equal,
     first_of_similar,
     jaccard,
-    normalised,
+    normalized,
 )
 from palestra.data.mixture import Indices, Keys
 from palestra.data.readers import Row
@@ -264,9 +264,9 @@ def dedup_exact(
     compression: Compression = "none",
     workers: Execution[int] = 2,
 ) -> None:
-    """Leave out every document whose normalised text an earlier one has; or paragraphs or lines, of all documents.
+    """Leave out every document whose normalized text an earlier one has; or paragraphs or lines, of all documents.
 
-    Normalised are case, white space and Unicode composition. Paragraphs are separated by an empty line. A blank one is
+    Normalized are case, white space and Unicode composition. Paragraphs are separated by an empty line. A blank one is
     never a duplicate; a document of which nothing else is left is dropped.
     """
     if of not in get_args(Of):
@@ -334,7 +334,7 @@ def dedup_fuzzy(
 def _digests(of: Of, texts: Iterator[str]) -> Iterator[np.ndarray]:
     for text in texts:
         parts = [text] if of == "documents" else [part for part in text.split(SEPARATORS[of]) if part.strip()]
-        digests = [hashlib.blake2b(normalised(part).encode(), digest_size=DIGEST_BYTES).digest() for part in parts]
+        digests = [hashlib.blake2b(normalized(part).encode(), digest_size=DIGEST_BYTES).digest() for part in parts]
         yield np.frombuffer(b"".join(digests), np.uint8)
 
 
@@ -350,7 +350,7 @@ def _band_keys(shingles: Shingles, minhash: MinHash, texts: Iterator[str]) -> It
     characters = 0
     for text in texts:
         begins.append(len(pieces))
-        pieces += shingles.pieces(normalised(text))
+        pieces += shingles.pieces(normalized(text))
         characters += len(text)
         if len(begins) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
             yield of(pieces, begins)
@@ -401,7 +401,7 @@ def _write_sets(folder: Path, text_key: str, shingles: Shingles, begins: list[in
     with written(hash_file(folder, source.number)) as file:
         for index, text in enumerate(texts(source, text_key)):
             if chosen[index]:
-                ours = shingles.set(normalised(text)).astype("<u4")
+                ours = shingles.set(normalized(text)).astype("<u4")
                 file.write(ours.tobytes())
                 lengths.append(len(ours))
     with written(folder / f"{source.number:05}.lengths") as file:

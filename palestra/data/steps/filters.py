@@ -1,7 +1,5 @@
 """The step `filter`: drops documents that are too short, too long, repetitive, not prose or in other languages.
 
-Short texts, code and languages that are not in the table are unknown.
-
 The rules for words and repetition are those of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A1,
 table A1), with its thresholds. Each is off where its bound is None. A document is counted under the first rule that it
 breaks.
@@ -9,54 +7,16 @@ breaks.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from palestra.data.languages import known_languages, language_of
 from palestra.data.readers import Row
 from palestra.data.steps.shards import Compression, Drop, Where, map_documents
 from palestra.errors import UsageError
 from palestra.spec.model import Execution
-
-STOP_WORDS = {
-    line.split()[0]: line.split()[1:]
-    for line in """
-    de der die das und ist nicht ein eine zu den mit sich auf für auch von dem im sie er wir wie war aber oder
-    en the of and to in is that it was for on with as his he be at by this had not are but from or have
-    es el la los las que de y en un una por con no se es del su al lo como más pero sus le ya o este
-    fr le la les des et est dans que qui un une pour pas sur avec ce au il elle sont plus ne se par mais ou
-    it il lo la gli che di e è un una per non con si del della sono come più ma anche nel alla dei le o
-    nl de het een en van is dat niet op te zijn met voor er ook als aan maar om bij hij was uit dan of
-    pt o a os as que de e em um uma não por com se do da no na para como mais mas foi ao dos das ou
-    """.strip().splitlines()
-}
-"""By code, words that stand in nearly every text of the language."""
-
-_LANGUAGES_OF: dict[str, tuple[str, ...]] = {}
-for _code, _words in STOP_WORDS.items():
-    for _word in set(_words):
-        _LANGUAGES_OF[_word] = (*_LANGUAGES_OF.get(_word, ()), _code)
-_EDGES = re.compile(r"^\W+|\W+$")
-LEAST_SHARE = 0.1
-"""Of the words that must be stop words of a language; prose has between a fifth and a half."""
-
-
-def language_of(words: Iterable[str]) -> str | None:
-    """The code of the language whose stop words are the most frequent; None where none is frequent enough.
-
-    A word that several languages have counts for each of them in part.
-    """
-    scores: dict[str, float] = dict.fromkeys(STOP_WORDS, 0.0)
-    count = 0
-    for word in words:
-        count += 1
-        known = _LANGUAGES_OF.get(_EDGES.sub("", word).lower(), ())
-        for code in known:
-            scores[code] += 1 / len(known)
-    best = max(scores, key=lambda code: scores[code])
-    return best if count and scores[best] >= LEAST_SHARE * count else None
-
 
 GOPHER_STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 TOP_NGRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
@@ -90,7 +50,7 @@ class Rules:
     repetition: bool = True
     """Duplicate lines and paragraphs, and n-grams, by Gopher's table."""
     languages: tuple[str, ...] | None = None
-    """Codes such as `en`; a document of another language, by its stop words, is left out."""
+    """Codes of ISO 639-1 such as `en`; a document in another language is left out."""
 
 
 def filter_documents(
@@ -116,9 +76,10 @@ def filter_documents(
     workers: Execution[int] = 2,
 ) -> None:
     """Leave out documents that break a rule; `counts.json` has how many each rule took."""
-    unknown = [code for code in languages or () if code not in STOP_WORDS]
-    if unknown:
-        raise UsageError(f"languages: {', '.join(unknown)} is not known; there are {', '.join(sorted(STOP_WORDS))}")
+    if languages is not None:
+        known = sorted({code.partition("-")[0] for code in known_languages()})
+        if unknown := sorted(set(languages) - set(known)):
+            raise UsageError(f"languages: {', '.join(unknown)} is not known; there are {', '.join(known)}")
     rules = Rules(
         min_words,
         max_words,
@@ -159,7 +120,7 @@ def broken_rule(text: str, rules: Rules) -> str | None:
         lambda: _lines(lines, rules),
         lambda: _stop_words(words, rules),
         lambda: repeated(text, words) if rules.repetition else None,
-        lambda: _language(words, rules),
+        lambda: _language(text, rules),
     )
     return next((reason for check in checks if (reason := check()) is not None), None)
 
@@ -253,11 +214,11 @@ def _stop_words(words: Sequence[str], rules: Rules) -> str | None:
     return "stop words" if len(found) < rules.min_stop_words else None
 
 
-def _language(words: Sequence[str], rules: Rules) -> str | None:
+def _language(text: str, rules: Rules) -> str | None:
     if rules.languages is None:
         return None
-    found = language_of(words)
-    return None if found in rules.languages else f"language {found or 'unknown'}"
+    language = (language_of(text) or "unknown").partition("-")[0]
+    return None if language in rules.languages else f"language {language}"
 
 
 @dataclass(frozen=True)

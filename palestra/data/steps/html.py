@@ -1,51 +1,38 @@
-"""The step `html_to_markdown`: pages as Markdown, without scripts, navigation and other furniture.
+"""The step `html_to_markdown`: the main content of pages as Markdown, without navigation and other boilerplate.
 
-Read with the parser of the standard library, which copes with unclosed and crossing tags. Nothing is nested in the
-call stack, so no page is too deep.
+trafilatura (https://aclanthology.org/2021.acl-demo.15) finds the main content. Its tree is written as Markdown here:
+its own Markdown loses empty lines in code, the code's language and the signs of quotes.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 from palestra.data.readers import Row
 from palestra.data.steps.shards import Compression, Drop, Where, map_documents
+from palestra.errors import MissingExtra
 from palestra.spec.model import Execution
 
+if TYPE_CHECKING:
+    from lxml.html import HtmlElement
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-LEFT_OUT = _names("script style noscript template svg math canvas iframe object nav footer aside form button select")
-"""Elements that are left out with all that is in them, beside what says of itself that it is navigation."""
-ROLES_LEFT_OUT = frozenset(("navigation", "banner", "contentinfo", "search", "complementary", "menu", "dialog"))
-VOID = _names("area base br col embed hr img input link meta source track wbr")
-HEADINGS = {f"h{level}": level for level in range(1, 7)}
-BLOCKS = _names(
-    "address article blockquote body center dd details div dl dt fieldset figcaption figure header hgroup html li main "
-    "ol p pre section summary table tbody td tfoot th thead tr ul caption h1 h2 h3 h4 h5 h6"
-)
-MARKS = {"strong": "**", "b": "**", "em": "*", "i": "*", "del": "~~", "s": "~~"}
-CLOSED_BY = {
-    "p": _names("p ul ol dl table pre blockquote div section article h1 h2 h3 h4 h5 h6 hr li td th dd dt"),
-    "li": frozenset(("li",)),
-    "dt": frozenset(("dt", "dd")),
-    "dd": frozenset(("dt", "dd")),
-    "td": frozenset(("td", "th", "tr", "tbody", "tfoot")),
-    "th": frozenset(("td", "th", "tr", "tbody", "tfoot")),
-    "tr": frozenset(("tr", "tbody", "tfoot")),
-}
-"""Elements that end where one of these begins, as in HTML without end tags."""
-OWN_SCOPE = {"li": ("ul", "ol"), "dt": ("dl",), "dd": ("dl",), "td": ("table",), "th": ("table",), "tr": ("table",)}
-NO_TEXT = "nothing but furniture"
-DEEPEST = 512
-"""Elements inside one another; in deeper ones only the text is read, as browsers do."""
+NO_TEXT = "no main content"
+PAGE = re.compile(r"<(?:!doctype|html|head|body)\b", re.IGNORECASE)
 SPACES = re.compile(r"[ \t\n\r\f]+")
 LANGUAGE = re.compile(r"(?:^|\s)(?:language|lang|highlight-source)-([\w+#-]+)")
+MARKS = {"#b": "**", "#i": "*", "#t": "`"}
+LEFT_OUT = "//body//*[@aria-hidden='true' or @role='navigation' or @role='banner' or @role='contentinfo' or \
+@role='search' or @role='complementary' or @role='menu' or @role='dialog']"
+DEEPEST = 100
+"""Elements inside one another; of deeper ones the text alone is read. Beyond 2,048 the parser stops."""
+BLOCKS = re.compile(
+    "address|article|blockquote|body|caption|center|cell|d[dlt]|details|div|fieldset|figcaption|figure|head|header|hgroup|"
+    "html|item|li|list|main|p|quote|row|section|table|t[dhr]|tbody|tfoot|thead"
+)
+"""Elements of HTML, and of the tree that trafilatura makes of it, that begin a block of Markdown."""
 
 
 def html_to_markdown(
@@ -58,11 +45,12 @@ def html_to_markdown(
     compression: Compression = "none",
     workers: Execution[int] = 2,
 ) -> None:
-    """The documents of a source, whose text is HTML, as Markdown; a page's title comes into the column `title`.
+    """The main content of documents whose text is HTML, as Markdown; a page's title comes into the column `title`.
 
-    Relative links are completed with `base_url`, or the column `url` where a row has one; `links: false` keeps only
-    what they say.
+    A fragment, without `<html>`, `<head>` and `<body>`, is content as a whole. Relative links are completed with
+    `base_url`, or the column `url` where a row has one; `links: false` keeps only their text.
     """
+    _trafilatura()  # before any worker starts
     map_documents(
         out,
         source,
@@ -84,259 +72,168 @@ class Page:
 
 
 def markdown_of(html: str, *, base_url: str | None = None, links: bool = True) -> Page:
-    """A page as Markdown."""
-    writer = _Writer(base_url, links)
-    writer.feed(html)
-    writer.close()
-    return Page(writer.finish(), SPACES.sub(" ", "".join(writer.title)).strip() or None)
+    """The main content of a page, or a whole fragment, as Markdown."""
+    trafilatura = _trafilatura()
+    from lxml import etree
+    from lxml.html import HTMLParser, document_fromstring
+
+    # As bytes: lxml refuses texts that declare an encoding of their own. NUL would end the page.
+    data = html.replace("\0", "").encode(errors="replace")
+    try:
+        parser = HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True, huge_tree=True)
+        tree = document_fromstring(data, parser)
+    except etree.ParserError:  # nothing in it
+        return Page("", None)
+    title = SPACES.sub(" ", tree.findtext(".//title") or "").strip() or None
+    writer = _Writer()
+    writer.prepare(tree, base_url)
+    options = trafilatura.settings.Extractor(comments=False, formatting=True, links=links, tables=True)
+    if PAGE.search(html):
+        document = trafilatura.bare_extraction(tree, options=options)
+        body = None if document is None else document.body
+    else:
+        body = trafilatura.htmlprocessing.convert_tags(trafilatura.htmlprocessing.tree_cleaning(tree, options), options)
+    return Page("" if body is None else "\n\n".join(writer.blocks(body)), title)
 
 
 @dataclass
-class _Open:
-    """An element that is not closed yet."""
+class _Writer:
+    """Writes a tree of trafilatura as Markdown."""
 
-    tag: str
-    begins: int = 0
-    """Of a link or a mark: where in the text of the block it begins."""
-    href: str | None = None
-    number: int = 0
-    """Of an ordered list: the next item's."""
-    rows: list[list[str]] = field(default_factory=list)
-    """Of a table."""
-    cells: list[str] = field(default_factory=list)
-    """Of a row."""
+    code: list[tuple[str, str]] = field(default_factory=list)
+    """Language and text of each block of code as it stood in the page: trafilatura trims those in lists."""
 
+    def prepare(self, tree: "HtmlElement", base_url: str | None) -> None:
+        """Make the tree shallow enough for recursion, complete the links and number the blocks of code."""
+        for element in tree.xpath(LEFT_OUT):
+            element.drop_tree()
+        for element in tree.xpath("/*" * DEEPEST + "//*"):
+            element.drop_tag()
+        for link in tree.iter("a"):
+            url = (link.get("href") or "").strip().replace(" ", "%20").replace("(", "%28").replace(")", "%29")
+            try:
+                link.set("href", urljoin(base_url, url) if base_url else url)
+            except ValueError:  # such as http://[x
+                link.set("href", url)
+        for pre in list(tree.iter("pre")):
+            for line_break in pre.iter("br"):
+                line_break.tail = "\n" + (line_break.tail or "")
+            classes = " ".join([pre.get("class", ""), *(child.get("class", "") for child in pre.iter("code"))])
+            language, text, tail = LANGUAGE.search(classes), pre.text_content(), pre.tail
+            pre.clear()
+            pre.tag, pre.text, pre.tail = "code", text, tail
+            pre.set("rend", f"#{len(self.code)}")
+            self.code.append((language[1] if language else "", text.strip("\n").rstrip()))
 
-class _Writer(HTMLParser):
-    def __init__(self, base_url: str | None, links: bool) -> None:
-        super().__init__(convert_charrefs=True)
-        self.base_url, self.links = base_url, links
-        self.blocks: list[str] = []
-        self.text: list[str] = []  # of the block that is being read
-        self.open: list[_Open] = []
-        self.skipped: list[str] = []  # open elements from the first that is left out
-        self.title: list[str] = []
-        self.in_title = self.pre = False
-        self.first_of_item = False
-        self.language = ""
+    def blocks(self, parent: "HtmlElement") -> list[str]:
+        """The blocks in an element; the text between them is one, too."""
+        blocks: list[str] = []
+        inline = [parent.text or ""]
 
-    # What the parser calls
+        def end() -> None:
+            lines = [SPACES.sub(" ", line).strip() for line in "".join(inline).split("  \n")]
+            blocks.extend(["  \n".join(filter(None, lines))] if any(lines) else [])
+            inline.clear()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element begins."""
-        values = {name: value or "" for name, value in attrs}
-        if self.skipped:
-            if tag not in VOID:
-                self.skipped.append(tag)
-            return
-        if tag in LEFT_OUT or (
-            tag not in VOID and (values.get("role") in ROLES_LEFT_OUT or values.get("aria-hidden") == "true")
-        ):
-            self.skipped.append(tag)
-            return
-        self._close_implied(tag)
-        if tag == "title" and not any(one.tag == "body" for one in self.open):
-            self.in_title = True
-        elif tag == "br":
-            self.text.append("\n" if self.pre else "  \n")
-        elif tag == "hr":
-            self._end_block()
-            self._add("---")
-        elif tag == "img":
-            if alt := SPACES.sub(" ", values.get("alt", "")).strip():
-                self.text.append(f"![{alt}]({self._complete(values.get('src', ''))})" if self.links else alt)
-        elif tag not in VOID and len(self.open) < DEEPEST:
-            self._begin(tag, values)
+        for child in parent:
+            if BLOCKS.fullmatch(child.tag) or self._is_code_block(child) or self._holds_blocks(child):
+                end()
+                blocks += self._block(child)
+            else:
+                inline.append(self._inline(child))
+            inline.append(child.tail or "")
+        end()
+        return blocks
 
-    def handle_endtag(self, tag: str) -> None:
-        """An element ends; with it, those in it that nobody closed."""
-        if self.skipped:
-            if tag in self.skipped:
-                del self.skipped[len(self.skipped) - 1 - self.skipped[::-1].index(tag) :]
-            return
-        if tag == "title":
-            self.in_title = False
-        if any(one.tag == tag for one in self.open):
-            while self._end(self.open.pop()) != tag:
-                pass
+    def _holds_blocks(self, element: "HtmlElement") -> bool:
+        return any(BLOCKS.fullmatch(part.tag) or self._is_code_block(part) for part in element.iterdescendants())
 
-    def handle_data(self, data: str) -> None:
-        """Text."""
-        if self.in_title:
-            self.title.append(data)
-        elif not self.skipped:
-            self.text.append(data if self.pre else SPACES.sub(" ", data))
+    def _is_code_block(self, element: "HtmlElement") -> bool:
+        return element.tag == "code" and (element.get("rend") or "").startswith("#")
 
-    def finish(self) -> str:
-        """All that was read."""
-        while self.open:
-            self._end(self.open.pop())
-        self._end_block()
-        return re.sub(r"\n{3,}", "\n\n", "".join(self.blocks)).strip()
+    def _block(self, element: "HtmlElement") -> list[str]:
+        if self._is_code_block(element):
+            language, text = self.code[int(element.get("rend", "")[1:])]
+            fence = "`" * (max((len(run) for run in re.findall(r"`{3,}", text)), default=2) + 1)
+            return [f"{fence}{language}\n{text}\n{fence}"] if text else []
+        if element.tag == "table" and _all_in(element, [cell for row in _rows(element) for cell in row]):
+            return self._table(element)
+        if element.tag == "list" and _all_in(element, element.iterchildren("item")):
+            return self._list(element)
+        inner = self.blocks(element)
+        if element.tag == "head" and inner:
+            return [f"{'#' * int((element.get('rend') or 'h2')[1:])} {' '.join(inner)}"]
+        if element.tag == "quote" and inner:
+            return [_prefixed("\n\n".join(inner), "> ", "> ")]
+        return inner
 
-    # Elements
+    def _list(self, element: "HtmlElement") -> list[str]:
+        start = element.get("start") or ""
+        number = int(start) if start.isdecimal() else 1
+        lines = []
+        for item in element:
+            bullet = f"{number}. " if element.get("rend") == "ol" else "- "
+            # A nested list stands close to the line that it belongs to.
+            inner = re.sub(r"\n\n(?=(?:- |\d+\. ))", "\n", "\n\n".join(self.blocks(item)))
+            if inner:
+                lines.append(_prefixed(inner, bullet, " " * len(bullet)))
+                number += 1
+        return ["\n".join(lines)] if lines else []
 
-    def _begin(self, tag: str, values: dict[str, str]) -> None:
-        if tag in BLOCKS:
-            self._end_block()
-        element = _Open(tag, len(self.text))
-        if tag == "a" and values.get("href") and self.links:
-            element.href = self._complete(values["href"])
-        elif tag == "ol":
-            start = values.get("start", "")
-            element.number = int(start) if start.isdecimal() else 1
-        elif tag == "li":
-            self.first_of_item = True
-        elif tag == "pre":
-            self.pre, self.language = True, _language(values)
-        elif tag == "code" and self.pre:
-            self.language = self.language or _language(values)
-        self.open.append(element)
-
-    def _end(self, element: _Open) -> str:
-        tag = element.tag
-        if tag in ("td", "th"):
-            self._end_cell()
-        elif tag == "tr":
-            self._end_row(element)
-        elif tag == "table":
-            self._end_table(element)
-        elif tag == "pre":
-            self._end_code()
-        elif tag in HEADINGS:
-            self._end_block("#" * HEADINGS[tag] + " ")
-        elif tag in BLOCKS:
-            self._end_block()
-            if tag == "li" and self.first_of_item:
-                self.first_of_item = False  # an empty one
-        else:
-            self._end_inline(element)
-        return tag
-
-    def _end_inline(self, element: _Open) -> None:
-        mark = "`" if element.tag in ("code", "kbd", "samp", "tt") and not self.pre else MARKS.get(element.tag)
-        if (mark is None and element.href is None) or self.pre:
-            return
-        inner = "".join(self.text[element.begins :])
-        if not (said := inner.strip()):
-            return
-        before, after = inner[: len(inner) - len(inner.lstrip())], inner[len(inner.rstrip()) :]
-        if element.href is not None:
-            said = f"[{said}]({element.href})"
-        elif mark == "`":
-            fence = "``" if "`" in said else "`"
-            said = f"{fence} {said} {fence}" if "`" in said else f"`{said}`"
-        else:
-            said = f"{mark}{said}{mark}"
-        self.text[element.begins :] = [before, said, after]
-
-    def _close_implied(self, tag: str) -> None:
-        for index in range(len(self.open) - 1, -1, -1):
-            one = self.open[index]
-            if tag in CLOSED_BY.get(one.tag, ()):
-                while len(self.open) > index:
-                    self._end(self.open.pop())
-            elif one.tag in OWN_SCOPE.get(tag, ()) or one.tag == "table":
-                return
-
-    # Blocks
-
-    def _end_block(self, mark: str = "") -> None:
-        """What was read since the last block becomes one."""
-        if not self.text:
-            return
-        text, in_row = "".join(self.text), self._row() is not None
-        self.text.clear()
-        if in_row and text.strip():  # inside a cell there are no blocks
-            self.text.append(f"{text.strip()} ")
-        for one in self.open:  # marks and links that reach over blocks begin anew
-            one.begins = len(self.text)
-        if in_row:
-            return
-        lines = [SPACES.sub(" ", line).strip() for line in text.split("  \n")]
-        said = "  \n".join(line for line in lines if line)
-        if said:
-            self._add(mark + said)
-
-    def _add(self, block: str) -> None:
-        """A block with what stands before its lines: the indentation of lists, the signs of quotes, the bullet."""
-        lists = [one for one in self.open if one.tag in ("ul", "ol")]
-        prefix = "".join({"blockquote": "> ", "ul": "  ", "ol": "   "}.get(one.tag, "") for one in self.open)
-        first = prefix
-        if lists and self.first_of_item:
-            bullet = f"{lists[-1].number}. " if lists[-1].tag == "ol" else "- "
-            first = prefix[: len(prefix) - len("   " if lists[-1].tag == "ol" else "  ")] + bullet
-            lists[-1].number += 1
-            self.first_of_item = False
-            # The items of a list stand close together.
-            separator = "\n" if self.blocks and re.match(r"[> ]*(-|\d+\.) ", self.blocks[-1].lstrip("\n")) else "\n\n"
-        else:
-            separator = "\n\n"
-        if separator == "\n\n" and "> " in prefix and self.blocks and self.blocks[-1].lstrip("\n").startswith(">"):
-            separator = f"\n{prefix.rstrip()}\n"
-        lines = block.split("\n")
-        self.blocks.append(separator + "\n".join([first + lines[0], *(prefix + line for line in lines[1:])]))
-
-    def _end_code(self) -> None:
-        code = "".join(self.text).strip("\n").rstrip()
-        self.text.clear()
-        self.pre = False
-        if self._row() is not None:
-            self.text.append(f"`{SPACES.sub(' ', code)}` " if code else "")
-        elif code:
-            longest = max((len(run) for run in re.findall(r"`{3,}", code)), default=2)
-            fence = "`" * (longest + 1)
-            self._add(f"{fence}{self.language}\n{code}\n{fence}")
-        self.language = ""
-
-    def _row(self) -> _Open | None:
-        """The innermost row of a table that is being read."""
-        return next((one for one in reversed(self.open) if one.tag == "tr"), None)
-
-    def _end_cell(self) -> None:
-        if (row := self._row()) is None:  # a cell without a row
-            self._end_block()
-            return
-        row.cells.append(SPACES.sub(" ", "".join(self.text)).strip().replace("|", "\\|"))
-        self.text.clear()
-
-    def _end_row(self, row: _Open) -> None:
-        if "".join(self.text).strip():  # outside of a cell
-            row.cells.append(SPACES.sub(" ", "".join(self.text)).strip())
-        self.text.clear()
-        tables = [one for one in self.open if one.tag == "table"]
-        if tables:
-            tables[-1].rows.append(row.cells)
-        else:
-            self.text.append(" ".join(row.cells))
-            self._end_block()
-
-    def _end_table(self, table: _Open) -> None:
-        self._end_block()
-        rows = [row for row in table.rows if any(row)]
-        if self._row() is not None:  # in a cell of another
-            self.text += [f"{' '.join(row)} " for row in rows]
-            return
+    def _table(self, table: "HtmlElement") -> list[str]:
+        rows = [[self._cell(cell) for cell in row] for row in _rows(table)]
+        rows = [row for row in rows if any(row)]
         width = max(map(len, rows), default=0)
         if width < 2:  # a table for the layout
-            for row in rows:
-                self._add(row[0])
-            return
+            return [row[0] for row in rows]
         head, *body = [row + [""] * (width - len(row)) for row in rows]
-        lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * width, *body)]
-        self._add("\n".join(lines))
+        return ["\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * width, *body))]
 
-    def _complete(self, url: str) -> str:
-        url = url.strip().replace(" ", "%20").replace(")", "%29").replace("(", "%28")
-        try:
-            return urljoin(self.base_url, url) if self.base_url else url
-        except ValueError:  # such as http://[x
-            return url
+    def _cell(self, cell: "HtmlElement") -> str:
+        return SPACES.sub(" ", self._inline(cell)).strip().replace("|", "\\|")
+
+    def _inline(self, element: "HtmlElement") -> str:
+        """A part of a line, its mark around its text but not around the blanks beside it."""
+        if element.tag == "lb":
+            return "  \n"
+        inner = (element.text or "") + "".join(self._inline(part) + (part.tail or "") for part in element)
+        if BLOCKS.fullmatch(element.tag):
+            inner = f" {inner} "
+        if not (text := inner.strip()):
+            return inner
+        if element.tag == "ref" and element.get("target"):
+            marked = f"[{text}]({element.get('target')})"
+        else:
+            mark = {"code": "`", "del": "~~"}.get(element.tag) or MARKS.get(element.get("rend") or "", "")
+            marked = f"`` {text} ``" if mark == "`" and "`" in text else f"{mark}{text}{mark}"
+        return inner.replace(text, marked)
 
 
-def _language(values: dict[str, str]) -> str:
-    found = LANGUAGE.search(values.get("class", ""))
-    return found[1] if found else ""
+def _rows(table: "HtmlElement") -> "list[list[HtmlElement]]":
+    """The cells of each row, without those of tables in it."""
+    own = (row for row in table.iter("row", "tr") if next(row.iterancestors("table")) is table)
+    return [list(row.iterchildren("cell", "td", "th")) for row in own]
+
+
+def _all_in(element: "HtmlElement", parts: "Iterable[HtmlElement]") -> bool:
+    """Whether all text of an element is in these parts; in malformed pages some lies between the cells of a table."""
+    inside = "".join(text for part in parts for text in part.itertext())
+    return SPACES.sub("", "".join(element.itertext())) == SPACES.sub("", inside)
+
+
+def _prefixed(text: str, first: str, others: str) -> str:
+    lines = text.split("\n")
+    return "\n".join([first + lines[0], *(others + line if line else others.rstrip() for line in lines[1:])])
+
+
+def _trafilatura() -> Any:
+    try:
+        import trafilatura
+        import trafilatura.htmlprocessing
+        import trafilatura.settings
+    except ImportError as error:
+        raise MissingExtra("html_to_markdown", "data") from error
+    return trafilatura
 
 
 @dataclass(frozen=True)

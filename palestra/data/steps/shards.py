@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from palestra.data.readers import COUNTS, STEP_FOLDERS, Row, Shard, numbered_rows, shards
 from palestra.errors import MissingExtra, PalestraError, UsageError
@@ -33,6 +33,9 @@ from palestra.work.redact import redact, redacted
 
 Where = str | Path | Sequence[str | Path]
 """A file, a folder, a pattern, a URL, the output of a data step, or several of these."""
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 LEDGER = ".shards"
 DOCS, FILES = STEP_FOLDERS  # where steps leave documents, and files that were downloaded
@@ -87,13 +90,7 @@ def sources(where: Where, *, split: str | None = None) -> list[Source]:
 
 
 def each_shard(
-    out: Path,
-    phase: str,
-    given: Sequence[Source],
-    function: Callable[[Source], Mapping[str, Any]],
-    *,
-    workers: int,
-    env: dict[str, str] | None = None,
+    out: Path, phase: str, given: Sequence[Source], function: Callable[[Source], Mapping[str, Any]], *, workers: int
 ) -> list[dict[str, Any]]:
     """What `function` says of each shard, in order; those that an earlier attempt did are not done again.
 
@@ -106,7 +103,7 @@ def each_shard(
     ledger.mkdir(parents=True, exist_ok=True)
     done = {source.number: _noted(ledger, source) for source in given}
     missing = [source for source in given if done[source.number] is None]
-    for source, said in _carried_out(missing, function, workers, phase, env):
+    for source, said in carried_out(missing, function, lambda source: source.files[0].path, workers, phase):
         done[source.number] = dict(said)
         write_json(_note(ledger, source.number), {"source": source.stamp(), "said": dict(said)})
     return [done[source.number] or {} for source in given]
@@ -133,12 +130,7 @@ def forget(out: Path, phase: str) -> None:
     shutil.rmtree(out / LEDGER / phase, ignore_errors=True)
 
 
-def write_counts(
-    out: Path,
-    step: str,
-    said: Sequence[Mapping[str, Any]],
-    **more: Any,
-) -> dict[str, Any]:
+def write_counts(out: Path, step: str, said: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
     """`counts.json`: the sums over shards of rows in and out, drop reasons and seconds, and what else there is to say.
 
     Seconds are those of work on shards, all workers and attempts together.
@@ -180,30 +172,32 @@ def _noted(ledger: Path, source: Source) -> dict[str, Any] | None:
     return note["said"] if note["source"] == json.loads(json.dumps(source.stamp())) else None
 
 
-def _carried_out(
-    missing: Sequence[Source],
-    function: Callable[[Source], Mapping[str, Any]],
+def carried_out(
+    jobs: Sequence[Job],
+    function: Callable[[Job], Result],
+    place: Callable[[Job], str],
     workers: int,
     name: str,
-    env: dict[str, str] | None,
-) -> Iterator[tuple[Source, Mapping[str, Any]]]:
-    """Each shard with what was said of it, as they end."""
-    if workers == 1 or len(missing) <= 1:
-        for source in missing:
-            yield source, function(source)
+    env: dict[str, str] | None = None,
+) -> Iterator[tuple[Job, Result]]:
+    """Each job with what the function gave for it, as they end, in worker processes where there are several.
+
+    `place` is the file that a worker was at when it died.
+    """
+    if workers == 1 or len(jobs) <= 1:
+        yield from ((job, function(job)) for job in jobs)
         return
-    with Pool(min(workers, len(missing)), name=name, env=env) as pool:
-        tasks: dict[Future[Mapping[str, Any]], Source] = {pool.submit(function, source): source for source in missing}
+    with Pool(min(workers, len(jobs)), name=name, env=env) as pool:
+        tasks: dict[Future[Result], Job] = {pool.submit(function, job): job for job in jobs}
         for task in as_completed(tasks):
-            source = tasks[task]
             try:
-                yield source, task.result()
+                yield tasks[task], task.result()
             except TaskFailed as failed:
                 if isinstance(failed.__cause__, PalestraError):  # a bad row: the worker's traceback tells no more
                     raise failed.__cause__ from None
                 raise
             except WorkerDied as died:
-                raise PalestraError(f"{died} It was at work on {source.files[0].path}.") from died
+                raise PalestraError(f"{died} It was at work on {place(tasks[task])}.") from died
 
 
 Compression = Literal["none", "gz", "zst"]

@@ -3,13 +3,13 @@
 import itertools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from palestra.data.readers import shards
-from palestra.data.steps.shards import Drop, Source, Where, documents, same_recipe, sources, write_counts
+from palestra.data.steps.shards import Drop, Where, documents, same_recipe, sources, write_counts
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.spec.model import Execution
 
@@ -63,27 +63,18 @@ def train_tokenizer(
     began = time.perf_counter()
     same_recipe(out, {"vocab_size": vocab_size, "text_key": text_key, "split": split, "max_documents": max_documents})
     train_bpe = _tokenizers().train_bpe
-    rows = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal rows
-        for text in itertools.islice(_texts(sources(source, split=split), text_key), max_documents):
-            rows += 1
-            yield text
-
-    made = train_bpe(texts(), vocab_size)
-    if not rows:
+    rows = (
+        row for one in sources(source, split=split) for row in documents(one, text_key) if not isinstance(row, Drop)
+    )
+    count = itertools.count()
+    made = train_bpe(
+        (row["text"] for row, _ in zip(itertools.islice(rows, max_documents), count, strict=False)), vocab_size
+    )
+    if not (read := next(count)):
         raise PalestraError(f"{source} has no documents to make a tokenizer of")
     made.save(out)
-    said = [{"rows_in": rows, "seconds": time.perf_counter() - began}]
+    said = [{"rows_in": read, "seconds": time.perf_counter() - began}]
     write_counts(out, "train_tokenizer", said, vocab_size=made.vocab_size)
-
-
-def _texts(given: list[Source], text_key: str) -> Iterator[str]:
-    for one in given:
-        for row in documents(one, text_key):
-            if not isinstance(row, Drop):
-                yield row["text"]
 
 
 def _encoder(folder: Path, format: str, text_key: str) -> "Encoder":

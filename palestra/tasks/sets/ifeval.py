@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+from palestra.data.languages import language_of
 from palestra.errors import UsageError
 from palestra.tasks.dataset import files_of, load_rows
 from palestra.tasks.task import Answer, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.instructions import BadInstruction, instructions_of
-from palestra.tasks.verify.text import language_of
 
 PLACES = {
     "train": ("allenai/RLVR-IFeval", None, files_of("train")),

@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from palestra.data.languages import known_languages, language_of
 from palestra.errors import PalestraError
-from palestra.tasks.verify.text import check_language, count_capital_words, count_sentences, language_of
+from palestra.tasks.verify.text import count_capital_words, count_sentences
 
 Relation = Literal["at least", "less than"]
 Letter = Annotated[str, Field(min_length=1, max_length=1)]
@@ -30,7 +31,15 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]
 Ordinal = Annotated[int, Field(ge=1)]
-Language = Annotated[str, AfterValidator(check_language)]
+
+
+def _known_language(code: str) -> str:
+    if code not in known_languages():
+        raise ValueError(f"expected the code of a language, one of {', '.join(known_languages())}")
+    return code
+
+
+Language = Annotated[str, AfterValidator(_known_language)]
 
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
