@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.data.encoders import Encoded
+from palestra.data.encoders import EncodedRow
 from palestra.errors import PalestraError
 
 
@@ -30,18 +30,18 @@ class ByteEncoder:
     def recipe(self) -> dict[str, Any]:
         return {"encoder": "bytes", "shift": self.shift, "text_key": self.text_key}
 
-    def __call__(self, rows: list[dict]) -> list[Encoded]:
+    def __call__(self, rows: list[dict]) -> list[EncodedRow]:
         if self.log is not None:
             with Path(self.log).open("a") as file:
                 file.write(f"{rows[0][self.text_key]}\n")
         time.sleep(self.seconds)
         return [self.document(row) for row in rows]
 
-    def document(self, row: dict) -> Encoded:
+    def document(self, row: dict) -> EncodedRow:
         text = row.get(self.text_key)
         if not isinstance(text, str):
             raise PalestraError(f"expected text, found {text!r}")
         tokens = [*text.encode(), *([256] if self.close else [])]
         loss = [not 65 <= token <= 90 for token in tokens]  # capitals are the prompt
         shifted = np.array(tokens, np.int64) + self.shift
-        return Encoded(shifted, len(text.encode()), loss if self.masked else None)
+        return EncodedRow(shifted, len(text.encode()), loss if self.masked else None)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from conftest import SHORT
 
-from palestra.bench.results import Record, Result, Shipped, append, find, measure, read
-from palestra.bench.run import Job, bench, plan
+from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure, read
+from palestra.bench.run import BenchRun, bench, plan
 from palestra.bench.suites import SEEDS, SUITES, Entry, chosen, parse_seeds, suite
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
@@ -64,7 +64,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def measured(folder: Path) -> list[Record]:
+def measured(folder: Path) -> list[BenchRecord]:
     return measure(SUITES["classic"].entries[0], folder / "specs", folder / "runs/bench", SEEDS)
 
 
@@ -81,7 +81,7 @@ def test_bench_row_has_the_score_of_each_seed_by_the_formula(finished):
         assert value == pytest.approx(sum(by_hand) / len(by_hand))
         summary = json.loads((done[seed].parent.parent / "summary.json").read_text())
         assert value == pytest.approx(summary["total_reward_ma"])
-    cells, result = rows_of((finished / "page.md").read_text())["ppo_cartpole"], Result((record,))
+    cells, result = rows_of((finished / "page.md").read_text())["ppo_cartpole"], BenchResult((record,))
     assert cells["seeds"] == "100–102"
     assert float(cells["mean"]) == pytest.approx(result.mean, abs=0.005)
     assert float(cells["IQM"]) == pytest.approx(result.iqm, abs=0.005)
@@ -170,8 +170,8 @@ def test_bench_broken_line_of_results_names_file_and_line(tmp_path):
 )
 def test_verdict_needs_mean_and_iqm_and_two_standard_errors(scores, expected):
     entry = Entry("x", 499.5, 200_000, 500, "–")
-    record = Record("x", "h", "e", 1, 1, dict(enumerate(scores)), "c", "m", "2026-01-01", {})
-    assert verdict(entry, Result((record,))) == expected
+    record = BenchRecord("x", "h", "e", 1, 1, dict(enumerate(scores)), "c", "m", "2026-01-01", {})
+    assert verdict(entry, BenchResult((record,))) == expected
 
 
 def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tmp_path):
@@ -184,7 +184,7 @@ def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tm
     entries, source = chosen(suite("classic").entries, "ppo_c"), copy / "specs/ppo_cartpole.yaml"
     jobs = plan(entries, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
     trial = status.parents[2]
-    assert jobs == [Job("ppo_cartpole", (105,), source, None), Job("ppo_cartpole", (101,), source, trial)]
+    assert jobs == [BenchRun("ppo_cartpole", (105,), source, None), BenchRun("ppo_cartpole", (101,), source, trial)]
     assert told == ["ppo_cartpole: seed 100 done"]
     every = plan(entries, None, copy / "specs", copy / "runs/bench", told.append)
     assert sorted(seed for job in every for seed in job.seeds) == [101, *range(103, 110)]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from s3_server import S3Server, s3_server
 
 from palestra.data import sources as wheels
-from palestra.data.cache import MARKER, File, Record, entry_folder, fill, partial_folder, read_entry
+from palestra.data.cache import MARKER, CacheRecord, File, entry_folder, fill, partial_folder, read_entry
 from palestra.data.sources import SourceNotFound, fetch_wheel_file, mirror_url, push, resolve
 from palestra.errors import PalestraError, UsageError
 
@@ -375,7 +375,7 @@ def test_resolve_listing_that_leads_out_of_the_folder_is_refused(hub: HubServer,
 def test_fill_any_listed_name_stays_inside_or_is_refused(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     entry = tmp_path_factory.mktemp("cache") / "models" / "entry"
     entry.parent.mkdir()
-    record = Record("here", None, (File(name, 4, "1"),))
+    record = CacheRecord("here", None, (File(name, 4, "1"),))
     try:
         fill(entry, record, Endless())
     except PalestraError:
@@ -388,10 +388,10 @@ def test_fill_any_listed_name_stays_inside_or_is_refused(tmp_path_factory: pytes
 class Endless:
     """A source that has every file, with the same content."""
 
-    def list(self) -> Record:
+    def list(self) -> CacheRecord:
         raise NotImplementedError
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         return write(folder, {"file": b"data"}) / "file"
 
 
@@ -487,7 +487,7 @@ class Failing(Endless):
     def __init__(self) -> None:
         self.fetched: list[str] = []
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         self.fetched.append(file.name)
         if file.name == "b" and self.fetched.count("b") == 1:
             raise ConnectionResetError("reset by peer")
@@ -496,7 +496,7 @@ class Failing(Endless):
 
 def test_fill_broken_off_says_what_is_kept_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.data.cache.STREAMS", 1)
-    source, record = Failing(), Record("there", None, (File("a", 4, "1"), File("b", 4, "1")))
+    source, record = Failing(), CacheRecord("there", None, (File("a", 4, "1"), File("b", 4, "1")))
     with pytest.raises(PalestraError, match=r"ConnectionResetError: reset by peer\. 1 of its 2 files"):
         fill(tmp_path / "entry", record, source)
     assert fill(tmp_path / "entry", record, source).content() == record.content()

@@ -7,7 +7,7 @@ import pytest
 
 from palestra.search.plots import importances
 from palestra.search.results import ranked
-from palestra.search.study import Record, Study
+from palestra.search.study import Study, TrialRecord
 from palestra.spec.blocks import SearchSpec
 
 SPACE = {
@@ -80,8 +80,8 @@ def test_sampler_learns_from_paused_trials_alone(tmp_path, sampler, direction):
     assert fmean(distances[18:]) < 1.2
 
 
-def record(number: int, score: float | None, state: str = "complete", rung: int = 0, **values: object) -> Record:
-    return Record(number, values, rung, {} if score is None else {0: score}, state, score)
+def record(number: int, score: float | None, state: str = "complete", rung: int = 0, **values: object) -> TrialRecord:
+    return TrialRecord(number, values, rung, {} if score is None else {0: score}, state, score)
 
 
 def test_ranking_puts_complete_before_pruned_and_leaves_failures_out():

@@ -128,7 +128,7 @@ PAGE = ("docs/benchmarks.", "docs/plots/")  # what this package itself writes in
 
 
 @dataclass(frozen=True)
-class Record:
+class BenchRecord:
     """Finished seeds of one version of a spec, by one commit on one machine: a line of the file."""
 
     spec: str
@@ -146,10 +146,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """What all recorded seeds of one version of a spec came to."""
 
-    records: tuple[Record, ...]
+    records: tuple[BenchRecord, ...]
 
     @property
     def scores(self) -> dict[int, float]:
@@ -188,7 +188,7 @@ class Result:
         return "above" if min(self.mean, self.iqm) >= published else "below"
 
 
-def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[Record]:
+def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[BenchRecord]:
     """The finished runs of the spec as it is shipped, those from dirty commits too."""
     shipped = Shipped.read(specs, entry.spec)
     if shipped is None:
@@ -202,13 +202,15 @@ def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list
         value = score([row["return"] for row in points], [row["frame"] for row in points], window)
         frames, date = int(points[-1]["frame"]), manifest["created"][:10]
         key = (_clean_commit(path, manifest["git"]), _machine(manifest))
-        new = Record(entry.spec, shipped.hash, shipped.spec.env.id, frames, window, {seed: value}, *key, date, settings)
+        new = BenchRecord(
+            entry.spec, shipped.hash, shipped.spec.env.id, frames, window, {seed: value}, *key, date, settings
+        )
         old = grouped.get(key, new)
         grouped[key] = replace(new, scores=old.scores | new.scores, date=max(old.date, date))
     return list(grouped.values())
 
 
-def append(path: Path, records: Iterable[Record], tell: Callable[[str], None]) -> None:
+def append(path: Path, records: Iterable[BenchRecord], tell: Callable[[str], None]) -> None:
     """Add what is new to the file; a run that may not enter the table is refused with a sentence."""
     known = read(path)
     lines = []
@@ -227,7 +229,7 @@ def append(path: Path, records: Iterable[Record], tell: Callable[[str], None]) -
         write_bytes(path, before + "".join(lines).encode())
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path) -> list[BenchRecord]:
     """The lines of the file; none where there is none yet."""
     if not path.exists():
         return []
@@ -237,18 +239,18 @@ def read(path: Path) -> list[Record]:
             data: dict[str, Any] = json.loads(line)
             scores = {int(seed): float(value) for seed, value in data.pop("scores").items()}
             data["hash"] = identity_today(data["settings"]) or data["hash"]  # a field that was added since changes none
-            records.append(Record(**data, scores=scores))
+            records.append(BenchRecord(**data, scores=scores))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"{path}:{number} is not a line of benchmark results ({error}): restore it") from error
     return records
 
 
-def results(records: Iterable[Record]) -> dict[tuple[str, str], Result]:
+def results(records: Iterable[BenchRecord]) -> dict[tuple[str, str], BenchResult]:
     """By name and hash of the spec."""
-    found: dict[tuple[str, str], list[Record]] = {}
+    found: dict[tuple[str, str], list[BenchRecord]] = {}
     for record in records:
         found.setdefault((record.spec, record.hash), []).append(record)
-    return {key: Result(tuple(of)) for key, of in found.items()}
+    return {key: BenchResult(tuple(of)) for key, of in found.items()}
 
 
 def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:

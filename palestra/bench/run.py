@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.bench.results import Record, Result, Shipped, append, find, measure
+from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure
 from palestra.bench.suites import CHECKOUT, SHIPPED, SUITES, Entry, chosen, parse_seeds
 from palestra.bench.suites import suite as named
 from palestra.bench.table import verdict, write_page
@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchRun:
     """A run to be made, or to be continued."""
 
     name: str
@@ -67,16 +67,16 @@ def _in_checkout() -> bool:
     return SHIPPED.is_dir() and Path.cwd().is_relative_to(CHECKOUT)
 
 
-def _told(entry: Entry, records: list[Record]) -> str:
+def _told(entry: Entry, records: list[BenchRecord]) -> str:
     """A row of the table, for the terminal."""
     if not records:
         return f"{entry.spec:<26} not run"
-    result = Result(tuple(records))
+    result = BenchResult(tuple(records))
     numbers = f"mean {result.mean:.2f} ± {result.standard_error:.2f}, IQM {result.iqm:.2f}, {len(result.scores)} seeds"
     return f"{entry.spec:<26} {numbers}; {verdict(entry, result)} (SLM-Lab {entry.published:g})"
 
 
-def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[Job]:
+def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[BenchRun]:
     """What is left to do; says what is kept, what runs already and what other specs' runs are passed over."""
     jobs = []
     for entry in entries:
@@ -97,12 +97,12 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
             if seed in found.open:
                 begun.setdefault(found.open[seed].path, []).append(seed)
             else:
-                jobs.append(Job(entry.spec, (seed,), source, None))
-        jobs += [Job(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
+                jobs.append(BenchRun(entry.spec, (seed,), source, None))
+        jobs += [BenchRun(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
     return jobs
 
 
-def run(jobs: Sequence[Job], root: Path, parallel: int, tell: Tell) -> None:
+def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None:
     """Run the jobs, `parallel` at a time; those that fail do not stop the others."""
     if not jobs:
         return
@@ -129,7 +129,7 @@ def run(jobs: Sequence[Job], root: Path, parallel: int, tell: Tell) -> None:
         raise PalestraError(f"{len(failed)} of {len(jobs)} runs failed; {logs} has more:\n" + "\n".join(failed))
 
 
-def run_one(job: Job, root: Path) -> None:
+def run_one(job: BenchRun, root: Path) -> None:
     """Run or continue one job, in the process that calls."""
     from palestra.api import run as start  # here, because only the process that trains needs it
 

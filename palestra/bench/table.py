@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.bench.results import Result, Shipped, find, log_points, read, results
+from palestra.bench.results import BenchResult, Shipped, find, log_points, read, results
 from palestra.bench.suites import SEEDS, SUITES, Entry
 from palestra.runs.run import Run
 from palestra.runs.store import write_bytes
@@ -52,7 +52,7 @@ def write_page(out: Path, specs: Path, root: Path) -> None:
     write_bytes(out, "\n".join(parts).encode())
 
 
-def _row(entry: Entry, known: dict[tuple[str, str], Result], specs: Path, root: Path, plots: Path) -> list[str]:
+def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, root: Path, plots: Path) -> list[str]:
     """The cells of a shipped spec; takes its result out of `known`, so that only earlier versions are left there."""
     shipped = Shipped.read(specs, entry.spec)
     result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
@@ -83,18 +83,18 @@ def _row(entry: Entry, known: dict[tuple[str, str], Result], specs: Path, root: 
     ]
 
 
-def _past(entry: Entry, result: Result) -> list[str]:
+def _past(entry: Entry, result: BenchResult) -> list[str]:
     numbers = [f"{result.mean:.2f}", f"{result.iqm:.2f}", f"{entry.published:g}", verdict(entry, result)]
     seeds, hash = _seeds(sorted(result.scores)), result.records[0].hash
     return [f"`{entry.spec}`", f"`{hash[:8]}`", seeds, *numbers, *_provenance(result)]
 
 
-def verdict(entry: Entry, result: Result) -> str:
+def verdict(entry: Entry, result: BenchResult) -> str:
     """What a row says of its result."""
     return result.verdict(entry.published) if len(result.scores) >= len(entry.seeds) else "incomplete"
 
 
-def _provenance(result: Result) -> list[str]:
+def _provenance(result: BenchResult) -> list[str]:
     """Date, commit and machine of its runs."""
     commits = dict.fromkeys(f"`{str(record.commit)[:8]}`" for record in result.records)
     machines = dict.fromkeys(record.machine for record in result.records)

@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 
 from palestra.errors import PalestraError
 from palestra.runs.lease import Lease, RunBusy, kept
-from palestra.runs.redact import redact
 from palestra.runs.store import LocalStore, read_json, sync_folder, write_bytes, write_json
+from palestra.work.redact import redact
 
 log = logging.getLogger("palestra.data")
 
@@ -52,7 +52,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Record:
+class CacheRecord:
     """What a folder of downloads holds and where it came from; stored in it as its marker."""
 
     where: str
@@ -68,7 +68,7 @@ class Record:
     """When the marker was written, UTC."""
 
     @classmethod
-    def read(cls, data: dict[str, Any]) -> "Record":
+    def read(cls, data: dict[str, Any]) -> "CacheRecord":
         """The record in a marker."""
         fields: dict[str, Any] = {**data, "files": tuple(File(**file) for file in data["files"])}
         return cls(**fields)
@@ -82,14 +82,14 @@ class Record:
         return frozenset((file.name, file.size, file.version) for file in self.files)
 
 
-class Source(Protocol):
+class RemoteSource(Protocol):
     """A place that lists what it has under one name and hands over its files."""
 
-    def list(self) -> Record:
+    def list(self) -> CacheRecord:
         """What there is; raises `Miss`."""
         ...
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download a file of what was listed to somewhere in a folder of its own, and say where; raises `Miss`.
 
         The folder holds what an earlier attempt at the same version left there.
@@ -119,7 +119,7 @@ def cached_refs(kind: str) -> list[str]:
     return sorted({unquote(name.partition("@")[0].partition("+")[0]) for name in names if not name.startswith(".")})
 
 
-def read_entry(entry: Path) -> Record | None:
+def read_entry(entry: Path) -> CacheRecord | None:
     """The record of a complete entry; None where there is none, or a file of it is missing or cut short."""
     record = read_marker(entry)
     if record is None or any(file_size(entry / file.name) != file.size for file in record.files):
@@ -127,7 +127,7 @@ def read_entry(entry: Path) -> Record | None:
     return record
 
 
-def entry_path(entry: Path, record: Record) -> Path:
+def entry_path(entry: Path, record: CacheRecord) -> Path:
     """What a user of the entry gets: its folder, or its only file where the source is one file."""
     return entry / record.files[0].name if record.single else entry
 
@@ -180,9 +180,9 @@ def describe_file(path: Path, name: str, version: str | None = None, sha256: str
     return File(name, size, version, sha256)
 
 
-def read_marker(entry: Path) -> Record | None:
+def read_marker(entry: Path) -> CacheRecord | None:
     """The record in a folder, whether or not its files are all there."""
-    return Record.read(read_json(entry / MARKER)) if (entry / MARKER).is_file() else None
+    return CacheRecord.read(read_json(entry / MARKER)) if (entry / MARKER).is_file() else None
 
 
 def partial_folder(entry: Path) -> Path:
@@ -204,7 +204,7 @@ def file_sha256(path: Path) -> str:
 STREAMS = 8
 
 
-def fill(entry: Path, wanted: Record, source: Source) -> Record:
+def fill(entry: Path, wanted: CacheRecord, source: RemoteSource) -> CacheRecord:
     """Make the entry hold exactly the wanted files; downloads what neither it nor an earlier attempt has."""
     partial = partial_folder(entry)
     files = partial / "files"
@@ -219,8 +219,8 @@ def fill(entry: Path, wanted: Record, source: Source) -> Record:
 
 
 def fetch_files(
-    files: Path, partial: Path, wanted: Record, source: Source, *, entry: Path | None = None, tries: int = 1
-) -> tuple[Record, int]:
+    files: Path, partial: Path, wanted: CacheRecord, source: RemoteSource, *, entry: Path | None = None, tries: int = 1
+) -> tuple[CacheRecord, int]:
     """Make a folder hold exactly the wanted files; says what it holds and how many bytes were here from before.
 
     `partial` keeps the parts of files and a ledger of complete ones for the next attempt. Files of the wanted version
@@ -272,7 +272,7 @@ def _part_bytes(partial: Path) -> int:
     return sum(path.stat().st_size for path in partial.glob("parts/*/file"))
 
 
-def _keep_what_fits(files: Path, partial: Path, wanted: Record, entry: Path | None) -> dict[str, File]:
+def _keep_what_fits(files: Path, partial: Path, wanted: CacheRecord, entry: Path | None) -> dict[str, File]:
     """What is there already: files of an earlier attempt and of the entry that are of the wanted version."""
     known = _read_ledger(partial / "ledger.jsonl")
     marker = None if entry is None else read_marker(entry)

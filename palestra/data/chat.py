@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChat:
     """The tokens of a conversation, and which of them the assistant has said and is trained on."""
 
     tokens: list[int]
@@ -56,7 +56,7 @@ def encode_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
-) -> Encoded:
+) -> EncodedChat:
     """The tokens of a conversation and its loss mask.
 
     *Tokens* are those of the whole rendered string, as transformers gives them, merges over the borders of contents
@@ -85,7 +85,7 @@ def encode_chat(
     parts, spans = hidden.parts(text, marks)
     if add_generation_prompt:
         tokens = tokenizer.encode_parts(parts)[0]
-        return Encoded(tokens, [False] * len(tokens))
+        return EncodedChat(tokens, [False] * len(tokens))
     blocks = re.search(r"\{%[-+]?\s*generation\b", _template_of(tokenizer)) is not None
     for index, message in enumerate(messages):
         if not blocks and message["role"] == "assistant":
@@ -98,7 +98,7 @@ def encode_chat(
     for span in spans:
         for index in _trained(tokenizer, tokens, places, span, blocks):
             mask[index] = True
-    return Encoded(tokens, mask)
+    return EncodedChat(tokens, mask)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:

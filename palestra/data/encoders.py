@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRow:
     """A row as tokens."""
 
     tokens: Sequence[int] | np.ndarray
@@ -62,7 +62,7 @@ class Encoder(Protocol):
         """All else that decides the tokens, as JSON; kept in the ledger and compared."""
         ...
 
-    def __call__(self, rows: list[Row]) -> list[Encoded]:
+    def __call__(self, rows: list[Row]) -> list[EncodedRow]:
         """One document for each row; a row that cannot be one is a PalestraError that says what was expected."""
         ...
 
@@ -99,13 +99,13 @@ class TextEncoder:
         """The key of the text, and the tokens around it."""
         return {"encoder": "text", "text_key": self.text_key, "opening": self.opening, "closing": self.closing}
 
-    def __call__(self, rows: list[Row]) -> list[Encoded]:
+    def __call__(self, rows: list[Row]) -> list[EncodedRow]:
         """The tokens of the texts."""
         texts = [_text(row, self.text_key) for row in rows]
         closing = [] if self.closing is None else [self.closing]
         encoded = cached_tokenizer(self.folder).encode_all(texts)
         return [
-            Encoded([*self.opening, *tokens, *closing], len(text.encode()))
+            EncodedRow([*self.opening, *tokens, *closing], len(text.encode()))
             for text, tokens in zip(texts, encoded, strict=True)
         ]
 
@@ -268,17 +268,17 @@ class ChatEncoder:
         form = {"format": self.format, "side": self.side, "template": self.template, "opening": self.opening}
         return {"encoder": "chat", **form}
 
-    def __call__(self, rows: list[Row]) -> list[Encoded]:
+    def __call__(self, rows: list[Row]) -> list[EncodedRow]:
         """The tokens of the conversations."""
         return [self._conversation(row) if self.side is None else self._side(row) for row in rows]
 
-    def _conversation(self, row: Row) -> Encoded:
+    def _conversation(self, row: Row) -> EncodedRow:
         tokens, loss, size = self._encode(conversation(row))
         if not any(loss):
             raise UsageError("a conversation without an assistant's turn has nothing to train on")
-        return Encoded(tokens, size, loss)
+        return EncodedRow(tokens, size, loss)
 
-    def _side(self, row: Row) -> Encoded:
+    def _side(self, row: Row) -> EncodedRow:
         chosen, rejected = pair(row)
         if chosen == rejected:
             raise UsageError("the chosen and the rejected conversation are the same: nothing is preferred")
@@ -286,7 +286,7 @@ class ChatEncoder:
             self._encode(messages) for messages in ((chosen, rejected) if self.side == "chosen" else (rejected, chosen))
         )
         shared = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), len(tokens))
-        return Encoded(tokens, size, [trained and i >= shared for i, trained in enumerate(loss)])
+        return EncodedRow(tokens, size, [trained and i >= shared for i, trained in enumerate(loss)])
 
     def _encode(self, messages: Messages) -> tuple[list[int], list[bool], int]:
         """Tokens, whether each is trained on, and the bytes of the texts."""

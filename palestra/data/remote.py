@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
-from palestra.data.cache import MARKER, File, Miss, Record
+from palestra.data.cache import MARKER, CacheRecord, File, Miss
 from palestra.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ class Bucket:
         self.ignore = ignore
         self.files, self.path = open_filesystem(self.url)
 
-    def list(self) -> Record:
+    def list(self) -> CacheRecord:
         """The files there; where a marker lies beside them, those that it names."""
         try:
             info: dict[str, Any] = self.files.info(self.path)
             if info["type"] == "file":
                 only = File(self.path.rsplit("/", 1)[-1], info["size"], _version(info))
-                return Record(self.url, None, (only,), single=True)
+                return CacheRecord(self.url, None, (only,), single=True)
             found = self._found()
             text = self.files.cat_file(f"{self.path}/{MARKER}") if MARKER in found else None
-            marker = None if text is None else Record.read(json.loads(text))
+            marker = None if text is None else CacheRecord.read(json.loads(text))
         except FileNotFoundError as error:
             raise Miss(f"{self.url} does not exist") from error
         except Exception as error:  # each backend has errors of its own for no credentials, no network, no such bucket
@@ -56,9 +56,9 @@ class Bucket:
         files = [file for name, file in found.items() if self.ignore is None or not fnmatchcase(name, self.ignore)]
         if not files:
             raise Miss(f"{self.url} has no files")
-        return Record(self.url, None, tuple(files))
+        return CacheRecord(self.url, None, tuple(files))
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download one file, or the rest of it."""
         path = self.path if listed.single else f"{self.path}/{file.name}"
 
@@ -79,7 +79,7 @@ class Bucket:
         ]
         return {name: File(name, info["size"], _version(info)) for name, info in names}
 
-    def _marked(self, found: dict[str, File], marker: Record) -> Record:
+    def _marked(self, found: dict[str, File], marker: CacheRecord) -> CacheRecord:
         """What was pushed, with today's versions; files of an earlier push that lie there too are no part of it."""
         if not marker.complete:
             raise Miss(f"{self.url} is being uploaded, or its upload was broken off: push it again")
@@ -89,7 +89,7 @@ class Bucket:
                 size = "is missing" if there is None else f"has {there.size} bytes, not {file.size}"
                 raise Miss(f"{self.url} is damaged ({file.name} {size}): push it again")
         files = (replace(file, version=found[file.name].version) for file in marker.files)
-        return Record(self.url, marker.revision, tuple(files))
+        return CacheRecord(self.url, marker.revision, tuple(files))
 
 
 class Web:
@@ -103,7 +103,7 @@ class Web:
         login = {"Authorization": f"Basic {b64encode(unquote(account).encode()).decode()}"} if account else {}
         self.headers = {**(headers or {}), **login}  # for this host alone, not for one that it redirects to
 
-    def list(self) -> Record:
+    def list(self) -> CacheRecord:
         """The file, with its size where the server gives it."""
         try:
             with self._answer("HEAD", {}) as answer:
@@ -117,9 +117,9 @@ class Web:
         name = unquote(urlsplit(self.url).path.rstrip("/").rsplit("/", 1)[-1]) or "index.html"
         size = headers.get("Content-Length")
         version = headers.get("ETag") or headers.get("Last-Modified")
-        return Record(self.url, None, (File(name, None if size is None else int(size), version),), single=True)
+        return CacheRecord(self.url, None, (File(name, None if size is None else int(size), version),), single=True)
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download the file, or the rest of it; all of it where the server cannot begin in the middle."""
 
         @contextmanager
@@ -179,7 +179,7 @@ class Hub:
         self.endpoint = (os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT).rstrip("/")
         self.page = f"{self.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"
 
-    def list(self) -> Record:
+    def list(self) -> CacheRecord:
         """The files at a commit."""
         hub = _hub()
         api, patience = hub.HfApi(endpoint=self.endpoint), hub.constants.HF_HUB_ETAG_TIMEOUT
@@ -193,9 +193,9 @@ class Hub:
             files.append(File(one.path, one.size, sha256 or one.blob_id, sha256))
         if not files:
             raise Miss(f"{self.page} has no files")
-        return Record(self.page, commit, tuple(files))
+        return CacheRecord(self.page, commit, tuple(files))
 
-    def fetch(self, listed: Record, file: File, folder: Path) -> Path:
+    def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download one file, or the rest of it; where terms have to be accepted first, the Hub says so only now.
 
         Not by huggingface_hub, which begins a file anew in every process.

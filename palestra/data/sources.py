@@ -19,10 +19,10 @@ from urllib.parse import quote
 
 from palestra.data.cache import (
     MARKER,
+    CacheRecord,
     File,
     Miss,
-    Record,
-    Source,
+    RemoteSource,
     cached_refs,
     describe_file,
     entry_folder,
@@ -97,7 +97,7 @@ def resolve(
     raise _not_found(ref, kind, root, said)
 
 
-def push(source: Path, url: str) -> Record:
+def push(source: Path, url: str) -> CacheRecord:
     """Upload a folder, without its hidden files, or a file into the folder `url`; what marks it complete comes last."""
     if not source.exists():
         raise UsageError(f"there is no file or folder {source} to push")
@@ -108,7 +108,7 @@ def push(source: Path, url: str) -> Record:
     if not names:
         raise UsageError(f"there are no files in {folder} to push")
     known = read_json(source / MARKER) if (source / MARKER).is_file() else {}
-    record = Record(
+    record = CacheRecord(
         where=known.get("where", source.name),
         revision=known.get("revision"),
         files=tuple(describe_file(folder / name, name) for name in names),
@@ -137,7 +137,7 @@ def mirror_url(name: str, kind: Kind, revision: str | None = None) -> str | None
     return f"{mirror.rstrip('/')}/{kind}s/{name}{version}"
 
 
-def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], Source]]]:
+def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], RemoteSource]]]:
     """The places to ask after the disk, in order, each made only when its turn comes."""
     if URL.fullmatch(ref):
         return [("URL", lambda: at_url(ref))]
@@ -146,7 +146,7 @@ def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Cal
     return [("mirror", lambda: _mirror(ref, kind, revision)), ("Hub", lambda: Hub(ref, kind, revision))]
 
 
-def _mirror(name: str, kind: Kind, revision: str | None) -> Source:
+def _mirror(name: str, kind: Kind, revision: str | None) -> RemoteSource:
     url = mirror_url(name, kind, revision)
     if url is None:
         raise Miss("PALESTRA_MIRROR is not set")
@@ -155,7 +155,7 @@ def _mirror(name: str, kind: Kind, revision: str | None) -> Source:
     return Bucket(url, ignore="@*/*")  # its revisions lie in folders beside the files
 
 
-def _update(entry: Path, source: Source, kind: Kind, allow: Sequence[str] | None) -> Record:
+def _update(entry: Path, source: RemoteSource, kind: Kind, allow: Sequence[str] | None) -> CacheRecord:
     """Make the entry what the source has now."""
     listed = source.list()
     wanted = replace(listed, files=_select(listed, kind, allow))
@@ -165,7 +165,7 @@ def _update(entry: Path, source: Source, kind: Kind, allow: Sequence[str] | None
     return fill(entry, wanted, source)
 
 
-def _select(listed: Record, kind: Kind, allow: Sequence[str] | None) -> tuple[File, ...]:
+def _select(listed: CacheRecord, kind: Kind, allow: Sequence[str] | None) -> tuple[File, ...]:
     files = listed.files
     if allow is not None:
         files = tuple(file for file in files if _matches(file.name, allow))
@@ -210,7 +210,7 @@ def _visible_files(folder: Path) -> Iterator[str]:
             yield name.as_posix()
 
 
-def _put_marker(files: "AbstractFileSystem", path: str, record: Record) -> None:
+def _put_marker(files: "AbstractFileSystem", path: str, record: CacheRecord) -> None:
     files.pipe_file(f"{path}/{MARKER}", json.dumps(record.plain(), indent=1).encode())
 
 

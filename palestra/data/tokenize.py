@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from palestra.data.cache import held_alone
-from palestra.data.encoders import Encoded, Encoder
+from palestra.data.encoders import EncodedRow, Encoder
 from palestra.data.readers import Row, Shard, numbered_rows
 from palestra.data.steps.shards import carried_out
 from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
@@ -171,7 +171,7 @@ def _batches(shard: Shard, text_key: str) -> Iterator[list[tuple[int, Row]]]:
         yield batch
 
 
-def _encode(encoder: Encoder, shard: Shard, batch: list[tuple[int, Row]]) -> list[Encoded]:
+def _encode(encoder: Encoder, shard: Shard, batch: list[tuple[int, Row]]) -> list[EncodedRow]:
     try:
         encoded = encoder([row for _, row in batch])
     except PalestraError as error:
@@ -185,7 +185,7 @@ def _encode(encoder: Encoder, shard: Shard, batch: list[tuple[int, Row]]) -> lis
     return encoded
 
 
-def _mask(encoded: Encoded) -> np.ndarray:
+def _mask(encoded: EncodedRow) -> np.ndarray:
     if encoded.loss is None:
         return np.ones(len(encoded.tokens), bool)
     if len(encoded.loss) != len(encoded.tokens):

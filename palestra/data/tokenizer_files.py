@@ -22,7 +22,7 @@ GPT4_SHORT_DIGITS = (
 
 
 @dataclass(frozen=True)
-class Family:
+class PretokenizerFamily:
     """What surrounds the merges: the cuts, the normalizer, and whether a whole word in the vocabulary skips merging."""
 
     steps: tuple[dict[str, Any], ...]
@@ -39,10 +39,10 @@ def _split(expression: str) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "gpt-2": Family((_byte_level(use_regex=True),)),
-    "smollm": Family(({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))),
-    "llama-bpe": Family((_split(_LLAMA3), _byte_level(use_regex=False)), ignore_merges=True),
-    "qwen2": Family((_split(_QWEN2), _byte_level(use_regex=False)), normalizer={"type": "NFC"}),
+    "gpt-2": PretokenizerFamily((_byte_level(use_regex=True),)),
+    "smollm": PretokenizerFamily(({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))),
+    "llama-bpe": PretokenizerFamily((_split(_LLAMA3), _byte_level(use_regex=False)), ignore_merges=True),
+    "qwen2": PretokenizerFamily((_split(_QWEN2), _byte_level(use_regex=False)), normalizer={"type": "NFC"}),
 }
 
 

@@ -15,7 +15,7 @@ from palestra.runs.recorder import in_words
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore
 from palestra.search.results import Experiment, find_experiment, new_experiment, write_results
-from palestra.search.study import Proposal, Record, Study, last_promotion, level, promotion
+from palestra.search.study import Proposal, Study, TrialRecord, last_promotion, level, promotion
 from palestra.search.trials import (
     Rung,
     TrialOutcome,
@@ -139,7 +139,7 @@ class Search:
 
     # ---- what to run next
 
-    def _unfinished(self) -> list[Record]:
+    def _unfinished(self) -> list[TrialRecord]:
         """Trials that were running when the search was stopped or killed, those that had come further first."""
         found = []
         for record in self.study.records():
@@ -159,7 +159,7 @@ class Search:
             record = waiting.pop(0) if waiting else self._next(idle=not self.running)
             yield None if record is None else self._item(record)
 
-    def _next(self, *, idle: bool) -> Record | None:
+    def _next(self, *, idle: bool) -> TrialRecord | None:
         """By algorithm 2: a trial that goes on, else a new one; None while there is nothing but to wait."""
         records = self.study.records()
         rungs, moved = self._rungs(records)
@@ -170,7 +170,7 @@ class Search:
             sent = last_promotion(rungs, moved)
         return None if sent is None else self._send(*sent)
 
-    def _rungs(self, records: list[Record]) -> tuple[list[dict[int, float]], list[set[int]]]:
+    def _rungs(self, records: list[TrialRecord]) -> tuple[list[dict[int, float]], list[set[int]]]:
         """The scores at each rung, higher being better, and who went on from there or can go no further."""
         alive = [record for record in records if record.state != "failed"]
         count = max((rung + 1 for record in alive for rung in record.scores), default=0)
@@ -178,11 +178,11 @@ class Search:
         moved = [{r.number for r in alive if r.rung > k or r.state != "running"} for k in range(count)]
         return rungs, moved
 
-    def _send(self, number: int, rung: int) -> Record:
+    def _send(self, number: int, rung: int) -> TrialRecord:
         self.study.send(number, rung)
         return self.study.records()[number]
 
-    def new(self, number: int) -> Record:
+    def new(self, number: int) -> TrialRecord:
         """Store a new trial with values that fit together."""
         problem = ""
         for attempt in range(ATTEMPTS):
@@ -198,7 +198,7 @@ class Search:
 
     # ---- running
 
-    def _make(self, record: Record) -> Path:
+    def _make(self, record: TrialRecord) -> Path:
         spec = trial_spec(self.data, record.values, self.threads, pauses=self.asha is not None)
         return make_trial(self.experiment.trial(record.number), spec, self.experiment.info["command"]).path
 
@@ -207,7 +207,7 @@ class Search:
             return Rung(self.metric, "steps", None)
         return Rung(self.metric, self.asha.by, level(self.asha.grace, self.asha.reduction, rung))
 
-    def _item(self, record: Record) -> WorkItem:
+    def _item(self, record: TrialRecord) -> WorkItem:
         path, rung = self._make(record), self._rung(record.rung)
         if rung.level is not None:
             write_rung(path, rung.metric, rung.by, rung.level)
@@ -231,7 +231,7 @@ class Search:
             ended = TrialOutcome("failed", reason="it ended before its rung and nobody had asked it to")
         self._settle(record, ended)
 
-    def _settle(self, record: Record, ended: TrialOutcome) -> None:
+    def _settle(self, record: TrialRecord, ended: TrialOutcome) -> None:
         """Write down what a trial came to."""
         number = record.number
         if ended.state == "failed":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.runs.plot import PALETTE
-from palestra.search.study import Record
+from palestra.search.study import TrialRecord
 from palestra.spec.blocks import Axis
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ BLUE, RED = PALETTE[0], PALETTE[1]
 def search_plots(
     folder: Path,
     space: Mapping[str, Axis],
-    records: Sequence[Record],
-    order: Sequence[Record],
+    records: Sequence[TrialRecord],
+    order: Sequence[TrialRecord],
     metric: str,
     *,
     maximise: bool,
@@ -41,7 +41,7 @@ def search_plots(
     return paths
 
 
-def importances(space: Mapping[str, Axis], records: Sequence[Record]) -> dict[str, float]:
+def importances(space: Mapping[str, Axis], records: Sequence[TrialRecord]) -> dict[str, float]:
     """How strongly each field goes together with the score, 0 to 1, most first.
 
     The size of Spearman's rank correlation; of choices the correlation ratio η, over ranks of the score too. Scores are
@@ -65,7 +65,7 @@ def importances(space: Mapping[str, Axis], records: Sequence[Record]) -> dict[st
 
 
 def parallel_coordinates(
-    space: Mapping[str, Axis], order: Sequence[Record], metric: str, *, maximise: bool
+    space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximise: bool
 ) -> "Figure":
     """A line for every trial with a score, across one axis for each field and one for the score."""
     import numpy as np
@@ -104,7 +104,7 @@ def parallel_coordinates(
     return figure
 
 
-def importance_bars(space: Mapping[str, Axis], order: Sequence[Record], metric: str) -> "Figure":
+def importance_bars(space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str) -> "Figure":
     """A bar for every field."""
     found = importances(space, order)
     figure = _figure(6.4, 1.4 + 0.35 * len(found))
@@ -120,7 +120,7 @@ def importance_bars(space: Mapping[str, Axis], order: Sequence[Record], metric: 
     return figure
 
 
-def best_so_far(records: Sequence[Record], order: Sequence[Record], metric: str) -> "Figure":
+def best_so_far(records: Sequence[TrialRecord], order: Sequence[TrialRecord], metric: str) -> "Figure":
     """Every trial's last score by its number, and the best of those up to it."""
     from matplotlib.ticker import MaxNLocator
 

@@ -17,7 +17,7 @@ from palestra.runs import checkpoint
 from palestra.runs.run import Run
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 from palestra.search.plots import search_plots
-from palestra.search.study import Record
+from palestra.search.study import TrialRecord
 from palestra.search.trials import counted
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import SearchSpec
@@ -109,7 +109,7 @@ def _given(spec: ExperimentSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", exclude_unset=True)
 
 
-def ranked(records: Sequence[Record], *, maximise: bool) -> list[Record]:
+def ranked(records: Sequence[TrialRecord], *, maximise: bool) -> list[TrialRecord]:
     """Trials with a score, best first: complete ones before pruned ones, those of a higher rung before lower ones."""
     sign = -1.0 if maximise else 1.0
     scored = [(record, record.score) for record in records if record.score is not None]
@@ -117,7 +117,7 @@ def ranked(records: Sequence[Record], *, maximise: bool) -> list[Record]:
     return [record for record, _ in scored]
 
 
-def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, records: list[Record]) -> None:
+def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, records: list[TrialRecord]) -> None:
     """Write summary.json, trials.csv, best.yaml and the plots, then delete the checkpoints that are not kept."""
     metric, direction = search.goal(spec.kind)
     order = ranked(records, maximise=direction == "maximise")
@@ -147,7 +147,7 @@ def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSp
             _delete_checkpoints(experiment, records, order[: search.keep])
 
 
-def best_yaml(experiment: Experiment, spec: ExperimentSpec, best: Record, metric: str) -> str:
+def best_yaml(experiment: Experiment, spec: ExperimentSpec, best: TrialRecord, metric: str) -> str:
     """The best spec as a file for `palestra train`, with a word on what its score is worth."""
     seeds = ", ".join(map(str, spec.seeds))
     fresh = max(spec.seeds) + 1
@@ -167,7 +167,7 @@ def _by(spec: ExperimentSpec, search: SearchSpec) -> str:
     return next((unit for unit in ("frames", "tokens") if unit in spec.counts), "steps")
 
 
-def _row(record: Record, count: int) -> dict[str, Any]:
+def _row(record: TrialRecord, count: int) -> dict[str, Any]:
     return {
         "trial": record.number,
         "values": record.values,
@@ -179,7 +179,7 @@ def _row(record: Record, count: int) -> dict[str, Any]:
     }
 
 
-def _csv(records: Sequence[Record], keys: list[str], counts: dict[int, int], metric: str, by: str) -> str:
+def _csv(records: Sequence[TrialRecord], keys: list[str], counts: dict[int, int], metric: str, by: str) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["trial", *keys, metric, by, "state"])
@@ -194,7 +194,7 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list | dict) or value is None else value
 
 
-def _delete_checkpoints(experiment: Experiment, records: Sequence[Record], kept: Sequence[Record]) -> None:
+def _delete_checkpoints(experiment: Experiment, records: Sequence[TrialRecord], kept: Sequence[TrialRecord]) -> None:
     """Only the best keep theirs; all else of the other trials stays."""
     for record in records:
         if record in kept or not (experiment.trial(record.number) / "trial.json").exists():

@@ -31,7 +31,7 @@ REASON = "reason"
 
 
 @dataclass(frozen=True)
-class Record:
+class TrialRecord:
     """What the study knows of a trial."""
 
     number: int
@@ -68,7 +68,7 @@ class Study:
             storage=f"sqlite:///{folder / NAME}", study_name=STUDY, direction=self.direction, load_if_exists=True
         )
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[TrialRecord]:
         """All trials so far, by number."""
         return [_record(trial, self.search.space) for trial in self._study.get_trials(deepcopy=False)]
 
@@ -168,12 +168,12 @@ def _values(params: Mapping[str, Any], space: Mapping[str, Axis]) -> dict[str, A
     return {key: json.loads(params[key]) if axis.form == "choice" else params[key] for key, axis in space.items()}
 
 
-def _record(trial: "FrozenTrial", space: Mapping[str, Axis]) -> Record:
+def _record(trial: "FrozenTrial", space: Mapping[str, Axis]) -> TrialRecord:
     states = {"RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
     scores = dict(sorted(trial.intermediate_values.items()))
     last = list(scores.values())[-1] if scores else None
     failed = trial.state.name == "FAIL"
-    return Record(
+    return TrialRecord(
         number=trial.number,
         values=_values(trial.params, space),
         rung=trial.user_attrs[TARGET],

@@ -179,7 +179,7 @@ class Inputs(NamedTuple):
     """How far batch renormalization has warmed up."""
 
 
-class ActorCritic(OffPolicy):
+class TwinCritics(OffPolicy):
     """Twin critics and a policy that climbs them every `policy_delay` updates: SAC, CrossQ and TD3.
 
     A subclass makes `learned`, says what updates need (`inputs`) and what a step of the critics and one of the policy

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.algorithms.off_policy import ActorCritic, Inputs
+from palestra.control.algorithms.off_policy import Inputs, TwinCritics
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
@@ -114,7 +114,7 @@ class SacState(NamedTuple):
     seen: Tensor  # metrics of the policy's last update: it may have fewer than the critics
 
 
-class SAC(ActorCritic):
+class SAC(TwinCritics):
     """The learner."""
 
     supports = ("discrete", "box")

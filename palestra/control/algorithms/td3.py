@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.algorithms.off_policy import ActorCritic, Inputs
+from palestra.control.algorithms.off_policy import Inputs, TwinCritics
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
@@ -34,7 +34,7 @@ class Td3State(NamedTuple):
     seen: Tensor  # the policy's loss at its last update: it has fewer than the critics
 
 
-class TD3(ActorCritic):
+class TD3(TwinCritics):
     """The learner."""
 
     supports = ("box",)

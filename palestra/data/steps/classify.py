@@ -20,7 +20,7 @@ from palestra.data.steps.shards import (
     LEDGER,
     Compression,
     Drop,
-    Source,
+    ShardSource,
     Where,
     documents,
     each_shard,
@@ -189,7 +189,7 @@ class _Score:
                 yield {**row, self.column: scores}
 
 
-def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: Source) -> dict[str, Any]:
+def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: ShardSource) -> dict[str, Any]:
     """The features of a shard's documents, into a file; runs in a worker."""
     buckets, values, sizes, held, dropped = [], [], [], [], 0
     for row in documents(source, text_key):

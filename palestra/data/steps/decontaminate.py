@@ -15,7 +15,7 @@ import numpy as np
 
 from palestra.data.duplicates import ngram_hashes, word_hashes
 from palestra.data.readers import Row
-from palestra.data.steps.shards import LEDGER, Compression, Drop, Source, Where, each_shard, map_documents, sources
+from palestra.data.steps.shards import LEDGER, Compression, Drop, ShardSource, Where, each_shard, map_documents, sources
 from palestra.errors import UsageError
 from palestra.runs.store import written
 from palestra.spec.model import Execution
@@ -131,7 +131,9 @@ def load_index(folder: str) -> Index:
     return Index(hashes, texts, sizes, json.loads((path / "places.json").read_text()))
 
 
-def _index(out: Path, folder: Path, name: str, given: list[Source], n: int, fields: list[str] | None) -> dict[str, Any]:
+def _index(
+    out: Path, folder: Path, name: str, given: list[ShardSource], n: int, fields: list[str] | None
+) -> dict[str, Any]:
     """Write the index of one set, unless an earlier attempt has; says how many texts it has."""
     parts = each_shard(out, folder.name, given, partial(_part, folder, n, fields), workers=1)
     if not any(part["texts"] for part in parts):
@@ -159,7 +161,7 @@ def _index(out: Path, folder: Path, name: str, given: list[Source], n: int, fiel
     return {**sums, "ngrams": len(joined)}
 
 
-def _part(folder: Path, n: int, fields: list[str] | None, source: Source) -> dict[str, Any]:
+def _part(folder: Path, n: int, fields: list[str] | None, source: ShardSource) -> dict[str, Any]:
     hashes, sizes, places, rows, short = [], [], [], 0, 0
     for made, _, row in source.rows():
         rows += 1

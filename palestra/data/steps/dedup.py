@@ -42,7 +42,7 @@ from palestra.data.steps.shards import (
     ByShard,
     Compression,
     Drop,
-    Source,
+    ShardSource,
     Where,
     documents,
     each_shard,
@@ -63,7 +63,7 @@ NOTHING_NEW = "nothing new"
 
 
 @dataclass
-class Job:
+class DedupJob:
     """What both have in common: the phases, and what lies between them in the ledger."""
 
     step: str
@@ -74,7 +74,7 @@ class Job:
     split: str | None
     compression: Compression
     workers: int
-    given: list[Source] = field(init=False)
+    given: list[ShardSource] = field(init=False)
 
     def __post_init__(self) -> None:
         self.given = sources(self.source, split=self.split)
@@ -217,7 +217,7 @@ def kept_parts(separator: str, numbers: Numbers, rows: Iterator[Row]) -> Iterato
     numbers.all_seen(index)
 
 
-def _hash_shard(folder: Path, text_key: str, hashed: Hashed, source: Source) -> dict[str, Any]:
+def _hash_shard(folder: Path, text_key: str, hashed: Hashed, source: ShardSource) -> dict[str, Any]:
     """The hashes of a shard's texts; runs in a worker."""
     with written(hash_file(folder, source.number)) as file:
         for array in hashed(texts(source, text_key)):
@@ -230,7 +230,7 @@ def hash_file(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.bin"
 
 
-def texts(source: Source, text_key: str) -> Iterator[str]:
+def texts(source: ShardSource, text_key: str) -> Iterator[str]:
     """The texts of a shard that can be written again; the phases number these."""
     for row in documents(source, text_key):
         if not isinstance(row, Drop) and _writable(row["text"]):
@@ -271,7 +271,7 @@ def dedup_exact(
     """
     if of not in get_args(Of):
         raise UsageError(f"dedup_exact: of is {of!r}; it can be {', '.join(get_args(Of))}")
-    job = Job("dedup_exact", out, source, {"of": of}, text_key, split, compression, workers)
+    job = DedupJob("dedup_exact", out, source, {"of": of}, text_key, split, compression, workers)
 
     def decide() -> dict[str, Any]:
         count = sum(job.counts(DIGEST_BYTES))
@@ -313,7 +313,7 @@ def dedup_fuzzy(
         raise UsageError(f"dedup_fuzzy: threshold is {threshold}; give a similarity above 0, at most 1, or null")
     shingles, minhash = Shingles(shingle, unit, seed), MinHash(bands, rows, seed)
     about = {"bands": bands, "rows": rows, "shingle": shingle, "unit": unit, "threshold": threshold, "seed": seed}
-    job = Job("dedup_fuzzy", out, source, about, text_key, split, compression, workers)
+    job = DedupJob("dedup_fuzzy", out, source, about, text_key, split, compression, workers)
     bytes_each = KEY_BYTES * bands
 
     def decide() -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _band_keys(shingles: Shingles, minhash: MinHash, texts: Iterator[str]) -> It
         yield of(pieces, begins)
 
 
-def _keys_by_band(job: Job, bands: int) -> Keys:
+def _keys_by_band(job: DedupJob, bands: int) -> Keys:
     """The keys of all documents, (bands, documents), in a file."""
     count = sum(job.counts(KEY_BYTES * bands))
     path = job.folder(HASHES) / "keys.npy"
@@ -373,7 +373,7 @@ def _keys_by_band(job: Job, bands: int) -> Keys:
     return keys
 
 
-def _similarity(job: Job, shingles: Shingles, chosen: np.ndarray, bands: int) -> Callable[[int, int], float]:
+def _similarity(job: DedupJob, shingles: Shingles, chosen: np.ndarray, bands: int) -> Callable[[int, int], float]:
     """The Jaccard similarity of two of the chosen documents, whose shingles are written to files first."""
     counts, path = job.counts(KEY_BYTES * bands), job.folder(SETS) / "chosen.npy"
     with written(path) as file:
@@ -394,7 +394,9 @@ def _similarity(job: Job, shingles: Shingles, chosen: np.ndarray, bands: int) ->
     return lambda left, right: jaccard(shingles_of(left), shingles_of(right))
 
 
-def _write_sets(folder: Path, text_key: str, shingles: Shingles, begins: list[int], source: Source) -> dict[str, Any]:
+def _write_sets(
+    folder: Path, text_key: str, shingles: Shingles, begins: list[int], source: ShardSource
+) -> dict[str, Any]:
     """The shingles of those texts of a shard that are chosen; runs in a worker."""
     chosen = np.load(folder / "chosen.npy", mmap_mode="r")[begins[source.number] :]
     lengths = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from palestra.data.cache import File, Miss, Record, Source, fetch_files
+from palestra.data.cache import CacheRecord, File, Miss, RemoteSource, fetch_files
 from palestra.data.remote import Bucket
 from palestra.data.sources import URL, places_of
 from palestra.data.steps.shards import FILES, LEDGER, same_recipe, write_counts
@@ -49,7 +49,7 @@ def download(
     write_counts(out, "download", [{"seconds": time.perf_counter() - began}], **more)
 
 
-def _listed(url: str, revision: str | None) -> tuple[Source, Record]:
+def _listed(url: str, revision: str | None) -> tuple[RemoteSource, CacheRecord]:
     """The place that has it, and what it has."""
     local = os.path.expanduser(url)
     if revision is not None and (URL.fullmatch(url) or os.path.exists(local)):

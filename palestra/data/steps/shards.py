@@ -43,7 +43,7 @@ GROUPED_BYTES, FEWEST_GROUPS = 64 << 20, 64
 
 
 @dataclass(frozen=True)
-class Source:
+class ShardSource:
     """A shard of a step's source."""
 
     number: int
@@ -67,7 +67,7 @@ class Source:
                 yield f"{label}:{number}", file.place(number), row
 
 
-def sources(where: Where, *, split: str | None = None) -> list[Source]:
+def sources(where: Where, *, split: str | None = None) -> list[ShardSource]:
     """The shards of files, folders, patterns, URLs or the outputs of steps; small files are taken together.
 
     At most 64 MB and a 64th of all bytes are taken together, so that enough shards are left to share out.
@@ -84,13 +84,18 @@ def sources(where: Where, *, split: str | None = None) -> list[Source]:
         groups[-1].append(index)
         room -= file.size
     return [
-        Source(number, tuple(files[i] for i in group), tuple(labels[i] for i in group))
+        ShardSource(number, tuple(files[i] for i in group), tuple(labels[i] for i in group))
         for number, group in enumerate(groups)
     ]
 
 
 def each_shard(
-    out: Path, phase: str, given: Sequence[Source], function: Callable[[Source], Mapping[str, Any]], *, workers: int
+    out: Path,
+    phase: str,
+    given: Sequence[ShardSource],
+    function: Callable[[ShardSource], Mapping[str, Any]],
+    *,
+    workers: int,
 ) -> list[dict[str, Any]]:
     """What `function` says of each shard, in order; those that an earlier attempt did are not done again.
 
@@ -164,7 +169,7 @@ def _note(ledger: Path, number: int) -> Path:
     return ledger / f"{number:05}.json"
 
 
-def _noted(ledger: Path, source: Source) -> dict[str, Any] | None:
+def _noted(ledger: Path, source: ShardSource) -> dict[str, Any] | None:
     path = _note(ledger, source.number)
     if not path.exists():
         return None
@@ -260,7 +265,7 @@ def map_documents(
     return write_counts(out, step, said, **more)
 
 
-def documents(source: Source, text_key: str = "text") -> Iterator[Row | Drop]:
+def documents(source: ShardSource, text_key: str = "text") -> Iterator[Row | Drop]:
     """The rows of a shard as documents, `{"id", "text", …}`; a `Drop` stands for one without text."""
     for made, place, row in source.rows(text_key):
         if text_key not in row:
@@ -275,7 +280,7 @@ def documents(source: Source, text_key: str = "text") -> Iterator[Row | Drop]:
         yield {"id": _id(row, made), "text": text, **rest}
 
 
-def plain_rows(source: Source) -> Iterator[Row]:
+def plain_rows(source: ShardSource) -> Iterator[Row]:
     """The rows of a shard as they are, with an `id` first."""
     for made, _, row in source.rows():
         yield {"id": _id(row, made), **{key: value for key, value in row.items() if key != "id"}}
@@ -303,7 +308,7 @@ def row_writer(path: Path, compression: Compression = "none") -> Iterator[Callab
 
 
 def _do(
-    out: Path, work: Work | ByShard, text_key: str | None, compression: Compression, source: Source
+    out: Path, work: Work | ByShard, text_key: str | None, compression: Compression, source: ShardSource
 ) -> dict[str, Any]:
     """Do one shard; runs in a worker."""
     began = time.perf_counter()

@@ -15,7 +15,7 @@ from palestra.data.steps.shards import (
     ByShard,
     Compression,
     Drop,
-    Source,
+    ShardSource,
     Where,
     each_shard,
     map_documents,
@@ -210,7 +210,7 @@ class _Keep:
         return self.equals_left >= 0
 
 
-def _scores(out: Path, by: str, rules: tuple[Rule, ...], source: Source) -> dict[str, Any]:
+def _scores(out: Path, by: str, rules: tuple[Rule, ...], source: ShardSource) -> dict[str, Any]:
     """The scores of a shard's rows that satisfy the rules, into a file; runs in a worker."""
     found = [_score(row, by) for row in plain_rows(source) if all(rule.holds(row) for rule in rules)]
     with written(_scores_file(out, source)) as file:
@@ -218,7 +218,7 @@ def _scores(out: Path, by: str, rules: tuple[Rule, ...], source: Source) -> dict
     return {"scored": len(found)}
 
 
-def _best(out: Path, given: Sequence[Source], fraction: float) -> Best:
+def _best(out: Path, given: Sequence[ShardSource], fraction: float) -> Best:
     """The threshold over all shards; eight bytes a row are held."""
     scores = [np.load(_scores_file(out, one)) for one in given]
     joined = np.concatenate(scores)
@@ -234,7 +234,7 @@ def _best(out: Path, given: Sequence[Source], fraction: float) -> Best:
     return Best(threshold, tuple(equals))
 
 
-def _scores_file(out: Path, source: Source) -> Path:
+def _scores_file(out: Path, source: ShardSource) -> Path:
     return out / LEDGER / SCORES / f"{source.number:05}.npy"
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.generate.engine.request import MOST_ENDS, Alternatives, Job, Sample
+from palestra.generate.engine.request import MOST_ENDS, Alternatives, EngineJob, Sample
 from palestra.generate.engine.sampler import Needs, Settings, sample
 
 APART = 0x9E3779B97F4A7C15
@@ -186,7 +186,7 @@ class Scheduler:
 
     def __init__(self, rows: int, block: int):
         self.most, self.block = rows, block
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[EngineJob] = deque()
         """Jobs with samples that have not started."""
         self.rows: list[Sample] = []
         self._turn = 0
@@ -227,7 +227,7 @@ class Scheduler:
                 self._turn = 0
         return admitted
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: EngineJob) -> None:
         """Start no more samples of a job."""
         if job in self.waiting:
             if self.waiting[0] is job:

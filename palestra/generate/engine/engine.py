@@ -19,8 +19,8 @@ from palestra.generate.engine.kv_cache import BLOCK, Segment
 from palestra.generate.engine.request import (
     Alternatives,
     EngineFailed,
+    EngineJob,
     GrowingText,
-    Job,
     PromptTooLong,
     QueueFull,
     Sample,
@@ -74,9 +74,9 @@ class Engine:
         self._runner = _runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
         self._scheduler = Scheduler(self.slots, BLOCK)
-        self._jobs: dict[str, Job] = {}
-        self._new: list[Job] = []
-        self._aborted: list[Job] = []
+        self._jobs: dict[str, EngineJob] = {}
+        self._new: list[EngineJob] = []
+        self._aborted: list[EngineJob] = []
         self._inbox = threading.Lock()
         self._turns = _Turns()
         self._paused = False
@@ -241,14 +241,14 @@ class Engine:
             if self._jobs.get(job.id) is job:
                 self._abort(job)
 
-    def _abort(self, job: Job) -> None:
+    def _abort(self, job: EngineJob) -> None:
         self._scheduler.withdraw(job)
         for sample in [sample for sample in self._scheduler.rows if sample.job is job]:
             self._end(sample, len(sample.tokens), "", StopReason.ABORT)
         for index in range(job.started, job.request.n):
             self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
 
-    def _growing_text(self, job: Job) -> GrowingText | None:
+    def _growing_text(self, job: EngineJob) -> GrowingText | None:
         return None if self.tokenizer is None else GrowingText(self.tokenizer, job.sampling.stop)
 
     def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:

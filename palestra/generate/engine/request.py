@@ -134,7 +134,7 @@ class TokenSink(Protocol):
 
 
 @dataclass(eq=False)
-class Job:
+class EngineJob:
     """A request at work."""
 
     id: str
@@ -157,7 +157,7 @@ class Job:
         """How its tokens are drawn."""
         return self.request.sampling
 
-    def same_prompt(self, other: "Job") -> bool:
+    def same_prompt(self, other: "EngineJob") -> bool:
         """Whether both go on from the same tokens."""
         return self is other or (self.key == other.key and self.request.prompt == other.request.prompt)
 
@@ -166,7 +166,7 @@ class Job:
 class Sample:
     """One of a request's generations, in a row of the batch."""
 
-    job: Job
+    job: EngineJob
     index: int
     row: int
     age: int
@@ -207,7 +207,9 @@ class Sample:
         return Chunk(self.index, tokens, logprobs, versions, text, reason, top)
 
 
-def checked(request: Request, sink: TokenSink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool) -> Job:
+def checked(
+    request: Request, sink: TokenSink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool
+) -> EngineJob:
     """A job for a request that can be done; what cannot is refused by name."""
     sampling, prompt = request.sampling, request.prompt
     if len(prompt) >= context:
@@ -250,4 +252,4 @@ def checked(request: Request, sink: TokenSink, *, vocab: int, context: int, eos:
     # No more than there can be, and a number that fits the rows' tensors.
     request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    return Job(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))
+    return EngineJob(request.id or secrets.token_hex(8), request, sink, seed, ends, limit, hash(prompt))
