@@ -10,7 +10,7 @@ INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --pyth
 # What failed beside other tests is asked once more, alone: a busy machine is no defect, one that fails twice is.
 AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
-.PHONY: quickstart test test-all lint docs bench clean
+.PHONY: quickstart test test-all lint docs bench dist clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
@@ -47,6 +47,12 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/uv
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/uv
 	$(INSTALL) -e '.[dev]'
 	touch $(VENV)/.train $@
+
+# What a release consists of: the wheel, its sources and the manual.
+dist: $(VENV)/.dev
+	$(INSTALL) build
+	$(BIN)/python -m build --installer uv --outdir dist
+	$(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) site dist

@@ -81,6 +81,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_configure() -> None:
     """Workers of pools in this process are forked too, and runs draw no pictures unless asked."""
     zygote.install()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Files that take long are begun first: at the end no process waits for another's.

@@ -143,11 +143,11 @@ def test_run_stopped_by_sigterm_saves_there_and_resumes_equal(lab):
     kind, changes = case_of(lab, "pretrain")
     reference = lab.run(kind, **changes, name="reference")
     (lab.path / "stop").write_text("7")
-    with pytest.raises(Interrupted, match="stopped at step 8 with everything saved; continue with: palestra train"):
+    with pytest.raises(Interrupted, match="stopped at step 7 with everything saved; continue with: palestra train"):
         lab.run(kind, **changes, name="stopped")
     stopped = open_run("stopped", lab.root)
     assert stopped.state == "interrupted"
-    assert metas(session_of(stopped))[-1].step == 8
+    assert metas(session_of(stopped))[-1].step == 7
     lab.resume("stopped")
     assert_equal_runs(stopped, reference)
 

@@ -116,6 +116,7 @@ def test_problems_end_in_one_paragraph_with_lines(graph):
         assert "graph.yaml:" in said.stderr
 
 
+@pytest.mark.slow
 def test_training_step_that_is_killed_goes_on_to_the_same_numbers(scratch):
     spec = {**SHORT, "train": {"frames": 16 * 128}}
     specs = {"name": "kill", "kind": "pipeline", "prefix": "out", "steps": {"train": {"spec": spec}}}

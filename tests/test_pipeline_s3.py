@@ -188,6 +188,7 @@ def test_failed_step_of_a_bucket_is_refused_elsewhere_too(s3, tmp_path, monkeypa
         run([bad], open_outputs(f"s3://{s3.bucket}/prefix"))
 
 
+@pytest.mark.slow
 def test_report_of_a_bucket_tells_elsewhere_what_it_tells_where_the_steps_ran(s3, tmp_path, monkeypatch, pictures):
     (tmp_path / "books.jsonl").write_text('{"text": "' + "word " * 30 + '"}\n{"text": "short"}\n')
     small = {**SHORT, "train": {"frames": 3 * 128}}

@@ -87,5 +87,5 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
     steps = data["steps"]
     steps["other"] = {"use": "train_tokenizer", "with": {**steps["vocabulary"]["with"], "vocab_size": 264}}
     steps["pretrain"]["spec"]["model"]["tokenizer"] = "step:other"
-    with pytest.raises((UsageError, PalestraError), match="was tokenised with"):
+    with pytest.raises((UsageError, PalestraError), match="was tokenized with"):
         run(load_pipeline(data).steps, Outputs(tmp_path / "out"))
