@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -58,6 +58,8 @@ class LoopThread:
         except TimeoutError:
             log.warning("a workflow blocks the event loop or ignores its cancellation: its thread is left behind")
             return
+        except CancelledError:  # by an earlier call, which was left behind and has come to its turn
+            pass
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
