@@ -48,7 +48,7 @@ def test_import_path_of_a_registered_id_makes_that():
         ({"id": "hanging_envs:np"}, "has no environment 'np'"),
         ({"id": "hanging_envs:Hanging", "kwargs": {"no": 1}}, "could not be made with"),
         ({"id": "collections:OrderedDict"}, "must make a gymnasium.Env, it made a OrderedDict"),
-        ({"id": "hanging_envs:Hanging", "vectorize": "vector"}, "no vectorised form"),
+        ({"id": "hanging_envs:Hanging", "vectorize": "vector"}, "no vectorized form"),
     ],
 )
 def test_import_path_that_is_wrong_is_an_error_of_the_spec(given, said):
@@ -103,6 +103,6 @@ def test_run_whose_environment_hangs_in_reset_fails_and_names_it(tmp_path, way):
         "train": {"frames": 1000, "compile": "off"},
         "eval": {"episodes": 1, "num_envs": 1},
     }
-    with pytest.raises(EnvironmentHung, match="hanging_envs:Hanging hangs: environment 0 did not come back from res"):
+    with pytest.raises(EnvironmentHung, match="hanging_envs:Hanging hangs: environment 0 did not return from res"):
         palestra.run(spec, root=tmp_path, quiet=True)
     assert palestra.open_run("hangs", tmp_path).state == "failed"
