@@ -1,4 +1,4 @@
-"""What is done to observations and rewards before they are learned from; what is stored and logged stays raw.
+"""Normalization and clipping of observations and rewards; what is stored and logged stays raw.
 
 Observations and rewards are kept as the environment gave them and scaled where they are used. So a replay memory never
 holds numbers of old statistics, a final observation is scaled as every other one, and logged returns are the
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.rl.normalize import RewardScale, RunningMeanStd
+from palestra.rl.normalize import Moments, RewardScale
 from palestra.spec.kinds.control import EnvSpec
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
@@ -47,12 +47,11 @@ class ObsScale(nn.Module):
 
         The buffers are written in place: a compiled graph that reads them sees the new values.
         """
-        statistics = RunningMeanStd(self.mean.shape, self.mean.device)
-        statistics.load_state_dict({"mean": self.mean, "var": self.var, "count": self.count})
-        statistics.update(obs.to(self.mean.device), None if valid is None else valid.to(self.mean.device))
-        self.mean.copy_(statistics.mean)
-        self.var.copy_(statistics.var)
-        self.count.copy_(statistics.count)
+        device = self.mean.device
+        moments = Moments(self.mean, self.var, self.count)
+        merged = moments.merged(obs.to(device), None if valid is None else valid.to(device))
+        for buffer, new in zip(moments, merged, strict=True):
+            buffer.copy_(new)
 
 
 def obs_scale(spec: EnvSpec, obs_shape: Sequence[int]) -> ObsScale | None:
