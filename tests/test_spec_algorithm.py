@@ -120,12 +120,12 @@ def test_kl_k1_in_the_loss_is_a_problem_and_in_the_reward_is_not():
     assert reasons(preset="grpo", kl={"where": "reward", "estimator": "k1"}) == {}
 
 
-def test_correction_with_anchor_behaviour_is_a_problem():
+def test_correction_with_anchor_behavior_is_a_problem():
     assert list(reasons(preset="grpo", correction={"type": "mask"})) == ["correction"]
 
 
-def test_anchor_recomputed_brings_behaviour_weights_unless_told_otherwise():
-    """AReaL: a decoupled loss without its rejection setting had no behaviour weights at all, and nobody was told."""
+def test_anchor_recomputed_brings_behavior_weights_unless_told_otherwise():
+    """AReaL: a decoupled loss without its rejection setting had no behavior weights at all, and nobody was told."""
     spec = AlgorithmSpec.model_validate({"preset": "grpo", "anchor": "recomputed"})
     assert spec.correction.model_dump() == {"type": "truncate", "high": 2.0, "level": "token"}
     assert spec.needs_anchor

@@ -199,7 +199,7 @@ def test_control_steps_are_the_fewest_that_hold_all_frames(horizon, num_envs, fr
     spec = ControlSpec.model_validate(
         MINIMAL
         | {"env": {"id": "x", "num_envs": num_envs}, "train": {"frames": frames}}
-        | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalise_advantages": False}}
+        | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalize_advantages": False}}
     )
     assert (spec.steps - 1) * batch < frames <= spec.steps * batch
     assert spec.updates == 4 * spec.steps

@@ -75,7 +75,7 @@ class Asked:
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
-    """Evaluate with every seed of the spec, then summarise."""
+    """Evaluate with every seed of the spec, then summarize."""
     device = device_of(spec)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)

@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "scale": "group_std",
         "trust": {"type": "clip", "low": 0.2, "high": 0.28},
         "aggregation": "token",
-        "truncated": {"type": "penalise", "buffer": 0.2, "factor": 1.0},
+        "truncated": {"type": "penalize", "buffer": 0.2, "factor": 1.0},
         "filters": {"zero_variance": True},
     },
     # GSPO, Zheng et al. 2025, arXiv 2507.18071, with the bounds of its experiments.
@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE of whole answers, so that every token weighs the
     # same whatever the answer's length. For learned rewards it also takes β·k1 off the reward (`kl`).
     "rloo": {"baseline": "leave_one_out", "scale": "none", "trust": {"type": "none"}, "aggregation": "constant"},
-    # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalised over the whole batch; β for mathematics.
+    # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalized over the whole batch; β for mathematics.
     "reinforce_pp": {
         "baseline": "batch",
         "scale": "batch_std",
@@ -187,7 +187,7 @@ class NoCorrectionSpec(Model):
 
 
 class TruncateSpec(Model):
-    """Tokens are weighted by min(ρ, high), ρ being anchor / behaviour (truncated importance sampling)."""
+    """Tokens are weighted by min(ρ, high), ρ being anchor / behavior (truncated importance sampling)."""
 
     type: Literal["truncate"]
     """What becomes of the weights."""
@@ -211,7 +211,7 @@ class MaskSpec(Model):
 
 
 class BinaryKlMaskSpec(Model):
-    """Tokens are weighted by ρ where the binary KL between anchor and behaviour is small both ways (KPop)."""
+    """Tokens are weighted by ρ where the binary KL between anchor and behavior is small both ways (KPop)."""
 
     type: Literal["binary_kl"]
     """What becomes of the weights."""
@@ -247,10 +247,10 @@ class MaskTruncatedSpec(Model):
     """What becomes of them."""
 
 
-class PenaliseSpec(Model):
+class PenalizeSpec(Model):
     """Answers lose reward as they near the limit on new tokens (DAPO's soft overlong punishment)."""
 
-    type: Literal["penalise"]
+    type: Literal["penalize"]
     """What becomes of them."""
     buffer: float = Field(default=0.2, gt=0, le=1)
     """The last part of max_new_tokens, over which the loss grows from 0, as a fraction."""
@@ -258,7 +258,7 @@ class PenaliseSpec(Model):
     """What an answer loses that was cut off."""
 
 
-TruncatedSpec = KeepSpec | MaskTruncatedSpec | PenaliseSpec
+TruncatedSpec = KeepSpec | MaskTruncatedSpec | PenalizeSpec
 
 
 class FiltersSpec(Model):
@@ -286,7 +286,7 @@ class CriticSpec(Model):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """The discount a token (γ)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of generalised advantage estimation, or what `lam_strategy` makes it of."""
+    """λ of generalized advantage estimation, or what `lam_strategy` makes it of."""
     lam_strategy: Literal["constant", "length", "position"] = "constant"
     """λ = lam; 1 - 1 / (lam · n) for n trained tokens (VAPO, arXiv 2504.05118); or lam ** (1 / (n - 1)), AReaL's."""
     returns_lam: float | None = Field(default=None, ge=0, le=1)
@@ -310,12 +310,12 @@ class AlgorithmSpec(Model):
     """After all else bring the advantages of all trained tokens to mean 0 and standard deviation 1."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio π / anchor of each token, or its geometric mean over each answer."""
-    anchor: Literal["behaviour", "recomputed"] = "behaviour"
+    anchor: Literal["behavior", "recomputed"] = "behavior"
     """What the policy is compared with: what drew the tokens, or the policy at the start of the batch."""
     trust: Annotated[TrustSpec, Field(discriminator="type")] = NoTrustSpec(type="none")
     """What holds the policy near the anchor."""
     correction: Annotated[CorrectionSpec, Field(discriminator="type")] = NoCorrectionSpec(type="none")
-    """Weights that make up for anchor ≠ behaviour; with a recomputed anchor truncated at 2 unless you say otherwise."""
+    """Weights that make up for anchor ≠ behavior; with a recomputed anchor truncated at 2 unless you say otherwise."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
     """What weighs the same: each token, answer or prompt; or each token, divided by answers · max_new_tokens."""
     kl: KlSpec = KlSpec()
@@ -323,7 +323,7 @@ class AlgorithmSpec(Model):
     entropy: float = Field(default=0.0, ge=0)
     """Entropy bonus coefficient."""
     log_ratio_penalty: float = Field(default=0.0, ge=0)
-    """τ of τ·(log π / behaviour)², added to the loss of each token; prime-rl has 1e-3."""
+    """τ of τ·(log π / behavior)², added to the loss of each token; prime-rl has 1e-3."""
     truncated: Annotated[TruncatedSpec, Field(discriminator="type")] = KeepSpec(type="keep")
     """What becomes of answers that were cut off."""
     filters: FiltersSpec = FiltersSpec()
@@ -366,8 +366,8 @@ class AlgorithmSpec(Model):
     def problems(self) -> list[Conflict]:
         """What does not fit together."""
         found = [Conflict(("kl", *path), reason) for path, reason in _kl_problems(self.kl)]
-        if self.correction.type != "none" and self.anchor == "behaviour":
-            reason = "expected type: none, because with `anchor: behaviour` the ratio has these weights in it already"
+        if self.correction.type != "none" and self.anchor == "behavior":
+            reason = "expected type: none, because with `anchor: behavior` the ratio has these weights in it already"
             found.append(Conflict(("correction",), reason))
         if self.ratio == "sequence" and self.aggregation != "sequence":
             reason = "expected sequence, because `ratio: sequence` gives each answer one loss"

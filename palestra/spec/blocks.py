@@ -9,15 +9,15 @@ from pydantic_core import PydanticCustomError
 from palestra.spec.model import Model
 from palestra.spec.words import Words
 
-Direction = Literal["maximise", "minimise"]
+Direction = Literal["maximize", "minimize"]
 METRICS: dict[str, tuple[str, Direction]] = {
-    "control": ("eval/return", "maximise"),
-    "pretrain": ("eval/loss", "minimise"),
-    "sft": ("eval/loss", "minimise"),
-    "dpo": ("eval/loss", "minimise"),
-    "reward_model": ("eval/loss", "minimise"),
-    "posttrain": ("eval/accuracy", "maximise"),
-    "distill": ("eval/accuracy", "maximise"),
+    "control": ("eval/return", "maximize"),
+    "pretrain": ("eval/loss", "minimize"),
+    "sft": ("eval/loss", "minimize"),
+    "dpo": ("eval/loss", "minimize"),
+    "reward_model": ("eval/loss", "minimize"),
+    "posttrain": ("eval/accuracy", "maximize"),
+    "distill": ("eval/accuracy", "maximize"),
 }
 """What the checkpoints of a kind are compared by; a kind that is not here must say its metric."""
 

@@ -19,6 +19,7 @@ from palestra.spec.kinds import spec_type
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import resolved
 from palestra.spec.model import Cadence, plain, split
+from palestra.spec.renames import original
 from palestra.spec.source import Origin, Tree
 from palestra.spec.validate import SpecError, validate
 
@@ -54,7 +55,7 @@ def _goal_conflicts(spec: ExperimentSpec, search: SearchSpec) -> Iterator[tuple[
     if search.metric is None and own is None:
         yield ("metric",), f"missing; kind {spec.kind} has no metric that its trials are compared by: name one"
     elif search.metric not in (None, own) and search.direction is None:
-        yield ("direction",), f"missing; expected 'maximise' or 'minimise', for {search.metric}"
+        yield ("direction",), f"missing; expected 'maximize' or 'minimize', for {search.metric}"
     if search.pruner is None:
         return
     asha, at = search.pruner.asha, ("pruner", "asha")
@@ -326,7 +327,7 @@ def run_name(run: ExperimentSpec, sweep: SweepSpec, at: Mapping[str, Any]) -> st
 def identity(run: ExperimentSpec) -> str:
     """The sha256 of all that comes of a run depends on: neither its name nor where and how it is carried out."""
     known = {key: value for key, value in split(run, plain(run)).counted.items() if key != "name"}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(original(known), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _word(name: str, axis: SweepAxis, value: Any) -> str:

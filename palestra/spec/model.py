@@ -188,7 +188,7 @@ class Cadence:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """Validated from text or from a Cadence; serialised to text in JSON and YAML."""
+        """Validated from text or from a Cadence; serialized to text in JSON and YAML."""
         return core_schema.no_info_plain_validator_function(
             cls._validate,
             serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),

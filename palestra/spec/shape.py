@@ -52,7 +52,7 @@ class MoESpec(Model):
     """The gate of an expert: SiLU, or none (bilinear)."""
     shared: int = Field(default=0, ge=0)
     """How many experts every token goes to besides the routed ones."""
-    normalise: bool = True
+    normalize: bool = True
     """Bring the weights of a token's chosen experts to sum 1."""
     balance: float = Field(default=0.0, ge=0)
     """The weight of the load-balance loss (Switch Transformer, equation 4), taken over each sequence."""

@@ -251,7 +251,7 @@ def _number(text: str) -> int | float:
     if text.lower().lstrip("+-") in (".inf", ".nan"):
         return float(text.lower().replace(".", ""))
     number = float(text)
-    # `frames: 2e5` is meant as a whole number; beyond 2**53 a float no longer tells neighbouring ones apart.
+    # `frames: 2e5` is meant as a whole number; beyond 2**53 a float no longer tells neighboring ones apart.
     if "e" in text.lower() and number.is_integer() and abs(number) < 2**53:
         return int(number)
     return number

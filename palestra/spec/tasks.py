@@ -108,7 +108,7 @@ class PoolSpec(Model):
     low: float = Field(default=0.2, ge=0, le=1)
     """Prompts solved less often than this are hard."""
     high: float = Field(default=0.8, ge=0, le=1)
-    """Prompts solved more often than this are easy; those between are favoured."""
+    """Prompts solved more often than this are easy; those between are favored."""
     outside: float = Field(default=0.2, ge=0, le=1)
     """The weight of easy and hard prompts, relative to those between and to those not tried yet."""
     drop: float | None = Field(default=1.0, ge=0, le=1)

@@ -18,21 +18,21 @@ class EnvSpec(Model):
     num_envs: int = Field(default=4, ge=1)
     """How many copies are stepped together (N)."""
     vectorize: Literal["auto", "vector", "sync", "async"] = "auto"
-    """How they run: the environment's own vectorised form, one after the other, in processes, or the best there is."""
+    """How they run: the environment's own vectorized form, one after the other, in processes, or the best there is."""
     kwargs: dict[str, JsonValue] = Field(default={})
     """Arguments for gymnasium.make."""
     module: Module | None = None
     """A module imported first, so that it can register environments."""
     frame_stack: int | None = Field(default=None, ge=2)
     """Give the policy so many of the last observations, one after the other on a new first dimension."""
-    normalise_obs: bool = False
+    normalize_obs: bool = False
     """Bring observations to mean 0 and standard deviation 1, by running statistics that the policy carries with it."""
     clip_obs: float = Field(default=10.0, gt=0)
-    """How far a normalised observation may be from 0."""
-    normalise_reward: bool = False
+    """How far a normalized observation may be from 0."""
+    normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return; logged returns stay raw."""
     clip_reward: float | None = Field(default=None, gt=0)
-    """How far a reward that is learned from may be from 0, after normalisation; null does not clip."""
+    """How far a reward that is learned from may be from 0, after normalization; null does not clip."""
     reset_timeout: float = Field(default=60.0, gt=0)
     """Seconds after which an environment that does not answer is taken for hung and named."""
 
@@ -70,7 +70,7 @@ class NetSpec(Model):
     activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
     """The nonlinearity between layers."""
     layer_norm: bool = False
-    """Layer normalisation before the nonlinearity of each hidden layer."""
+    """Layer normalization before the nonlinearity of each hidden layer."""
     shared: bool = False
     """Whether policy and value share the hidden layers."""
     orthogonal: bool = True
@@ -138,7 +138,7 @@ class ReinforceSpec(OnPolicySpec):
 
     name: Literal["reinforce"]
     """The algorithm."""
-    normalise_returns: bool = True
+    normalize_returns: bool = True
     """Bring the returns of a step to mean 0 and standard deviation 1."""
 
 
@@ -150,12 +150,12 @@ class A2CSpec(OnPolicySpec):
     lr: Rate = constant(7e-4)
     """The learning rate."""
     lam: float | None = Field(default=0.95, ge=0, le=1)
-    """λ of generalised advantage estimation; null takes n-step returns up to the horizon (λ = 1)."""
+    """λ of generalized advantage estimation; null takes n-step returns up to the horizon (λ = 1)."""
     value_coef: float = Field(default=0.5, ge=0)
     """The weight of the value loss."""
     horizon: int = Field(default=16, ge=1)
     """Transitions collected from each environment before learning from them (T)."""
-    normalise_advantages: bool = False
+    normalize_advantages: bool = False
     """Bring the advantages of a step to mean 0 and standard deviation 1."""
     self_imitation: SelfImitationSpec | None = None
     """Learn again from what turned out better than expected."""
@@ -166,12 +166,12 @@ class A2CSpec(OnPolicySpec):
 
 
 class PPOSpec(OnPolicySpec):
-    """Proximal policy optimisation (Schulman et al. 2017)."""
+    """Proximal policy optimization (Schulman et al. 2017)."""
 
     name: Literal["ppo"]
     """The algorithm."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """λ of generalised advantage estimation."""
+    """λ of generalized advantage estimation."""
     clip: Annotated[ScheduleSpec, Bounds(above=0)] = constant(0.2)
     """How far the probability ratio may move from 1 before its gradient stops (ε)."""
     clip_value: float | None = Field(default=None, gt=0)
@@ -182,7 +182,7 @@ class PPOSpec(OnPolicySpec):
     """Transitions in one gradient step; divides horizon × num_envs."""
     epochs: int = Field(default=4, ge=1)
     """Passes over the collected transitions."""
-    normalise_advantages: bool = True
+    normalize_advantages: bool = True
     """Bring the advantages of each minibatch to mean 0 and standard deviation 1."""
     target_kl: float | None = Field(default=None, gt=0)
     """Stop the passes of a step once the approximate KL to the collecting policy is above this; null never stops."""
@@ -222,8 +222,8 @@ class SARSASpec(Model):
         return 1
 
 
-class PrioritisedSpec(Model):
-    """Prioritised replay (Schaul et al. 2016): what surprised most is seen more often."""
+class PrioritizedSpec(Model):
+    """Prioritized replay (Schaul et al. 2016): what surprised most is seen more often."""
 
     alpha: float = Field(default=0.6, ge=0, le=1)
     """How strongly; 0 draws uniformly."""
@@ -296,7 +296,7 @@ class DQNSpec(OffPolicySpec):
     """Let the learning network choose the action whose value the target network gives (van Hasselt et al. 2016)."""
     dueling: bool = False
     """Value and advantages in streams of their own (Wang et al. 2016)."""
-    prioritised: PrioritisedSpec | None = None
+    prioritized: PrioritizedSpec | None = None
     """See surprising transitions more often."""
     distributional: DistributionalSpec | None = None
     """Predict the distribution of returns."""
@@ -346,7 +346,7 @@ class TD3Spec(ActorCriticSpec):
 
 
 class CrossQSpec(ActorCriticSpec):
-    """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalisation in the critics."""
+    """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalization in the critics."""
 
     name: Literal["crossq"]
     """The algorithm."""
@@ -363,9 +363,9 @@ class CrossQSpec(ActorCriticSpec):
     beta1: float = Field(default=0.5, ge=0, lt=1)
     """β₁ of Adam."""
     renorm_momentum: float = Field(default=0.01, gt=0, le=1)
-    """How fast the running statistics of batch renormalisation follow."""
+    """How fast the running statistics of batch renormalization follow."""
     renorm_warmup: int = Field(default=10_000, ge=0)
-    """Gradient steps over which plain batch normalisation turns into batch renormalisation."""
+    """Gradient steps over which plain batch normalization turns into batch renormalization."""
 
 
 AlgorithmSpec = Annotated[
@@ -513,8 +513,8 @@ class ControlSpec(ExperimentSpec):
         if batch % size:
             near = sorted({max(d for d in _divisors(batch) if d < size), min(d for d in _divisors(batch) if d > size)})
             return [Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")]
-        if size == 1 and algorithm.normalise_advantages:
-            return [Conflict(at, "expected at least 2, because one advantage cannot be normalised")]
+        if size == 1 and algorithm.normalize_advantages:
+            return [Conflict(at, "expected at least 2, because one advantage cannot be normalized")]
         return []
 
     def _replay_conflicts(self, algorithm: OffPolicySpec) -> list[Conflict]:

@@ -62,7 +62,7 @@ class ReverseKlSpec(_Divergence):
 
 
 class JsdSpec(_Divergence):
-    """The generalised Jensen–Shannon divergence over the whole vocabulary (Agarwal et al. 2024, arXiv 2306.13649)."""
+    """The generalized Jensen–Shannon divergence over the whole vocabulary (Agarwal et al. 2024, arXiv 2306.13649)."""
 
     type: Literal["jsd"]
     """The loss."""

@@ -114,7 +114,7 @@ class SftSpec(WritingSpec):
 
 
 class DpoLossSpec(Model):
-    """Direct preference optimisation (Rafailov et al. 2023)."""
+    """Direct preference optimization (Rafailov et al. 2023)."""
 
     beta: float = Field(default=0.1, gt=0)
     """How strongly the model is held to where it started (β)."""
@@ -132,7 +132,7 @@ class DpoLossSpec(Model):
 
 
 class DpoSpec(WritingSpec):
-    """Preference optimisation: make the chosen answer more likely than the rejected one."""
+    """Preference optimization: make the chosen answer more likely than the rejected one."""
 
     tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.0)  # as TRL
 
@@ -158,12 +158,12 @@ class RewardLossSpec(Model):
 
     margin: float = Field(default=0.0, ge=0)
     """How much higher the chosen answer's score has to be."""
-    centre: float = Field(default=0.0, ge=0)
+    center: float = Field(default=0.0, ge=0)
     """The weight of a term that holds the scores around 0 (Eisenstein et al. 2023)."""
 
 
 class RewardModelSpec(LmSpec):
-    """Reward modelling: a score for each conversation, higher for the chosen answer than for the rejected one."""
+    """Reward modeling: a score for each conversation, higher for the chosen answer than for the rejected one."""
 
     tuning: ClassVar[Tuning | None] = Tuning(lr=1e-5, lora_lr=1e-4, weight_decay=0.0)  # as OpenRLHF
 
