@@ -1,4 +1,4 @@
-"""Post-training algorithms as data: what each is made of, presets with their papers, what does not fit together."""
+"""Post-training algorithms as data: their parts, presets with their papers, and conflicts."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -40,15 +40,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "trust": {"type": "clip", "low": 3e-4, "high": 4e-4},
         "aggregation": "sequence",
     },
-    # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; it does not tell the upper one: as for ScaleRL.
+    # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; the upper one is not given: ScaleRL's.
     "cispo": {
         "baseline": "group",
         "scale": "group_std",
         "trust": {"type": "clipped_weight", "high": 5.0},
         "aggregation": "token",
     },
-    # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE of whole answers, so that every token weighs the
-    # same whatever the answer's length. For learned rewards it also takes β·k1 off the reward (`kl`).
+    # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE over whole completions, so every token has the
+    # same weight whatever the completion's length. For learned rewards it also subtracts β·k1 from the reward (`kl`).
     "rloo": {"baseline": "leave_one_out", "scale": "none", "trust": {"type": "none"}, "aggregation": "constant"},
     # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalized over the whole batch; β for mathematics.
     "reinforce_pp": {
@@ -89,7 +89,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "prompt",
         "filters": {"zero_variance": True},
     },
-    # PPO, Schulman et al. 2017, arXiv 1707.06347, with γ = λ = 1 as for a reward at the end of an answer.
+    # PPO, Schulman et al. 2017, arXiv 1707.06347, with γ = λ = 1 as for a reward at the end of a completion.
     "ppo": {"baseline": "critic", "scale": "batch_std", "trust": _CLIP, "aggregation": "token"},
 }
 """What each preset sets; everything else has the default of its field."""
@@ -115,63 +115,63 @@ assert set(PRESETS) == set(get_args(Preset))
 
 
 class ClipSpec(Model):
-    """PPO's loss -min(r·A, clip(r, 1 - low, 1 + high)·A), r being the ratio and A the advantage."""
+    """PPO's clipped loss -min(r·A, clip(r, 1 - low, 1 + high)·A) with ratio r and advantage A."""
 
     type: Literal["clip"]
-    """The trust region."""
+    """Type of the trust region."""
     low: float = Field(default=0.2, ge=0, le=1)
-    """How far below 1 the ratio counts."""
+    """Lower clip range ε: the ratio is clipped at 1 - low."""
     high: float = Field(default=0.2, ge=0)
-    """How far above 1 the ratio counts."""
+    """Upper clip range ε: the ratio is clipped at 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """The largest ratio that counts for bad answers (dual clip, Ye et al. 2020); null sets no limit."""
+    """Upper bound of the ratio for negative advantages (dual clip, Ye et al. 2020); null: none."""
 
 
 class TvMaskSpec(Model):
-    """The loss -r·A, without the tokens whose probability has moved too far the way the advantage pushes."""
+    """Loss -r·A, masking tokens whose probability has already moved too far in the advantage's direction (DPPO)."""
 
     type: Literal["tv_mask"]
-    """The trust region."""
+    """Type of the trust region."""
     threshold: float = Field(default=0.2, gt=0, le=1)
-    """By how much the probability of a token may have changed."""
+    """Largest change of a token's probability that is still trained on."""
 
 
 class M2MaskSpec(Model):
-    """The loss -r·A; at its start a batch loses the tokens with the largest (log r)², so that the mean is small."""
+    """Loss -r·A, masking the tokens with the largest (log r)² until the batch mean is below the threshold (M2PO)."""
 
     type: Literal["m2_mask"]
-    """The trust region."""
+    """Type of the trust region."""
     threshold: float = Field(default=0.04, gt=0)
-    """What that mean is at most."""
+    """Largest batch mean of (log r)²."""
 
 
 class SoftGateSpec(Model):
-    """The loss -(4/τ)·σ(τ·(r - 1))·A, whose pull fades as the ratio leaves 1, on both sides."""
+    """Loss -(4/τ)·σ(τ·(r - 1))·A: the gradient fades smoothly as the ratio leaves 1 (SAPO)."""
 
     type: Literal["soft_gate"]
-    """The trust region."""
+    """Type of the trust region."""
     positive: float = Field(default=1.0, gt=0)
-    """τ for positive advantages; larger fades sooner."""
+    """Temperature τ for positive advantages; larger fades sooner."""
     negative: float = Field(default=1.05, gt=0)
-    """τ for negative advantages."""
+    """Temperature τ for negative advantages."""
 
 
 class ClippedWeightSpec(Model):
-    """The loss -clip(r, low, high)·A·log π, the clipped ratio being a constant: every token keeps a gradient."""
+    """Loss -sg(clip(r, low, high))·A·log π with a stop-gradient weight: every token keeps a gradient (CISPO)."""
 
     type: Literal["clipped_weight"]
-    """The trust region."""
+    """Type of the trust region."""
     low: float = Field(default=0.0, ge=0, le=1)
-    """The least weight."""
+    """Lower bound of the weight."""
     high: float = Field(default=5.0, ge=1)
-    """The largest weight."""
+    """Upper bound of the weight."""
 
 
 class NoTrustSpec(Model):
-    """The loss -r·A, without a trust region."""
+    """Loss -r·A without a trust region."""
 
     type: Literal["none"]
-    """The trust region."""
+    """Type of the trust region."""
 
 
 TrustSpec = ClipSpec | TvMaskSpec | M2MaskSpec | SoftGateSpec | ClippedWeightSpec | NoTrustSpec
@@ -180,168 +180,168 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class NoCorrectionSpec(Model):
-    """No weights."""
+    """No importance weights."""
 
     type: Literal["none"]
-    """What becomes of the weights."""
+    """Type of the correction."""
 
 
 class TruncateSpec(Model):
-    """Tokens are weighted by min(ρ, high), ρ being anchor / behavior (truncated importance sampling)."""
+    """Truncated importance sampling: tokens are weighted by min(ρ, high), ρ = anchor / behavior."""
 
     type: Literal["truncate"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     high: float = Field(default=2.0, ge=1)
-    """The largest weight."""
+    """Upper bound of the weight."""
     level: Level = "token"
-    """ρ of each token, the product over the answer, or its geometric mean over the answer."""
+    """ρ per token, its product over the completion, or its geometric mean over the completion."""
 
 
 class MaskSpec(Model):
-    """Tokens are weighted by ρ where low ≤ ρ ≤ high, and left out elsewhere (arXiv 2510.18855)."""
+    """Masked importance sampling: weight ρ where low ≤ ρ ≤ high, else 0 (IcePop, arXiv 2510.18855)."""
 
     type: Literal["mask"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     low: float = Field(default=0.5, ge=0, le=1)
-    """The least weight that counts."""
+    """Lower bound of ρ."""
     high: float = Field(default=5.0, ge=1)
-    """The largest weight that counts."""
+    """Upper bound of ρ."""
     level: Level = "token"
-    """ρ of each token, the product over the answer, or its geometric mean over the answer."""
+    """ρ per token, its product over the completion, or its geometric mean over the completion."""
 
 
 class BinaryKlMaskSpec(Model):
-    """Tokens are weighted by ρ where the binary KL between anchor and behavior is small both ways (KPop)."""
+    """Weight ρ where the binary KL between anchor and behavior is below the threshold in both directions (KPop)."""
 
     type: Literal["binary_kl"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     threshold: float = Field(default=0.1, gt=0)
-    """The largest KL, of "this token or another", either way (φ)."""
+    """Largest binary KL ("this token or another") in either direction (φ)."""
 
 
 CorrectionSpec = NoCorrectionSpec | TruncateSpec | MaskSpec | BinaryKlMaskSpec
 
 
 class KlSpec(Model):
-    """How the policy is held near the model it started from."""
+    """KL penalty to the reference model."""
 
     where: Literal["none", "loss", "reward"] = "none"
-    """Not at all, as a term of the loss, or taken off each token's reward."""
+    """No penalty, a term of the loss, or subtracted from each token's reward."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How KL(policy ‖ reference) is estimated from the tokens drawn."""
+    """Estimator of KL(policy ‖ reference) from the sampled tokens."""
     coefficient: float = Field(default=0.0, ge=0)
-    """β."""
+    """Coefficient β."""
 
 
 class KeepSpec(Model):
-    """Answers that were cut off are trained on like others."""
+    """Train on truncated completions like on others."""
 
     type: Literal["keep"]
-    """What becomes of them."""
+    """Handling of truncated completions."""
 
 
 class MaskTruncatedSpec(Model):
-    """Answers that were cut off count in the baseline of their group and are not trained on."""
+    """Truncated completions count in their group's baseline but are masked in the loss."""
 
     type: Literal["mask"]
-    """What becomes of them."""
+    """Handling of truncated completions."""
 
 
 class PenalizeSpec(Model):
-    """Answers lose reward as they near the limit on new tokens (DAPO's soft overlong punishment)."""
+    """DAPO's soft overlong punishment: reward falls as a completion nears max_new_tokens."""
 
     type: Literal["penalize"]
-    """What becomes of them."""
+    """Handling of truncated completions."""
     buffer: float = Field(default=0.2, gt=0, le=1)
-    """The last part of max_new_tokens, over which the loss grows from 0, as a fraction."""
+    """Last fraction of max_new_tokens, over which the penalty grows linearly from 0."""
     factor: float = Field(default=1.0, gt=0)
-    """What an answer loses that was cut off."""
+    """Penalty of a truncated completion."""
 
 
 TruncatedSpec = KeepSpec | MaskTruncatedSpec | PenalizeSpec
 
 
 class FiltersSpec(Model):
-    """Groups that are not trained on; others take their place."""
+    """Filters on groups; filtered groups are replaced by further prompts (dynamic sampling)."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all the same."""
+    """Drop groups whose rewards are all equal."""
     min_tokens: int | None = Field(default=None, ge=1)
-    """Leave out groups with an answer of fewer tokens; null leaves out none."""
+    """Drop groups with a completion shorter than this; null: no limit."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Leave out groups with an answer of more tokens; null leaves out none."""
+    """Drop groups with a completion longer than this; null: no limit."""
     function: Function | None = None
     """Your own function, as module:function: `def keep(group) -> bool`."""
 
 
 class CriticSpec(Model):
-    """A second model that learns what to expect before each token."""
+    """Value model, which predicts the return at each token."""
 
     lr: Rate = Schedule(shape="constant", start=1e-5)
-    """Its learning rate, with AdamW."""
+    """Learning rate (AdamW)."""
     clip: float | None = Field(default=None, gt=0)
-    """How far its values may move in a batch before they count no further; null sets no limit."""
+    """Value clipping range, as PPO2; null: no clipping."""
     coefficient: float = Field(default=1.0, gt=0)
-    """The weight of its squared error; 0.5 is the ½ of AReaL and verl."""
+    """Weight of the squared error; 0.5 is the ½ of AReaL and verl."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """The discount a token (γ)."""
+    """Discount per token (γ)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of generalized advantage estimation, or what `lam_strategy` makes it of."""
+    """λ of generalized advantage estimation, or the input of `lam_strategy`."""
     lam_strategy: Literal["constant", "length", "position"] = "constant"
     """λ = lam; 1 - 1 / (lam · n) for n trained tokens (VAPO, arXiv 2504.05118); or lam ** (1 / (n - 1)), AReaL's."""
     returns_lam: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it learns (VAPO has 1); null takes that of the advantages."""
+    """λ of the value targets (VAPO: 1); null: that of the advantages."""
 
 
 class AlgorithmSpec(Model):
-    """What is learned from answers and their rewards. Keys not given have the preset's values, or else the defaults."""
+    """The policy-gradient algorithm. Keys not given take the preset's values, else the defaults."""
 
     preset: Preset
-    """The algorithm."""
+    """Published algorithm whose settings apply unless given here."""
     baseline: Literal["group", "leave_one_out", "batch", "critic", "none"] = "group"
-    """What rewards are compared with: the group's mean, the mean of the others in it, the batch's, or a critic."""
+    """Advantage baseline: group mean, mean of the group's other completions, batch mean, value model, or 0."""
     scale: Literal["none", "group_std", "batch_std", "advantage_std"] = "none"
-    """What they are divided by then: the standard deviation of the group's or batch's rewards, or of advantages."""
+    """Advantage scale: divide by the standard deviation of the group's or batch's rewards, or of the advantages."""
     std: Literal["sample", "population"] = "sample"
-    """Which standard deviation: the sample's (n - 1) as in AReaL, TRL and verl, or the population's (n)."""
+    """Standard deviation of the sample (n - 1; AReaL, TRL, verl) or of the population (n)."""
     reward_norm: Literal["none", "group", "batch"] = "none"
-    """Before all else bring rewards to mean 0 and standard deviation 1, within each group or the batch."""
+    """First normalize rewards to mean 0 and standard deviation 1, per group or over the batch."""
     advantage_norm: Literal["none", "batch"] = "none"
-    """After all else bring the advantages of all trained tokens to mean 0 and standard deviation 1."""
+    """Last normalize the advantages of all trained tokens to mean 0 and standard deviation 1."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio π / anchor of each token, or its geometric mean over each answer."""
+    """Importance ratio π / anchor per token, or its geometric mean over the completion (GSPO)."""
     anchor: Literal["behavior", "recomputed"] = "behavior"
-    """What the policy is compared with: what drew the tokens, or the policy at the start of the batch."""
+    """Denominator of the ratio: log-probabilities at sampling time, or recomputed at the start of the batch."""
     trust: Annotated[TrustSpec, Field(discriminator="type")] = NoTrustSpec(type="none")
-    """What holds the policy near the anchor."""
+    """Trust region around the anchor."""
     correction: Annotated[CorrectionSpec, Field(discriminator="type")] = NoCorrectionSpec(type="none")
-    """Weights that make up for anchor ≠ behavior; with a recomputed anchor truncated at 2 unless you say otherwise."""
+    """Importance weights anchor / behavior; with `anchor: recomputed` the default is `truncate` at 2."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """What weighs the same: each token, answer or prompt; or each token, divided by answers · max_new_tokens."""
+    """Loss aggregation: mean over tokens, completions or prompts; or sum / (completions · max_new_tokens)."""
     kl: KlSpec = KlSpec()
-    """Holding the policy near the model it started from."""
+    """KL penalty to the reference model."""
     entropy: float = Field(default=0.0, ge=0)
     """Entropy bonus coefficient."""
     log_ratio_penalty: float = Field(default=0.0, ge=0)
-    """τ of τ·(log π / behavior)², added to the loss of each token; prime-rl has 1e-3."""
+    """τ of τ·(log π / behavior)², added to each token's loss; prime-rl: 1e-3."""
     truncated: Annotated[TruncatedSpec, Field(discriminator="type")] = KeepSpec(type="keep")
-    """What becomes of answers that were cut off."""
+    """Handling of completions truncated at max_new_tokens."""
     filters: FiltersSpec = FiltersSpec()
-    """Groups that are not trained on."""
+    """Which groups to drop and replace."""
     critic: CriticSpec | None = None
-    """The critic of `baseline: critic`."""
+    """Value model of `baseline: critic`."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, data: Any) -> Any:
-        """What was given over what the preset says, so that a resolved spec shows every value."""
+        """Merge the given keys over the preset's, so that a resolved spec shows every value."""
         if not isinstance(data, Mapping) or data.get("preset") not in get_args(Preset):
             return data
         found = _merged(PRESETS[data["preset"]], data)
         if isinstance(data.get("kl"), Mapping) and data["kl"].get("where") == "none":
-            found["kl"] = data["kl"]  # switched off: what the preset says of it is void
+            found["kl"] = data["kl"]  # switched off, whatever the preset has
         if found.get("anchor") == "recomputed":
-            # Without weights, answers of an older policy would count as if the newer one had drawn them.
+            # Without weights, stale completions would count as if the current policy had sampled them.
             found.setdefault("correction", {"type": "truncate"})
         if found.get("baseline") == "critic":
             found.setdefault("critic", {})
@@ -349,13 +349,13 @@ class AlgorithmSpec(Model):
 
     @property
     def needs_group(self) -> bool:
-        """Whether answers to one prompt are compared, so that there must be several."""
+        """Whether completions of one prompt are compared, so that a group needs several."""
         of_group = self.baseline in ("group", "leave_one_out") or self.scale == "group_std"
         return of_group or self.reward_norm == "group" or self.filters.zero_variance
 
     @property
     def needs_reference(self) -> bool:
-        """Whether tokens are scored by the model the policy started from."""
+        """Whether tokens are scored by the reference model."""
         return self.kl.where != "none"
 
     @property
@@ -364,16 +364,16 @@ class AlgorithmSpec(Model):
         return self.anchor == "recomputed" or self.trust.type == "m2_mask"
 
     def problems(self) -> list[Conflict]:
-        """What does not fit together."""
+        """Settings that conflict."""
         found = [Conflict(("kl", *path), reason) for path, reason in _kl_problems(self.kl)]
         if self.correction.type != "none" and self.anchor == "behavior":
             reason = "expected type: none, because with `anchor: behavior` the ratio has these weights in it already"
             found.append(Conflict(("correction",), reason))
         if self.ratio == "sequence" and self.aggregation != "sequence":
-            reason = "expected sequence, because `ratio: sequence` gives each answer one loss"
+            reason = "expected sequence, because `ratio: sequence` gives each completion one loss"
             found.append(Conflict(("aggregation",), reason))
         if self.ratio == "sequence" and self.trust.type in ("tv_mask", "m2_mask"):
-            reason = f"expected token, because `trust: {self.trust.type}` judges tokens"
+            reason = f"expected token, because `trust: {self.trust.type}` works on tokens"
             found.append(Conflict(("ratio",), reason))
         if self.scale not in _SCALES[self.baseline]:
             known = " or ".join(_SCALES[self.baseline])
@@ -396,25 +396,25 @@ _SCALES = {
     "leave_one_out": ("none", "group_std", "batch_std", "advantage_std"),
     "batch": ("none", "batch_std"),
     "critic": ("none", "batch_std"),
-    "none": ("none",),  # equal rewards, not centred, would be divided by 0
+    "none": ("none",),  # the standard deviation of equal rewards is 0, and without a baseline they are not
 }
 
 
 def _kl_problems(kl: KlSpec) -> list[Conflict]:
     if kl.where == "none":
-        reason = "expected 0, or `where: loss` or `where: reward`: nothing uses it"
+        reason = "expected 0, or `where: loss` or `where: reward`; with `where: none` it is not used"
         return [Conflict(("coefficient",), reason)] if kl.coefficient else []
     found = []
     if not kl.coefficient:
         found.append(Conflict(("coefficient",), f"expected more than 0, or `where: none` in place of `{kl.where}`"))
     if kl.where == "loss" and kl.estimator == "k1":
-        reason = "expected k2 or k3: on average the gradient of k1 in a loss is 0"
+        reason = "expected k2 or k3: the expected gradient of k1 in a loss is 0"
         found.append(Conflict(("estimator",), reason))
     return found
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `base`, mapping by mapping; one of another `type` replaces all that its place had."""
+    """`given` merged over `base`; a mapping with another `type` replaces the whole block."""
     found = {**base, **given}
     for key, value in given.items():
         below = base.get(key)

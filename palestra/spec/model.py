@@ -1,4 +1,4 @@
-"""The base class of everything a spec holds, cadences, values as plain data, execution-only fields."""
+"""Base class of spec types, cadences, plain data, execution-only fields."""
 
 import ast
 import inspect
@@ -48,9 +48,9 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 
 
 class Execution:
-    """`Execution[int]` as the type of a field: how a step is carried out, not what comes of it.
+    """`Execution[int]` as the type of a field: it affects how a step is executed, not its result.
 
-    Such a field (workers, memory, a log's level) is no part of the step's address.
+    Such a field (workers, memory, log level) is not part of the step's address.
     """
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -64,17 +64,17 @@ def is_execution(hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class SpecParts:
-    """The plain data of a model, taken apart."""
+    """The plain data of a model, split into what identifies it and what does not."""
 
     counted: dict[str, Any]
-    """What comes of it depends on this; fields that are null are left out."""
+    """What the result depends on, without null fields."""
     execution: list[tuple[list[str], Any]]
-    """How it is carried out: the path of each such field, and its value."""
+    """Execution fields: path and value."""
     unset: list[list[str]]
-    """The paths of the fields that are null: a field that is new and null by default changes nothing."""
+    """Paths of null fields: a new field that is null by default changes no identity."""
 
     def joined(self) -> dict[str, Any]:
-        """The data as it was."""
+        """The original data."""
         data = self.counted
         for path, value in (*self.execution, *((path, None) for path in self.unset)):
             data = _put(data, path, value)
@@ -82,7 +82,7 @@ class SpecParts:
 
 
 def split(model: BaseModel, data: dict[str, Any]) -> SpecParts:
-    """Take the plain data of a model apart; models in lists and mappings are gone through too."""
+    """Split the plain data of a model, including models in lists and mappings."""
     parts = SpecParts({}, [], [])
     counted = _split(model, data, [], parts)
     return SpecParts(counted, parts.execution, parts.unset)
@@ -130,7 +130,7 @@ _PATTERN = rf"^{_AMOUNT} *(?:(?:steps?|frames?|tokens?){_UNTIL}|seconds?|minutes
 
 @dataclass(frozen=True)
 class Cadence:
-    """An amount of steps, of frames, of tokens or of time between two occurrences."""
+    """An interval in steps, frames, tokens or time."""
 
     amount: int | float
     unit: Unit

@@ -1,4 +1,4 @@
-"""A number that may change over the run: a constant or a shape with a start and an end."""
+"""Schedules: a constant, or a shape with a start and an end."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -65,21 +65,21 @@ class Schedule(Model):
     """A value over the progress of a run, from `start` to `end`; a bare number means a constant."""
 
     shape: Shape
-    """How the value moves from `start` to `end`."""
+    """Shape of the schedule."""
     start: float
-    """The value until `begin`, and after the warm-up."""
+    """Value until `begin` and after the warm-up."""
     end: float = 0.0
-    """The value it moves towards and, but for rate and inverse_sqrt, has at `finish` (not for constant)."""
+    """Final value, reached at `finish` except for rate and inverse_sqrt (not for constant)."""
     warmup: Warmup = 0.0
-    """How long the value first rises from 0 to `start` in a straight line; what comes next begins no earlier."""
+    """Linear warm-up from 0 to `start`; the decay starts no earlier."""
     begin: float = Field(default=0.0, ge=0, lt=1)
-    """The fraction of the run at which the change begins."""
+    """Fraction of the run at which the decay starts."""
     finish: float = Field(default=1.0, gt=0, le=1)
-    """The fraction of the run at which the change is over."""
+    """Fraction of the run at which the decay ends."""
     rate: float = Field(default=0.9, gt=0, lt=1)
-    """The factor applied at each twentieth of the span (only for rate)."""
+    """Factor applied at each twentieth of the span (only for rate)."""
     period: float = Field(default=0.1, gt=0, le=1)
-    """The length of one oscillation as a fraction of the span (only for periodic)."""
+    """Period as a fraction of the span (only for periodic)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -129,7 +129,7 @@ ScheduleSpec = Annotated[
     BeforeValidator(_from_number, json_schema_input_type=float | Schedule),
     Words("a number or a schedule"),
 ]
-"""What a spec may say where a number can change over the run."""
+"""A schedule or a bare number."""
 
 
 @dataclass(frozen=True)
