@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 6
 def algorithm(preset: str = "dr_grpo", **changes: object) -> AlgorithmSpec:
     """A preset with some keys changed; it must fit together."""
     spec = AlgorithmSpec.model_validate({"preset": preset, **changes})
-    assert spec.problems() == []
+    assert spec.all_conflicts() == []
     return spec
 
 

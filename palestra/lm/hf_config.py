@@ -427,7 +427,7 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
-    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
     return canonical(shape), problems
 
 

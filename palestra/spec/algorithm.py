@@ -1,52 +1,35 @@
 """Post-training algorithms as data: their parts, presets with their papers, and conflicts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from palestra.spec.base import Conflict, Function
+from palestra.spec.base import Function
 from palestra.spec.lm import Rate
-from palestra.spec.model import Model
+from palestra.spec.model import Conflict, Model
 from palestra.spec.schedule import Schedule
 
 _CLIP = {"type": "clip", "low": 0.2, "high": 0.2}
+_GRPO = {"baseline": "group", "scale": "group_std", "trust": _CLIP, "aggregation": "token"}
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, with its β. It names no ε: PPO's.
-    "grpo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": _CLIP,
-        "aggregation": "sequence",
-        "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04},
-    },
+    "grpo": _GRPO | {"aggregation": "sequence", "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04}},
     # Understanding R1-Zero-like training, Liu et al. 2025, arXiv 2503.20783: no division by std or by length.
-    "dr_grpo": {"baseline": "group", "scale": "none", "trust": _CLIP, "aggregation": "constant"},
+    "dr_grpo": _GRPO | {"scale": "none", "aggregation": "constant"},
     # DAPO, Yu et al. 2025, arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong shaping (its buffer is
     # 4,096 of 20,480 tokens). The paper's formula averages within a prompt, its code over the batch: as the code.
-    "dapo": {
-        "baseline": "group",
-        "scale": "group_std",
+    "dapo": _GRPO
+    | {
         "trust": {"type": "clip", "low": 0.2, "high": 0.28},
-        "aggregation": "token",
         "truncated": {"type": "penalize", "buffer": 0.2, "factor": 1.0},
         "filters": {"zero_variance": True},
     },
     # GSPO, Zheng et al. 2025, arXiv 2507.18071, with the bounds of its experiments.
-    "gspo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "ratio": "sequence",
-        "trust": {"type": "clip", "low": 3e-4, "high": 4e-4},
-        "aggregation": "sequence",
-    },
+    "gspo": _GRPO
+    | {"ratio": "sequence", "trust": {"type": "clip", "low": 3e-4, "high": 4e-4}, "aggregation": "sequence"},
     # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; the upper one is not given: ScaleRL's.
-    "cispo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "clipped_weight", "high": 5.0},
-        "aggregation": "token",
-    },
+    "cispo": _GRPO | {"trust": {"type": "clipped_weight", "high": 5.0}},
     # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE over whole completions, so every token has the
     # same weight whatever the completion's length. For learned rewards it also subtracts β·k1 from the reward (`kl`).
     "rloo": {"baseline": "leave_one_out", "scale": "none", "trust": {"type": "none"}, "aggregation": "constant"},
@@ -59,31 +42,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
     },
     # Tricks or traps, Liu et al. 2025, arXiv 2508.08221: the group's mean, the batch's std, token mean.
-    "lite_ppo": {"baseline": "group", "scale": "batch_std", "trust": _CLIP, "aggregation": "token"},
+    "lite_ppo": _GRPO | {"scale": "batch_std"},
     # SAPO, Qwen team 2025, arXiv 2511.20347: a sigmoid in place of the clip.
-    "sapo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "soft_gate", "positive": 1.0, "negative": 1.05},
-        "aggregation": "sequence",
-    },
+    "sapo": _GRPO | {"trust": {"type": "soft_gate", "positive": 1.0, "negative": 1.05}, "aggregation": "sequence"},
     # Prosperity before collapse, Zheng et al. 2025, arXiv 2510.01161, with its τ.
-    "m2po": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "m2_mask", "threshold": 0.04},
-        "aggregation": "token",
-    },
+    "m2po": _GRPO | {"trust": {"type": "m2_mask", "threshold": 0.04}},
     # Rethinking the trust region in LLM RL, 2026, arXiv 2602.04879: Binary-TV. Advantages as in prime-rl.
-    "dppo": {
-        "baseline": "group",
-        "scale": "none",
-        "trust": {"type": "tv_mask", "threshold": 0.2},
-        "aggregation": "token",
-    },
+    "dppo": _GRPO | {"scale": "none", "trust": {"type": "tv_mask", "threshold": 0.2}},
     # The art of scaling RL compute, Khatri et al. 2025, arXiv 2510.13786: CISPO, each prompt weighs the same.
-    "scalerl": {
-        "baseline": "group",
+    "scalerl": _GRPO
+    | {
         "scale": "advantage_std",
         "trust": {"type": "clipped_weight", "high": 5.0},
         "aggregation": "prompt",
@@ -95,23 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What each preset sets; everything else has the default of its field."""
 
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp",
-    "lite_ppo",
-    "sapo",
-    "m2po",
-    "dppo",
-    "scalerl",
-    "ppo",
-]
-
-assert set(PRESETS) == set(get_args(Preset))
+Preset = Literal[tuple(PRESETS)]  # pyrefly: ignore[invalid-literal]
 
 
 class ClipSpec(Model):
@@ -232,6 +184,15 @@ class KlSpec(Model):
     coefficient: float = Field(default=0.0, ge=0)
     """Coefficient β."""
 
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.where == "none" and self.coefficient:
+            reason = "expected 0, or `where: loss` or `where: reward`; with `where: none` it is not used"
+            yield Conflict(("coefficient",), reason)
+        if self.where != "none" and not self.coefficient:
+            yield Conflict(("coefficient",), f"expected more than 0, or `where: none` in place of `{self.where}`")
+        if self.where == "loss" and self.estimator == "k1":
+            yield Conflict(("estimator",), "expected k2 or k3: the expected gradient of k1 in a loss is 0")
+
 
 class KeepSpec(Model):
     """Train on truncated completions like on others."""
@@ -273,6 +234,10 @@ class FiltersSpec(Model):
     function: Function | None = None
     """Your own function, as module:function: `def keep(group) -> bool`."""
 
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            yield Conflict(("min_tokens",), f"expected at most filters.max_tokens = {self.max_tokens}")
+
 
 class CriticSpec(Model):
     """Value model, which predicts the return at each token."""
@@ -291,6 +256,10 @@ class CriticSpec(Model):
     """λ = lam; 1 - 1 / (lam · n) for n trained tokens (VAPO, arXiv 2504.05118); or lam ** (1 / (n - 1)), AReaL's."""
     returns_lam: float | None = Field(default=None, ge=0, le=1)
     """λ of the value targets (VAPO: 1); null: that of the advantages."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.lam_strategy != "constant" and self.lam == 0:
+            yield Conflict(("lam",), f"expected more than 0, because of `lam_strategy: {self.lam_strategy}`")
 
 
 class AlgorithmSpec(Model):
@@ -363,32 +332,23 @@ class AlgorithmSpec(Model):
         """Whether tokens are scored by the policy at the start of the batch."""
         return self.anchor == "recomputed" or self.trust.type == "m2_mask"
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Settings that conflict."""
-        found = [Conflict(("kl", *path), reason) for path, reason in _kl_problems(self.kl)]
         if self.correction.type != "none" and self.anchor == "behavior":
             reason = "expected type: none, because with `anchor: behavior` the ratio has these weights in it already"
-            found.append(Conflict(("correction",), reason))
+            yield Conflict(("correction",), reason)
         if self.ratio == "sequence" and self.aggregation != "sequence":
             reason = "expected sequence, because `ratio: sequence` gives each completion one loss"
-            found.append(Conflict(("aggregation",), reason))
+            yield Conflict(("aggregation",), reason)
         if self.ratio == "sequence" and self.trust.type in ("tv_mask", "m2_mask"):
-            reason = f"expected token, because `trust: {self.trust.type}` works on tokens"
-            found.append(Conflict(("ratio",), reason))
+            yield Conflict(("ratio",), f"expected token, because `trust: {self.trust.type}` works on tokens")
         if self.scale not in _SCALES[self.baseline]:
             known = " or ".join(_SCALES[self.baseline])
-            found.append(Conflict(("scale",), f"expected {known}, because of `baseline: {self.baseline}`"))
+            yield Conflict(("scale",), f"expected {known}, because of `baseline: {self.baseline}`")
         if self.critic is not None and self.baseline != "critic":
-            found.append(Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`"))
+            yield Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`")
         if self.critic is None and self.baseline == "critic":
-            found.append(Conflict(("critic",), "expected a mapping, because of `baseline: critic`"))
-        if self.critic is not None and self.critic.lam_strategy != "constant" and self.critic.lam == 0:
-            reason = f"expected more than 0, because of `lam_strategy: {self.critic.lam_strategy}`"
-            found.append(Conflict(("critic", "lam"), reason))
-        low, high = self.filters.min_tokens, self.filters.max_tokens
-        if low is not None and high is not None and low > high:
-            found.append(Conflict(("filters", "min_tokens"), f"expected at most filters.max_tokens = {high}"))
-        return found
+            yield Conflict(("critic",), "expected a mapping, because of `baseline: critic`")
 
 
 _SCALES = {
@@ -398,19 +358,6 @@ _SCALES = {
     "critic": ("none", "batch_std"),
     "none": ("none",),  # the standard deviation of equal rewards is 0, and without a baseline they are not
 }
-
-
-def _kl_problems(kl: KlSpec) -> list[Conflict]:
-    if kl.where == "none":
-        reason = "expected 0, or `where: loss` or `where: reward`; with `where: none` it is not used"
-        return [Conflict(("coefficient",), reason)] if kl.coefficient else []
-    found = []
-    if not kl.coefficient:
-        found.append(Conflict(("coefficient",), f"expected more than 0, or `where: none` in place of `{kl.where}`"))
-    if kl.where == "loss" and kl.estimator == "k1":
-        reason = "expected k2 or k3: the expected gradient of k1 in a loss is 0"
-        found.append(Conflict(("estimator",), reason))
-    return found
 
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Shared fields of all kinds: name, seeds, cadences, tracking, hooks, device."""
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from palestra.spec.blocks import SearchSpec, SweepSpec
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.words import Words
 
 Name = Annotated[
@@ -24,13 +25,6 @@ Function = Annotated[
     Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
     Words("a function as 'module:function'"),
 ]
-
-
-class Conflict(NamedTuple):
-    """Conflicting fields: which, and what is expected."""
-
-    path: tuple[str | int, ...]
-    reason: str
 
 
 def _listed(value: Any) -> Any:
@@ -73,14 +67,6 @@ class NamedSpec(Model):
     """The kind of spec."""
     name: Name
     """Name; default: the key in a file of several specs, else the file's stem."""
-
-    def conflicts(self) -> list[Conflict]:
-        """Conflicts between valid fields; each kind adds its own."""
-        return []
-
-    def all_conflicts(self) -> list[Conflict]:
-        """Conflicts of the kind and of its base classes."""
-        return self.conflicts()
 
     def derived(self) -> dict[str, int | float | str]:
         """Derived quantities by name, shown by `palestra check`."""
@@ -140,17 +126,15 @@ class ExperimentSpec(NamedSpec):
             sweep_conflicts,  # both validate specs, and so build on this module
         )
 
-        found = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
-        return found or sweep_conflicts(self)  # a conflict of the spec would repeat for every run of the sweep
+        conflicts = [*super().all_conflicts(), *_uncounted(self.every, self.counts), *search_conflicts(self)]
+        return conflicts or sweep_conflicts(self)  # a conflict of the spec would repeat for every run of the sweep
 
 
-def _uncounted(every: Every, counts: tuple[str, ...]) -> list[Conflict]:
+def _uncounted(every: Every, counts: tuple[str, ...]) -> Iterator[Conflict]:
     """Cadences in units that this kind does not count."""
-    found = []
     for name in type(every).model_fields:
         value = getattr(every, name)
         for cadence in value if isinstance(value, list) else [value]:
             if isinstance(cadence, Cadence) and not cadence.is_time and cadence.unit not in counts:
                 known = " or ".join(counts)
-                found.append(Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'"))
-    return found
+                yield Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'")

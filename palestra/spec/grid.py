@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from palestra.errors import UsageError
 from palestra.spec import compose
-from palestra.spec.base import Conflict, ExperimentSpec
+from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import METRICS, Axis, SearchSpec, SweepAxis, SweepSpec, label
 from palestra.spec.compose import merge
 from palestra.spec.kinds import spec_type
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import resolved
-from palestra.spec.model import Cadence, plain, split
+from palestra.spec.model import Cadence, Conflict, plain, split
 from palestra.spec.renames import original
 from palestra.spec.source import Origin, Tree
 from palestra.spec.validate import SpecError, validate

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from palestra.errors import UsageError
-from palestra.spec.base import Conflict
+from palestra.spec.model import Conflict
 from palestra.spec.words import words
 
 OBJECT = "object:"  # begins the name of what `palestra.run` was given as a Python object

@@ -1,13 +1,13 @@
 """What the kinds of language-model training share: model, adapters, optimizer, data mixtures and training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.base import Every, ExperimentSpec
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
 from palestra.spec.shape import Shape, described
 from palestra.spec.tasks import SuiteUse, suite_conflicts
 
@@ -138,25 +138,24 @@ class CompositeSpec(Model):
                 found[name] = (share or 0.0) / total * weight / inside if weight else 0.0
         return found
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Unknown base, groups without share or parts, parts in two groups."""
         if self.base is not None and self.base not in COMPOSITES:
-            return [Conflict(("base",), f"expected one of {', '.join(COMPOSITES)}, or null")]
+            yield Conflict(("base",), f"expected one of {', '.join(COMPOSITES)}, or null")
+            return
         groups = self._groups()
-        found = []
         owners: dict[str, str] = {}
         for name, (share, parts) in groups.items():
             if share is None:
-                found.append(Conflict(("groups", name, "share"), "expected a number, because `base` has no such group"))
+                yield Conflict(("groups", name, "share"), "expected a number, because `base` has no such group")
             if share != 0 and not any(parts.values()):
-                found.append(Conflict(("groups", name, "parts"), "expected at least one weight above 0"))
+                yield Conflict(("groups", name, "parts"), "expected at least one weight above 0")
             for part in parts:
                 if owners.setdefault(part, name) != name:
                     reason = f"expected a name that the group {owners[part]!r} does not have"
-                    found.append(Conflict(("groups", name, "parts", part), reason))
-        if not found and not any(share for share, _ in groups.values()):
-            found.append(Conflict(("groups",), "expected at least one share above 0"))
-        return found
+                    yield Conflict(("groups", name, "parts", part), reason)
+        if not any(share is None or share for share, _ in groups.values()):
+            yield Conflict(("groups",), "expected at least one share above 0")
 
     def _groups(self) -> dict[str, tuple[float | None, dict[str, float]]]:
         base = COMPOSITES[self.base] if self.base is not None else {}
@@ -188,23 +187,20 @@ class ModelSpec(Model):
     lora: LoraSpec | None = None
     """Train LoRA adapters on frozen weights; null: full fine-tuning."""
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Neither or both of `init` and `shape`, or incomplete."""
-        found = []
         if self.init is None and self.shape is None:
-            found.append(Conflict(("init",), "expected a model to start from, or `shape` for a new one"))
+            yield Conflict(("init",), "expected a model to start from, or `shape` for a new one")
         if self.init is not None and self.shape is not None:
-            found.append(Conflict(("shape",), "expected null, because `init` brings its own shape"))
+            yield Conflict(("shape",), "expected null, because `init` brings its own shape")
         if self.init is not None and self.tokenizer is not None:
-            found.append(Conflict(("tokenizer",), "expected null, because `init` brings its own tokenizer"))
+            yield Conflict(("tokenizer",), "expected null, because `init` brings its own tokenizer")
         if self.init is None and self.tokenizer is None:
-            found.append(Conflict(("tokenizer",), "expected one for a new model, such as `characters` or {bpe: 4096}"))
+            yield Conflict(("tokenizer",), "expected one for a new model, such as `characters` or {bpe: 4096}")
         if self.init is None and self.lora is not None:
-            found.append(Conflict(("lora",), "expected null, because adapters need a trained model: give `init`"))
-        shape = self.shape.problems() if self.shape is not None else []
+            yield Conflict(("lora",), "expected null, because adapters need a trained model: give `init`")
         if self.shape is not None and self.shape.moe is not None and self.shape.mlp is not None:
-            shape.append(Conflict(("mlp",), "expected null, because `moe` replaces the MLP"))
-        return found + [Conflict(("shape", *path), reason) for path, reason in shape]
+            yield Conflict(("shape", "mlp"), "expected null, because `moe` replaces the MLP")
 
 
 class Source(Model):
@@ -273,27 +269,24 @@ class LmData(Model):
         """All sources: (split, name, source)."""
         return [("train", *named) for named in self.train.items()] + [("eval", *named) for named in self.eval.items()]
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Nothing to train on, duplicate names, sources that do not match the composite."""
-        if self.composite is not None and (wrong := self.composite.problems()):
-            return [Conflict(("composite", *path), reason) for path, reason in wrong]
-        found = [] if self.trained else [Conflict(("train",), "expected at least one weight above 0")]
-        found += self._uncomposed()
-        twice = [Conflict(("eval", name), "expected a name that data.train does not have") for name in self.eval]
-        return found + [conflict for conflict in twice if conflict.path[1] in self.train]
-
-    def _uncomposed(self) -> list[Conflict]:
+        if self.composite is not None and any(self.composite.conflicts()):
+            return
+        if not self.trained:
+            yield Conflict(("train",), "expected at least one weight above 0")
+        for name in self.eval:
+            if name in self.train:
+                yield Conflict(("eval", name), "expected a name that data.train does not have")
         parts = {} if self.composite is None else self.composite.weights()
-        missing = [name for name, weight in parts.items() if weight > 0 and name not in self.train]
-        reason = (
-            f"expected sources for {', '.join(missing)}, which data.composite has; or give these a weight of 0 there"
-        )
-        found = [Conflict(("train",), reason)] if missing else []
+        missing = ", ".join(name for name, weight in parts.items() if weight > 0 and name not in self.train)
+        if missing:
+            reason = f"expected sources for {missing}, which data.composite has; or give these a weight of 0 there"
+            yield Conflict(("train",), reason)
         for name, source in self.train.items():
             if self.composite is not None and name not in parts and source.weight > 0:
                 known = f"expected the name of a part of data.composite ({', '.join(parts)}), or a weight of 0"
-                found.append(Conflict(("train", name), known))
-        return found
+                yield Conflict(("train", name), known)
 
 
 class ProfileSpec(Model):
@@ -321,15 +314,12 @@ class ComputeSpec(Model):
     profile: Execution[ProfileSpec | None] = None
     """Profile some steps into profile.json of the session; null: none."""
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """A compile cache without compiling, a profile beyond the end."""
-        found = []
         if self.compile == "off" and self.compile_cache is not None:
-            found.append(Conflict(("compile_cache",), "expected null, because `compile: off` compiles nothing"))
+            yield Conflict(("compile_cache",), "expected null, because `compile: off` compiles nothing")
         if self.profile is not None and not 1 <= self.profile.steps[0] <= self.profile.steps[1] <= self.steps:
-            reason = f"expected the first and the last step, within 1 to {self.steps}"
-            found.append(Conflict(("profile", "steps"), reason))
-        return found
+            yield Conflict(("profile", "steps"), f"expected the first and the last step, within 1 to {self.steps}")
 
 
 class LmTrainSpec(ComputeSpec):
@@ -414,14 +404,12 @@ class LanguageModelSpec(ExperimentSpec):
             return super().default_origin(path)
         return f"default for {self.kind}" + (" with LoRA" if self.model.lora is not None and path[1] == "lr" else "")
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Incomplete model, conflicting training settings."""
-        found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
         if self.model.lora is not None and self.optim.name == "muon":
-            found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
+            yield Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW")
         elif self.tuning and self.model.init and self.optim.name == "muon" and "lr" not in self.optim.model_fields_set:
-            found.append(Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning"))
-        return found + [Conflict(("train", *path), reason) for path, reason in self.train.problems()]
+            yield Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning")
 
     def derived(self) -> dict[str, int | float | str]:
         """Compute precision."""
@@ -442,17 +430,15 @@ class LmSpec(LanguageModelSpec):
     devices: Execution[int | None] = Field(default=None, ge=1)
     """Data-parallel processes, one GPU each; null: those that `torchrun` started, else one."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Seeds and processes at once, examples longer than the model's context, a warm-up beyond the end."""
-        found = super().conflicts()
+        yield from super().conflicts()
         if (self.devices or 1) > 1 and self.max_session > 1:
-            found.append(Conflict(("devices",), "expected 1, because `max_session` trains several seeds"))
-        found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
+            yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:
-            reason = f"expected at most model.shape.context = {shape.context} tokens"
-            found.append(Conflict(("data", "context"), reason))
-        return found + [Conflict(("optim", *p), why) for p, why in warmup_problems(self.optim, self.train.steps)]
+            yield Conflict(("data", "context"), f"expected at most model.shape.context = {shape.context} tokens")
+        yield from warmup_conflicts(self.optim, self.train.steps, "optim")
 
     def derived(self) -> dict[str, int | float | str]:
         """Parameter counts, where shape and vocabulary are known."""
@@ -473,6 +459,7 @@ class WritingSpec(LmSpec):
     suites: list[SuiteUse] = Field(default=[])
     """Evaluation suites run during and after training, besides `data.eval`."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Unknown suites or suites that never run."""
-        return super().conflicts() + suite_conflicts(self.suites, self.counts)
+        yield from super().conflicts()
+        yield from suite_conflicts(self.suites, self.counts)

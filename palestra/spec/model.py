@@ -4,17 +4,24 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from os import PathLike
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
 
 from palestra.spec.words import Words
+
+
+class Conflict(NamedTuple):
+    """Valid fields that do not fit together: where to look and what is expected."""
+
+    path: tuple[str | int, ...]
+    reason: str
 
 
 class Model(BaseModel):
@@ -39,6 +46,24 @@ class Model(BaseModel):
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                         found[name] = inspect.cleandoc(words)
         return found
+
+    def conflicts(self) -> Iterable[Conflict]:
+        """Conflicts between the fields of this block, by paths inside it."""
+        return ()
+
+    def all_conflicts(self) -> list[Conflict]:
+        """Conflicts of the blocks inside this one, then its own."""
+        inner = {name: getattr(self, name) for name in type(self).model_fields}
+        return [*_inner_conflicts(inner, ()), *self.conflicts()]
+
+
+def _inner_conflicts(value: Any, path: tuple[str | int, ...]) -> Iterator[Conflict]:
+    if isinstance(value, Model):
+        for conflict in value.all_conflicts():
+            yield Conflict((*path, *conflict.path), conflict.reason)
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _inner_conflicts(item, (*path, key))
 
 
 @cache

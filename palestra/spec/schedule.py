@@ -16,8 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from palestra.spec.base import Conflict
-from palestra.spec.model import Cadence, Model
+from palestra.spec.model import Cadence, Conflict, Model
 from palestra.spec.words import Words
 
 Shape = Literal["constant", "linear", "cosine", "rate", "periodic", "wsd", "inverse_sqrt"]
@@ -167,15 +166,13 @@ def in_fractions(model: M, steps: int) -> M:
     return model.model_copy(update=counted)
 
 
-def warmup_problems(model: Model, steps: int) -> list[Conflict]:
-    """Warm-ups of the model's schedules that do not end within a run of that many steps."""
-    found = []
+def warmup_conflicts(model: Model, steps: int, where: str) -> Iterator[Conflict]:
+    """Warm-ups of the schedules of a block that do not end within a run of that many steps."""
     for name, schedule, warmup in _counted(model):
         if warmup.amount >= schedule.finish * steps:
-            where = "the run" if schedule.finish == 1 else f"'finish' ({schedule.finish:g} of the run)"
-            reason = f"expected a warm-up that ends before {where} of {steps} steps does, got '{warmup}'"
-            found.append(Conflict((name, "warmup"), reason))
-    return found
+            end = "the run" if schedule.finish == 1 else f"'finish' ({schedule.finish:g} of the run)"
+            reason = f"expected a warm-up that ends before {end} of {steps} steps does, got '{warmup}'"
+            yield Conflict((where, name, "warmup"), reason)
 
 
 def _counted(model: Model) -> Iterator[tuple[str, Schedule, Cadence]]:

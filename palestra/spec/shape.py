@@ -1,13 +1,13 @@
 """Transformer architecture, parameter and FLOP counts, and the default precision."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from palestra.spec.base import Conflict
-from palestra.spec.model import Model
+from palestra.spec.model import Conflict, Model
 
 
 class RopeScaling(Model):
@@ -31,12 +31,13 @@ class RopeScaling(Model):
     def _fast_end_of_yarn(cls, data: Any) -> Any:
         return {"high": 32.0, **data} if isinstance(data, dict) and data.get("type") == "yarn" else data
 
-    def unread(self) -> list[Conflict]:
-        """Fields given that this type does not use."""
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.low >= self.high:
+            yield Conflict(("low",), f"expected less than high = {self.high:g}")
         unused = {"linear": ("original_context", "low", "high", "attention_factor"), "llama3": ("attention_factor",)}
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        given = [name for name in unused.get(self.type, ()) if getattr(self, name) != defaults[name]]
-        return [Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it") for name in given]
+        for name in unused.get(self.type, ()):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it")
 
 
 class MoESpec(Model):
@@ -121,27 +122,20 @@ class Shape(Model):
         """The attention window of a layer."""
         return self.window if layer >= self.window_from else None
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Fields that do not fit together."""
-        found = []
         if self.head_dim is None and self.width % self.heads:
-            found.append(Conflict(("heads",), f"expected a divisor of width = {self.width}, or head_dim to be given"))
+            yield Conflict(("heads",), f"expected a divisor of width = {self.width}, or head_dim to be given")
         if self.heads % self.kv:
-            found.append(Conflict(("kv_heads",), f"expected a divisor of heads = {self.heads}, got {self.kv}"))
+            yield Conflict(("kv_heads",), f"expected a divisor of heads = {self.heads}, got {self.kv}")
         if self.dim % 2:
-            found.append(Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}"))
-        scaling = self.rope_scaling
-        if scaling is not None and scaling.low >= scaling.high:
-            found.append(Conflict(("rope_scaling", "low"), f"expected less than high = {scaling.high:g}"))
-        if scaling is not None:
-            found += [Conflict(("rope_scaling", *path), reason) for path, reason in scaling.unread()]
+            yield Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}")
         if self.window is None and self.window_from:
-            found.append(Conflict(("window_from",), "expected 0, because there is no `window`"))
+            yield Conflict(("window_from",), "expected 0, because there is no `window`")
         if self.mlp is None and self.moe is None:
-            found.append(Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place"))
+            yield Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place")
         if self.moe is not None and self.moe.active > self.moe.experts:
-            found.append(Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}"))
-        return found
+            yield Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}")
 
     def parameters(self, *, active: bool = False) -> int:
         """Number of parameters; with `active`, only those used per token. Needs `vocab`."""

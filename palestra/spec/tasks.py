@@ -2,15 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from palestra.errors import UsageError
-from palestra.spec.base import Conflict, Function, Name
-from palestra.spec.model import Cadence, CountCadence, Model
+from palestra.spec.base import Function, Name
+from palestra.spec.model import Cadence, Conflict, CountCadence, Model
 
 if TYPE_CHECKING:
     from palestra.spec.kinds.evaluate import EvaluateSpec
@@ -37,12 +37,11 @@ class RewardSpec(Model):
     model: str | None = Field(default=None, min_length=1)
     """A trained reward model: a run, a checkpoint or a folder."""
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """None or several of the three."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            return [Conflict((), "expected exactly one of function, judge and model")]
-        return []
+            yield Conflict((), "expected exactly one of function, judge and model")
 
 
 class TaskUse(Model):
@@ -64,15 +63,15 @@ class TaskUse(Model):
         """Its name in this run."""
         return self.name or self.task.rpartition(":")[2]
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Unknown task, args or split."""
-        found = [] if self.reward is None else [Conflict(("reward", *p), why) for p, why in self.reward.problems()]
         # By name, because tasks build on specs.
         registry = import_module("palestra.tasks.task")
         try:
             task = registry.task_type(self.task)
         except UsageError as error:
-            return [*found, Conflict(("task",), str(error))]
+            yield Conflict(("task",), str(error))
+            return
         try:
             task.Args.model_validate(self.args)
         except ValidationError as error:
@@ -80,11 +79,9 @@ class TaskUse(Model):
             for problem in error.errors():
                 why = problem["msg"][0].lower() + problem["msg"][1:]
                 hint = f" (it has {known})" if problem["type"] == "extra_forbidden" else ""
-                found.append(Conflict(("args", *problem["loc"]), why + hint))
-            return found
+                yield Conflict(("args", *problem["loc"]), why + hint)
         if self.split not in task.splits:
-            found.append(Conflict(("split",), f"expected one of {', '.join(task.splits)}, which {self.task} has"))
-        return found
+            yield Conflict(("split",), f"expected one of {', '.join(task.splits)}, which {self.task} has")
 
 
 class TrainTask(TaskUse):
@@ -114,6 +111,10 @@ class PoolSpec(Model):
     drop: float | None = Field(default=1.0, ge=0, le=1)
     """Prompts with at least this solve rate are not sampled again; null: none are dropped."""
 
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.low > self.high:
+            yield Conflict(("low",), f"expected at most pool.high = {self.high}")
+
 
 class TasksSpec(Model):
     """Tasks to train on and to evaluate on."""
@@ -127,30 +128,24 @@ class TasksSpec(Model):
     pool: PoolSpec | None = None
     """Sample prompts by solve rate; null: every prompt once per epoch."""
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Problems of each task, duplicate names, unknown lessons."""
-        found = []
         for where, uses in (("train", self.train), ("eval", self.eval)):
             seen: set[str] = set()
             for place, use in enumerate(uses):
-                found += [Conflict((where, place, *path), reason) for path, reason in use.problems()]
                 if use.label in seen:
-                    reason = f"expected another name: two tasks are called '{use.label}'"
-                    found.append(Conflict((where, place, "name"), reason))
+                    yield Conflict((where, place, "name"), f"expected another name: two tasks are called '{use.label}'")
                 seen.add(use.label)
         labels = {use.label for use in self.train}
         for place, use in enumerate(self.train):
             for other in use.after:
                 if other not in labels or other == use.label:
                     reason = f"expected the name of another task of this list, got '{other}'"
-                    found.append(Conflict(("train", place, "after"), reason))
+                    yield Conflict(("train", place, "after"), reason)
             if use.after and self.mix != "lessons":
-                found.append(Conflict(("train", place, "after"), "expected none, because `mix` is not lessons"))
+                yield Conflict(("train", place, "after"), "expected none, because `mix` is not lessons")
             if self.pool is not None and use.order is not None:
-                found.append(Conflict(("train", place, "order"), "expected null, because `pool` chooses the prompts"))
-        if self.pool is not None and self.pool.low > self.pool.high:
-            found.append(Conflict(("pool", "low"), f"expected at most pool.high = {self.pool.high}"))
-        return found
+                yield Conflict(("train", place, "order"), "expected null, because `pool` chooses the prompts")
 
 
 EVERY = Cadence(500, "steps")
@@ -218,23 +213,21 @@ class SuiteUse(Model):
         return None if self.mode == "after" else self.every or EVERY
 
 
-def suite_conflicts(uses: Sequence[SuiteUse], counts: Sequence[str]) -> list[Conflict]:
+def suite_conflicts(uses: Sequence[SuiteUse], counts: Sequence[str]) -> Iterator[Conflict]:
     """Unknown or duplicate names, cadences that never fire, units this kind does not count."""
-    found, labels = [], Counter(use.label for use in uses)
+    labels = Counter(use.label for use in uses)
     for place, use in enumerate(uses):
         at = ("suites", place)
         if use.suite not in SUITES and not re.search(r"\.(ya?ml|json)(:[^/]*)?$", use.suite):
             known = ", ".join(SUITES)
-            found.append(Conflict((*at, "suite"), f"expected a file of kind evaluate such as mine.yaml, or {known}"))
+            yield Conflict((*at, "suite"), f"expected a file of kind evaluate such as mine.yaml, or {known}")
         if use.mode == "after" and use.every is not None:
-            found.append(Conflict((*at, "every"), "expected null, because `mode: after` evaluates once"))
+            yield Conflict((*at, "every"), "expected null, because `mode: after` evaluates once")
         if use.cadence is not None and use.cadence.unit not in counts:
             reason = f"expected {' or '.join(counts)}, which this kind counts; got '{use.cadence}'"
-            found.append(Conflict((*at, "every"), reason))
+            yield Conflict((*at, "every"), reason)
         if labels[use.label] > 1:
-            reason = f"expected another name: {labels[use.label]} suites are called '{use.label}'"
-            found.append(Conflict((*at, "name"), reason))
-    return found
+            yield Conflict((*at, "name"), f"expected another name: {labels[use.label]} suites are called '{use.label}'")
 
 
 def suite_spec(use: SuiteUse) -> "EvaluateSpec":

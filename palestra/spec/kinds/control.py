@@ -1,13 +1,14 @@
 """The spec of kind `control`: deep RL in Gymnasium environments, its networks and algorithms."""
 
+from collections.abc import Iterator
 from math import isqrt
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec, Module
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.base import Every, ExperimentSpec, Module
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
 
 
 class EnvSpec(Model):
@@ -469,69 +470,60 @@ class ControlSpec(ExperimentSpec):
         assert isinstance(self.algorithm, OffPolicySpec)
         return self.env.num_envs * self.algorithm.update_every
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Conflicting sizes, warm-ups longer than the run, network options an algorithm does not support."""
-        warmups = warmup_problems(self.algorithm, self.steps)
-        found = [Conflict(("algorithm", *path), reason) for path, reason in warmups]
+        yield from warmup_conflicts(self.algorithm, self.steps, "algorithm")
         if isinstance(self.algorithm, PPOSpec):
-            found += self._minibatch_conflicts(self.algorithm)
+            yield from self._minibatch_conflicts(self.algorithm)
         if isinstance(self.algorithm, OffPolicySpec):
-            found += self._replay_conflicts(self.algorithm)
+            yield from self._replay_conflicts(self.algorithm)
         if self.net.shared and isinstance(self.algorithm, ActorCriticSpec):
             reason = f"{self.algorithm.name} does not support it: policy and critics have separate networks"
-            found.append(Conflict(("net", "shared"), reason))
+            yield Conflict(("net", "shared"), reason)
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec):
-            found.append(Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo or a2c"))
-        return found + self._net_conflicts()
+            yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo or a2c")
+        yield from self._net_conflicts()
 
-    def _net_conflicts(self) -> list[Conflict]:
-        found, net, algorithm = [], self.net, self.algorithm
+    def _net_conflicts(self) -> Iterator[Conflict]:
+        net, algorithm = self.net, self.algorithm
         if net.shared and net.critic_hidden is not None:
             reason = "expected null: with net.shared the critic has no hidden layers of its own"
-            found.append(Conflict(("net", "critic_hidden"), reason))
+            yield Conflict(("net", "critic_hidden"), reason)
         if net.graph is not None and net.critic_hidden is not None:
-            found.append(Conflict(("net", "critic_hidden"), "expected null: net.graph replaces all hidden layers"))
-        if net.recurrent is None:
-            return found
-        if isinstance(algorithm, PPOSpec) and algorithm.minibatch % algorithm.horizon:
-            reason = (
-                f"expected a multiple of the horizon ({algorithm.horizon}), because a recurrent policy trains on "
-                f"whole sequences; got {algorithm.minibatch}"
-            )
-            found.append(Conflict(("algorithm", "minibatch"), reason))
-        if isinstance(algorithm, PPOSpec | A2CSpec) and algorithm.self_imitation is not None:
+            yield Conflict(("net", "critic_hidden"), "expected null: net.graph replaces all hidden layers")
+        if net.recurrent is not None and isinstance(algorithm, PPOSpec) and algorithm.minibatch % algorithm.horizon:
+            reason = f"expected a multiple of the horizon ({algorithm.horizon}), because a recurrent policy trains on "
+            yield Conflict(("algorithm", "minibatch"), f"{reason}whole sequences; got {algorithm.minibatch}")
+        if net.recurrent is not None and isinstance(algorithm, PPOSpec | A2CSpec) and algorithm.self_imitation:
             reason = "expected null: it replays single transitions, without the state of net.recurrent"
-            found.append(Conflict(("algorithm", "self_imitation"), reason))
-        return found
+            yield Conflict(("algorithm", "self_imitation"), reason)
 
-    def _minibatch_conflicts(self, algorithm: PPOSpec) -> list[Conflict]:
+    def _minibatch_conflicts(self, algorithm: PPOSpec) -> Iterator[Conflict]:
         size, batch, at = algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
         product = f"horizon × num_envs = {algorithm.horizon} × {self.env.num_envs} = {batch}"
         if size > batch:
-            return [Conflict(at, f"expected at most {product}, got {size}")]
-        if batch % size:
+            yield Conflict(at, f"expected at most {product}, got {size}")
+        elif batch % size:
             near = sorted({max(d for d in _divisors(batch) if d < size), min(d for d in _divisors(batch) if d > size)})
-            return [Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")]
-        if size == 1 and algorithm.normalize_advantages:
-            return [Conflict(at, "expected at least 2, because one advantage cannot be normalized")]
-        return []
+            yield Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")
+        elif size == 1 and algorithm.normalize_advantages:
+            yield Conflict(at, "expected at least 2, because one advantage cannot be normalized")
 
-    def _replay_conflicts(self, algorithm: OffPolicySpec) -> list[Conflict]:
-        found, n = [], self.env.num_envs
+    def _replay_conflicts(self, algorithm: OffPolicySpec) -> Iterator[Conflict]:
+        n = self.env.num_envs
         exact = algorithm.replay_ratio * n * algorithm.update_every
         if algorithm.updates_at_once(n) < 1 or abs(exact - round(exact)) > 1e-6:
             reason = (
                 f"expected a whole number of gradient steps, at least 1, every {algorithm.update_every} vector steps; "
                 f"replay_ratio × num_envs × update_every is {exact:g}"
             )
-            found.append(Conflict(("algorithm", "replay_ratio"), reason))
+            yield Conflict(("algorithm", "replay_ratio"), reason)
         if algorithm.horizon % algorithm.update_every:
             reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
-            found.append(Conflict(("algorithm", "horizon"), reason))
+            yield Conflict(("algorithm", "horizon"), reason)
         if algorithm.buffer < max(algorithm.start, n * (algorithm.n_step + 1)):
             least = max(algorithm.start, n * (algorithm.n_step + 1))
-            found.append(Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}"))
-        return found
+            yield Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}")
 
     def derived(self) -> dict[str, int | float | str]:
         """Frames, steps and gradient steps, per step and in total; evaluation."""

@@ -1,15 +1,15 @@
 """The spec of kind `distill`: a student language model trained on its own completions to match a teacher."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.base import Conflict
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.kinds.posttrain import PosttrainEvery, RolloutSpec, TaskEval
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
-from palestra.spec.model import Model
-from palestra.spec.schedule import warmup_problems
+from palestra.spec.model import Conflict, Model
+from palestra.spec.schedule import warmup_conflicts
 from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
@@ -23,14 +23,12 @@ class TeacherSpec(Model):
     refresh: int | None = Field(default=None, ge=1)
     """Self-distillation: copy the student's weights every this many steps; null keeps the initial weights."""
 
-    def reasons(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """No teacher, or a refresh of a separate teacher."""
-        found = []
         if self.init is None and self.prompt is None:
-            found.append(Conflict(("init",), "expected a model, or `prompt` for self-distillation"))
+            yield Conflict(("init",), "expected a model, or `prompt` for self-distillation")
         if self.init is not None and self.refresh is not None:
-            found.append(Conflict(("refresh",), "expected null, because `init` names another model than the student"))
-        return found
+            yield Conflict(("refresh",), "expected null, because `init` names another model than the student")
 
 
 class PolicyLossSpec(Model):
@@ -113,48 +111,42 @@ class DistillSpec(LanguageModelSpec):
 
     @property
     def answered(self) -> int:
-        """Prompts of a batch that the student answers."""
+        """Prompts per batch that the student completes."""
         return round(self.on_policy * self.train.prompts_per_step)
 
     @property
     def given(self) -> int:
-        """Answers of a batch that come from `data`."""
+        """Completions per batch from `data`."""
         return (self.train.prompts_per_step - self.answered) * self.rollout.group
 
-    def conflicts(self) -> list[Conflict]:
-        """A student that is not trained, a teacher that is not there, given answers that are missing or not used."""
-        found = super().conflicts()
+    def conflicts(self) -> Iterator[Conflict]:
+        """Missing student or teacher, off-policy completions missing or unused."""
+        yield from super().conflicts()
         if self.model.init is None:
-            found.append(Conflict(("model", "init"), "expected a trained model to start from"))
-        found += [Conflict(("teacher", *path), reason) for path, reason in self.teacher.reasons()]
-        found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
-        found += suite_conflicts(self.suites, self.counts)
-        if self.data is not None:
-            found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
-        found += self._shares()
-        return found + [Conflict(("optim", *p), why) for p, why in warmup_problems(self.optim, self.train.steps)]
+            yield Conflict(("model", "init"), "expected a trained model to start from")
+        yield from suite_conflicts(self.suites, self.counts)
+        yield from self._shares()
+        yield from warmup_conflicts(self.optim, self.train.steps, "optim")
 
-    def _shares(self) -> list[Conflict]:
+    def _shares(self) -> Iterator[Conflict]:
         """Whether the off-policy fraction exists and fits the loss and the teacher."""
         if self.on_policy == 1:
-            unused = "expected null, because `on_policy: 1` uses no off-policy completions"
-            return [] if self.data is None else [Conflict(("data",), unused)]
-        found = []
+            if self.data is not None:
+                yield Conflict(("data",), "expected null, because `on_policy: 1` uses no off-policy completions")
+            return
         if self.data is None:
-            found.append(Conflict(("data",), f"expected completions, because on_policy is {self.on_policy:g}"))
+            yield Conflict(("data",), f"expected completions, because on_policy is {self.on_policy:g}")
         elif self.data.eval or self.data.holdout:
-            found.append(Conflict(("data",), "expected neither `eval` nor `holdout`: evaluation is on tasks"))
+            yield Conflict(("data",), "expected neither `eval` nor `holdout`: evaluation is on tasks")
         if self.loss.type == "policy":
-            found.append(Conflict(("on_policy",), "expected 1, because `policy` trains on the student's completions"))
+            yield Conflict(("on_policy",), "expected 1, because `policy` trains on the student's completions")
         if self.teacher.prompt is not None:
-            found.append(Conflict(("on_policy",), "expected 1, because `teacher.prompt` is made of the tasks' rows"))
+            yield Conflict(("on_policy",), "expected 1, because `teacher.prompt` is made of the tasks' rows")
         if self.on_policy == 0 and self.rollout.replay is not None:
-            found.append(Conflict(("rollout", "replay"), "expected null, because `on_policy: 0` samples nothing"))
+            yield Conflict(("rollout", "replay"), "expected null, because `on_policy: 0` samples nothing")
         if self.on_policy > 0 and self.answered in (0, self.train.prompts_per_step):
             reason = f"expected a share of {self.train.prompts_per_step} prompts that is at least one, and not all"
-            found.append(Conflict(("on_policy",), reason))
-        return found
+            yield Conflict(("on_policy",), reason)
 
     def derived(self) -> dict[str, int | float | str]:
         """Completions and tokens per step and in total."""

@@ -2,16 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec, Name
+from palestra.spec.base import Every, ExperimentSpec, Name
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
 from palestra.spec.lm import TextSource
-from palestra.spec.model import Execution, Model
+from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.shape import described
 from palestra.spec.tasks import TaskUse
 
@@ -60,13 +60,12 @@ class LikelihoodUse(Model):
         """Name in this run."""
         return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Incomplete templates."""
         if self.doc_to_text is None and (self.doc_to_choice is not None or self.doc_to_target is not None):
-            return [Conflict(("doc_to_text",), "expected one, because another `doc_to_…` is given")]
+            yield Conflict(("doc_to_text",), "expected one, because another `doc_to_…` is given")
         if self.doc_to_text is not None and self.doc_to_target is None:
-            return [Conflict(("doc_to_target",), "expected one, because `doc_to_text` is given")]
-        return []
+            yield Conflict(("doc_to_target",), "expected one, because `doc_to_text` is given")
 
 
 class TextUse(TextSource):
@@ -116,28 +115,19 @@ class EvaluateSpec(ExperimentSpec):
     dtype: Literal["auto", "bf16", "fp32", "fp16"] = "auto"
     """Precision of weights and compute; auto: what the device computes fast."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Nothing to evaluate, duplicate names, conflicting settings."""
-        found = []
         if not self.tasks and not self.likelihood and not self.texts:
-            found.append(Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`"))
-        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
-            for place, use in enumerate(uses):
-                found += [Conflict((where, place, *path), reason) for path, reason in use.problems()]
+            yield Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`")
         labels = Counter(use.label for use in (*self.tasks, *self.likelihood, *self.texts))
         for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood), ("texts", self.texts)):
             for place, use in enumerate(uses):
                 if labels[use.label] > 1:
                     reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"
-                    found.append(Conflict((where, place, "name"), reason))
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
+                    yield Conflict((where, place, "name"), reason)
         if self.every != Every():
-            found.append(
-                Conflict(
-                    ("every",), "expected nothing: completions are saved at once, and there is one row of metrics"
-                )
-            )
-        return found
+            reason = "expected nothing: completions are saved at once, and there is one row of metrics"
+            yield Conflict(("every",), reason)
 
     def derived(self) -> dict[str, int | float | str]:
         """Compute precision."""

@@ -1,12 +1,12 @@
 """The specs of the kinds `pretrain`, `sft`, `dpo` and `reward_model`."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.base import Conflict
 from palestra.spec.lm import LmData, LmSpec, Source, TextSource, TrainSource, Tuning, WritingSpec
-from palestra.spec.model import Model
+from palestra.spec.model import Conflict, Model
 
 
 class Stage(Model):
@@ -49,24 +49,23 @@ class PretrainSpec(WritingSpec):
     data: PretrainData
     """Texts."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Stages with unknown sources or no weight, out of order, or beyond the end."""
-        found = super().conflicts()
+        yield from super().conflicts()
         before = -1
         for index, stage in enumerate(self.data.stages):
             place = ("data", "stages", index)
             unknown = sorted(set(stage.weights) - set(self.data.train))
             if unknown:
                 known = ", ".join(self.data.train)
-                found.append(Conflict((*place, "weights"), f"expected names of data.train ({known}): {unknown}"))
+                yield Conflict((*place, "weights"), f"expected names of data.train ({known}): {unknown}")
             if not any(stage.weights.values()):
-                found.append(Conflict((*place, "weights"), "expected at least one weight above 0"))
+                yield Conflict((*place, "weights"), "expected at least one weight above 0")
             if stage.step <= before:
-                found.append(Conflict((*place, "step"), f"expected more than {before}, where the stage before begins"))
+                yield Conflict((*place, "step"), f"expected more than {before}, where the stage before begins")
             if stage.step >= self.train.steps:
-                found.append(Conflict((*place, "step"), f"expected less than train.steps = {self.train.steps}"))
+                yield Conflict((*place, "step"), f"expected less than train.steps = {self.train.steps}")
             before = stage.step
-        return found
 
     def derived(self) -> dict[str, int | float | str]:
         """Tokens per step and in total, and training FLOPs where the vocabulary is known."""
@@ -143,14 +142,13 @@ class DpoSpec(WritingSpec):
     loss: DpoLossSpec = DpoLossSpec()
     """Loss."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """No reference model, or label smoothing without sigmoid."""
-        found = super().conflicts()
+        yield from super().conflicts()
         if self.model.init is None:
-            found.append(Conflict(("model", "init"), "expected a trained model, which is also the reference model"))
+            yield Conflict(("model", "init"), "expected a trained model, which is also the reference model")
         if self.loss.label_smoothing and self.loss.type != "sigmoid":
-            found.append(Conflict(("loss", "label_smoothing"), "expected 0, because only `type: sigmoid` uses it"))
-        return found
+            yield Conflict(("loss", "label_smoothing"), "expected 0, because only `type: sigmoid` uses it")
 
 
 class RewardLossSpec(Model):
@@ -174,12 +172,11 @@ class RewardModelSpec(LmSpec):
     loss: RewardLossSpec = RewardLossSpec()
     """Loss."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """LoRA, or a format without the chat template."""
-        found = super().conflicts()
+        yield from super().conflicts()
         if self.model.lora is not None:
-            found.append(Conflict(("model", "lora"), "expected null: a reward model's head and weights train together"))
+            yield Conflict(("model", "lora"), "expected null: a reward model's head and weights train together")
         if self.data.format == "plain":
             reason = "expected chat, because a reward model scores conversations, written with the chat template"
-            found.append(Conflict(("data", "format"), reason))
-        return found
+            yield Conflict(("data", "format"), reason)

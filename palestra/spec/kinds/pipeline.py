@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, create_model
 
 from palestra.errors import UsageError
-from palestra.spec.base import Conflict, NamedSpec
+from palestra.spec.base import NamedSpec
 from palestra.spec.imports import argument_problems, load_function
-from palestra.spec.model import Execution, Model
+from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.source import DataPath
 from palestra.spec.validate import SpecError, validate
 

@@ -1,15 +1,16 @@
 """The spec of kind `posttrain`: reinforcement learning of language models with verifiable rewards."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.algorithm import AlgorithmSpec
-from palestra.spec.base import Conflict, Every, Function
+from palestra.spec.base import Every, Function
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import warmup_problems
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import warmup_conflicts
 from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
@@ -135,16 +136,14 @@ class TaskEval(Model):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Maximum new tokens; null: that of `rollout`."""
 
-    def reasons(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Too few samples for pass@k, or nothing to evaluate."""
-        found = []
         if self.samples and max(self.k, default=1) > self.samples:
-            found.append(Conflict(("k",), f"expected at most samples = {self.samples}"))
+            yield Conflict(("k",), f"expected at most samples = {self.samples}")
         if min(self.k, default=1) < 1:
-            found.append(Conflict(("k",), "expected numbers from 1"))
+            yield Conflict(("k",), "expected numbers from 1")
         if not self.greedy and not self.samples:
-            found.append(Conflict(("samples",), "expected at least 1, because `greedy` is false"))
-        return found
+            yield Conflict(("samples",), "expected at least 1, because `greedy` is false")
 
 
 class PosttrainEvery(Every):
@@ -182,29 +181,22 @@ class PosttrainSpec(LanguageModelSpec):
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Missing model, unknown tasks, conflicting settings."""
-        found = super().conflicts()
+        yield from super().conflicts()
         if self.model.init is None:
-            found.append(Conflict(("model", "init"), "expected a trained model to start from"))
-        found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
-        found += suite_conflicts(self.suites, self.counts)
-        found += [Conflict(("algorithm", *path), reason) for path, reason in self.algorithm.problems()]
-        if self.sft is not None:
-            found += [Conflict(("sft", "data", *path), reason) for path, reason in self.sft.data.problems()]
-            if self.sft.data.eval or self.sft.data.holdout:
-                reason = "expected neither `eval` nor `holdout`: evaluation is on tasks"
-                found.append(Conflict(("sft", "data"), reason))
+            yield Conflict(("model", "init"), "expected a trained model to start from")
+        yield from suite_conflicts(self.suites, self.counts)
+        if self.sft is not None and (self.sft.data.eval or self.sft.data.holdout):
+            yield Conflict(("sft", "data"), "expected neither `eval` nor `holdout`: evaluation is on tasks")
         if self.train.minibatches > self.train.prompts_per_step:
             reason = f"expected at most train.prompts_per_step = {self.train.prompts_per_step}"
-            found.append(Conflict(("train", "minibatches"), reason))
+            yield Conflict(("train", "minibatches"), reason)
         if self.rollout.group == 1 and self.algorithm.needs_group:
             reason = f"expected at least 2, because {self.algorithm.preset} compares completions of one prompt"
-            found.append(Conflict(("rollout", "group"), reason))
+            yield Conflict(("rollout", "group"), reason)
         updates = self.train.steps * self.train.minibatches * self.train.epochs
-        found += [Conflict(("optim", *path), reason) for path, reason in warmup_problems(self.optim, updates)]
-        return found
+        yield from warmup_conflicts(self.optim, updates, "optim")
 
     def derived(self) -> dict[str, int | float | str]:
         """Completions and tokens per step and in total."""
