@@ -306,15 +306,15 @@ class AlgorithmSpec(Model):
         """Merge the given keys over the preset's, so that a resolved spec shows every value."""
         if not isinstance(data, Mapping) or data.get("preset") not in get_args(Preset):
             return data
-        found = _merged(PRESETS[data["preset"]], data)
+        merged = _merged(PRESETS[data["preset"]], data)
         if isinstance(data.get("kl"), Mapping) and data["kl"].get("where") == "none":
-            found["kl"] = data["kl"]  # switched off, whatever the preset has
-        if found.get("anchor") == "recomputed":
+            merged["kl"] = data["kl"]  # switched off, whatever the preset has
+        if merged.get("anchor") == "recomputed":
             # Without weights, stale completions would count as if the current policy had sampled them.
-            found.setdefault("correction", {"type": "truncate"})
-        if found.get("baseline") == "critic":
-            found.setdefault("critic", {})
-        return found
+            merged.setdefault("correction", {"type": "truncate"})
+        if merged.get("baseline") == "critic":
+            merged.setdefault("critic", {})
+        return merged
 
     @property
     def needs_group(self) -> bool:
@@ -362,10 +362,10 @@ _SCALES = {
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` merged over `base`; a mapping with another `type` replaces the whole block."""
-    found = {**base, **given}
+    merged = {**base, **given}
     for key, value in given.items():
         below = base.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
             replaces = "type" in value and value["type"] != below.get("type")
-            found[key] = dict(value) if replaces else _merged(below, value)
-    return found
+            merged[key] = dict(value) if replaces else _merged(below, value)
+    return merged

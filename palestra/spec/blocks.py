@@ -219,14 +219,14 @@ class SweepSpec(Model):
 
     def excludes(self, at: dict[str, str]) -> bool:
         """Whether the combination with these labels is excluded."""
-        return any(all(at[axis] == label(value) for axis, value in one.items()) for one in self.exclude)
+        return any(all(at[axis] == label(value) for axis, value in combination.items()) for combination in self.exclude)
 
     @model_validator(mode="after")
     def _excludes_what_is_there(self) -> Self:
-        for one in self.exclude:
-            if not one:
+        for combination in self.exclude:
+            if not combination:
                 raise _axis_problem("exclude: expected at least one axis; an empty combination excludes every run")
-            for axis, value in one.items():
+            for axis, value in combination.items():
                 if axis not in self.axes:
                     raise _axis_problem(f"exclude: there is no axis '{axis}'; the axes are: {', '.join(self.axes)}")
                 known = self.axes[axis].labels

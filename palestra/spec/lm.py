@@ -131,12 +131,12 @@ class CompositeSpec(Model):
         """Weight of each part, summing to 1."""
         groups = self._groups()
         total = sum(share or 0.0 for share, _ in groups.values())
-        found: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for share, parts in groups.values():
             inside = sum(parts.values())
             for name, weight in parts.items():
-                found[name] = (share or 0.0) / total * weight / inside if weight else 0.0
-        return found
+                weights[name] = (share or 0.0) / total * weight / inside if weight else 0.0
+        return weights
 
     def conflicts(self) -> Iterator[Conflict]:
         """Unknown base, groups without share or parts, parts in two groups."""
@@ -445,10 +445,10 @@ class LmSpec(LanguageModelSpec):
         shape = self.model.shape
         if shape is None or shape.vocab is None:
             return super().derived()
-        found = super().derived() | {"parameters": shape.parameters()}
+        derived = super().derived() | {"parameters": shape.parameters()}
         if shape.moe is not None:
-            found["active parameters"] = shape.parameters(active=True)
-        return found
+            derived["active parameters"] = shape.parameters(active=True)
+        return derived
 
 
 class WritingSpec(LmSpec):

@@ -38,14 +38,14 @@ class Model(BaseModel):
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """The docstring under each field. Pydantic can read them itself, but does so at every start: 0.25 s."""
-        found = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        documented = {name: field.description for name, field in cls.model_fields.items() if field.description}
         for part in reversed(cls.__mro__):
             body = _classes(part.__module__).get(part.__name__, []) if issubclass(part, Model) else []
             for field, text in pairwise(body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                        found[name] = inspect.cleandoc(words)
-        return found
+                        documented[name] = inspect.cleandoc(words)
+        return documented
 
     def conflicts(self) -> Iterable[Conflict]:
         """Conflicts between the fields of this block, by paths inside it."""
@@ -121,7 +121,7 @@ def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
     if not isinstance(data, dict):
         return data
     fields = type(value).model_fields if isinstance(value, BaseModel) else {}
-    kept: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     for key, item in data.items():
         at = [*path, key]
         if key in fields and Execution in fields[key].metadata:
@@ -130,8 +130,8 @@ def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
             parts.unset.append(at)
         else:
             inner = getattr(value, key, None) if fields else value.get(key) if isinstance(value, dict) else None
-            kept[key] = _split(inner, item, at, parts)
-    return kept
+            counted[key] = _split(inner, item, at, parts)
+    return counted
 
 
 def _put(here: Any, path: Sequence[str], value: Any) -> Any:

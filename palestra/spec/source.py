@@ -184,11 +184,11 @@ class _Reader:
     def mapping(self, node: yaml.MappingNode, path: DataPath) -> dict[str, Any]:
         if node.tag != _TAG + "map":
             raise self.error(node, f"unknown tag {node.tag!r}; a spec is plain data without tags")
-        found = {}
+        mapping = {}
         for key, value in self.entries(node):
             self.origins[(*path, key.value)] = Origin(self.file, _line(key))
-            found[key.value] = self.value(value, (*path, key.value))
-        return found
+            mapping[key.value] = self.value(value, (*path, key.value))
+        return mapping
 
     def entries(self, node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """The keys and values of a mapping: its own first, then those that `<<` brings and it does not have."""

@@ -242,7 +242,7 @@ def suite_spec(use: SuiteUse) -> "EvaluateSpec":
         spec = load(use.suite).spec
     if not isinstance(spec, EvaluateSpec):
         raise UsageError(f"the suite {use.suite} is a spec of kind {spec.kind}, expected one of kind evaluate")
-    tasks = [one.label for one in (*spec.tasks, *spec.likelihood, *spec.texts)]
+    tasks = [use.label for use in (*spec.tasks, *spec.likelihood, *spec.texts)]
     if CENTRED in tasks:
         raise UsageError(f"the suite {use.suite} has a task called '{CENTRED}', which is the mean over its tasks")
     # The weights come from the run.
@@ -252,8 +252,8 @@ def suite_spec(use: SuiteUse) -> "EvaluateSpec":
     most = use.limit
     return spec.model_copy(
         update={
-            "likelihood": [_limited(one, "items", most) for one in spec.likelihood],
-            "texts": [_limited(one, "items", most) for one in spec.texts],
+            "likelihood": [_limited(part, "items", most) for part in spec.likelihood],
+            "texts": [_limited(part, "items", most) for part in spec.texts],
             "eval": _limited(spec.eval, "problems", most),
         }
     )

@@ -144,8 +144,8 @@ def validate(data: Any, origins: Origins) -> ExperimentSpec:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        found = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
-        raise SpecError(sorted(found.values(), key=_place_in_file)) from None
+        problems = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
+        raise SpecError(sorted(problems.values(), key=_place_in_file)) from None
 
 
 def _kind_problem(tree: Tree) -> SpecProblem:

@@ -442,13 +442,13 @@ class ControlSpec(ExperimentSpec):
         """Steps of the whole run, covering `train.frames`."""
         return -(-self.train.frames // self.frames_per_step)
 
-    def affords(self, spent: int, one: float, seen: int) -> bool:
-        """Whether auto allows an evaluation of `one` frames after `seen` of training, `spent` on earlier ones.
+    def affords(self, spent: int, cost: float, seen: int) -> bool:
+        """Whether auto allows an evaluation of `cost` frames after `seen` of training, `spent` on earlier ones.
 
-        The one at the end has its part of the whole budget; nothing here depends on the clock, so a resume repeats it.
+        The last evaluation has its share reserved; nothing here depends on the clock, so a resume repeats it.
         """
         now, whole = seen / EVALUATED_SHARE, self.train.frames / EVALUATED_SHARE
-        return spent + one <= now and spent + 2 * one <= whole
+        return spent + cost <= now and spent + 2 * cost <= whole
 
     @property
     def evaluations(self) -> Cadence | None:

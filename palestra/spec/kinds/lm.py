@@ -70,11 +70,11 @@ class PretrainSpec(WritingSpec):
     def derived(self) -> dict[str, int | float | str]:
         """Tokens per step and in total, and training FLOPs where the vocabulary is known."""
         tokens = self.train.batch * self.data.context
-        found = super().derived() | {"tokens per step": tokens, "tokens": tokens * self.train.steps}
+        derived = super().derived() | {"tokens per step": tokens, "tokens": tokens * self.train.steps}
         shape = self.model.shape
         if shape is not None and shape.vocab is not None:
-            found["training FLOPs"] = 3 * shape.flops_per_token(self.data.context) * tokens * self.train.steps
-        return found
+            derived["training FLOPs"] = 3 * shape.flops_per_token(self.data.context) * tokens * self.train.steps
+        return derived
 
 
 class ChatSource(Source):

@@ -66,15 +66,15 @@ class PipelineSpec(NamedSpec):
 
     def conflicts(self) -> list[Conflict]:
         """Incomplete steps, unknown functions and arguments, invalid specs, dangling references."""
-        found = []
+        conflicts = []
         for name, step in self.steps.items():
             place = ("steps", name)
             if not STEP_NAME.fullmatch(name):
                 reason = "expected a name of letters, digits, '_', '-' and '.', with '/' for folders"
-                found.append(Conflict(place, reason))
-            found += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
-            found += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
-        return found or self._circles()
+                conflicts.append(Conflict(place, reason))
+            conflicts += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
+            conflicts += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
+        return conflicts or self._circles()
 
     def order(self) -> list[str]:
         """The names of the steps, each after those whose outputs it uses."""
@@ -94,15 +94,15 @@ class PipelineSpec(NamedSpec):
         return {"steps": len(self.steps), "order": ", ".join(self.order())}
 
     def _needs(self, step: _Step) -> set[str]:
-        found = (self.referred(text) for _, text in references({"with": step.arguments, "spec": step.spec}))
-        return {one[0] for one in found if one is not None}
+        targets = (self.referred(text) for _, text in references({"with": step.arguments, "spec": step.spec}))
+        return {target[0] for target in targets if target is not None}
 
     def _lost_references(self, name: str, step: _Step) -> Iterator[tuple[DataPath, str]]:
         for path, text in references({"with": step.arguments, "spec": step.spec}):
             target = self.referred(text)
             if target is None:
-                asked = text.removeprefix(REFERENCE).partition("/")[0]
-                near = get_close_matches(asked, self.steps, n=1)
+                wanted = text.removeprefix(REFERENCE).partition("/")[0]
+                near = get_close_matches(wanted, self.steps, n=1)
                 hint = f"Did you mean '{REFERENCE}{near[0]}'?" if near else f"The steps are: {', '.join(self.steps)}"
                 yield path, f"'{text}' does not name a step. {hint}"
             elif ".." in target[1].split("/"):
