@@ -4,7 +4,7 @@ from conftest import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.mixture import BatchSchedule, Mixture
+from palestra.data.mixture import Mixture
 from palestra.errors import UsageError
 
 ONES, TENS, HUNDREDS = [1, 2, 3, 4, 5], [10, 20, 30, 40, 50], [100, 200, 300, 400, 500]
@@ -70,18 +70,6 @@ def test_all_exhausted_that_a_dropped_dataset_never_reaches_is_endless():
     assert not plain(stages, {"ones": ONES, "tens": list(range(6))}, stop="first_exhausted").endless
 
 
-def test_rescale_turns_steps_into_sequences_exactly():
-    stages = [(0, {"a": 0.5, "b": 0.5}), (10, {"a": 0.2, "b": 0.8})]
-    assert BatchSchedule([(0, 10), (5, 20)]).rescale(stages) == [stages[0], (150, stages[1][1])]
-    assert BatchSchedule([(0, 10), (10, 20)]).rescale(stages) == [stages[0], (100, stages[1][1])]
-
-
-def test_batch_schedule_offset_over_three_sizes_is_exact():
-    schedule = BatchSchedule([(0, 32), (1000, 64), (100_000, 128)])
-    assert schedule.offset(150_000) == 32_000 + 99_000 * 64 + 50_000 * 128
-    assert [schedule.size(step) for step in (0, 999, 1000, 99_999, 100_000)] == [32, 32, 64, 64, 128]
-
-
 def test_counts_of_the_published_eleven_dataset_mixture_in_a_block_of_2048():
     nemotron = {
         "hq_actual": 0.91351,
@@ -142,11 +130,11 @@ def test_weights_are_relative_and_zero_weight_is_for_validation_only():
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([(10, WEIGHTS)], "must start at sequence 0"),
-        ([], "must start at sequence 0"),
-        ([(0, WEIGHTS), (15, WEIGHTS)], "start it at 10 or 20"),
-        ([(0, WEIGHTS), (20, WEIGHTS), (10, WEIGHTS)], "one after the other"),
-        ([(0, WEIGHTS), (20, WEIGHTS), (20, WEIGHTS)], "one after the other"),
+        ([(10, WEIGHTS)], "expected 0 first"),
+        ([], "expected 0 first"),
+        ([(0, WEIGHTS), (15, WEIGHTS)], "multiples of the block size 10"),
+        ([(0, WEIGHTS), (20, WEIGHTS), (10, WEIGHTS)], "rising multiples"),
+        ([(0, WEIGHTS), (20, WEIGHTS), (20, WEIGHTS)], "rising multiples"),
         ([(0, {"ones": 1, "twos": 1})], "name twos; the datasets are ones, tens, hundreds"),
         ([(0, {"ones": -1, "tens": 2})], "'ones' -1"),
         ([(0, {"ones": float("nan")})], "nan"),
@@ -181,17 +169,6 @@ def test_dataset_with_weight_but_no_examples_is_refused():
     with pytest.raises(UsageError, match="'empty' has a weight but no examples"):
         plain({"empty": 1, "ones": 1}, {"empty": [], "ones": ONES})
     plain({"ones": 1}, {"empty": [], "ones": ONES})
-
-
-def test_stop_unknown_is_refused():
-    with pytest.raises(UsageError, match="first_exhausted"):
-        plain(stop="never")
-
-
-@pytest.mark.parametrize("stages", [[], [(5, 8)], [(0, 8), (0, 9)], [(0, 8), (9, 4), (3, 4)], [(0, 0)]])
-def test_batch_schedule_that_does_not_fit_is_refused(stages):
-    with pytest.raises(UsageError):
-        BatchSchedule(stages)
 
 
 # Properties.
@@ -280,17 +257,13 @@ def test_datasets_of_one_length_are_shuffled_differently():
 
 
 def test_batches_after_a_resume_equal_those_of_a_run_from_the_start():
-    def build() -> tuple[Mixture[int], BatchSchedule]:
-        batches = BatchSchedule([(0, 8), (20, 16)])
-        stages = batches.rescale([(0, WEIGHTS), (30, {"tens": 0.9, "hundreds": 0.1})])
-        return Mixture(THREE, stages, block_size=20, seed=3), batches
+    def build() -> Mixture[int]:
+        return Mixture(THREE, [(0, WEIGHTS), (320, {"tens": 0.9, "hundreds": 0.1})], block_size=20, seed=3)
 
-    mixture, batches = build()
-    stream = [mixture.examples(batches.positions(step)) for step in range(60)]
-    assert [len(batch) for batch in stream] == [8] * 20 + [16] * 40
+    mixture = build()
+    stream = [mixture.examples(np.arange(16 * step, 16 * step + 16)) for step in range(60)]
     for step in (0, 19, 20, 29, 30, 59):
-        mixture, batches = build()
-        assert mixture.examples(batches.positions(step)) == stream[step]
+        assert build().examples(np.arange(16 * step, 16 * step + 16)) == stream[step]
 
 
 def test_batch_far_into_the_data_costs_what_the_first_one_does():

@@ -9,7 +9,7 @@ A folder with
 
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,25 +85,26 @@ class Ledger:
         """Write it, whole at once."""
         write_json(folder / LEDGER, {"format": FORMAT, **asdict(self)})
 
-    def check_tokenizer(self, fingerprint: str, tokenizer: str, folder: Path) -> None:
-        """Refuse another tokenizer than the store's, naming both."""
-        if fingerprint != self.fingerprint:
-            raise UsageError(
-                f"{folder} was tokenized with {self.tokenizer} ({self.fingerprint[:12]}), and {tokenizer} "
-                f"({fingerprint[:12]}) gives other tokens; use the store's tokenizer, or build into another folder"
-            )
-
     def check_recipe(self, wanted: "Ledger", folder: Path) -> None:
-        """Refuse a store that was made otherwise than is wanted."""
-        self.check_tokenizer(wanted.fingerprint, wanted.tokenizer, folder)
+        """Refuse a store with another tokenizer or recipe than is wanted."""
+        if wanted.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"{folder} was tokenized with {self.tokenizer} ({self.fingerprint[:12]}), and {wanted.tokenizer} "
+                f"({wanted.fingerprint[:12]}) gives other tokens; use the store's tokenizer, or another folder"
+            )
         # As JSON, since one of them has been on disk: a tuple is a list there.
-        here, there = (json.loads(json.dumps({**one.recipe, "masked": one.masked})) for one in (self, wanted))
-        for key in sorted({*here, *there}):
-            if here.get(key) != there.get(key):
-                raise UsageError(
-                    f"{folder} was built with {key} = {here.get(key)!r}, and {there.get(key)!r} is asked for; "
-                    "build into another folder, or remove this one"
-                )
+        before, now = (json.loads(json.dumps({**one.recipe, "masked": one.masked})) for one in (self, wanted))
+        check_same(folder, before, now)
+
+
+def check_same(folder: Path, before: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to resume in a folder that was begun with other arguments."""
+    for key in sorted({*before, *wanted}):
+        if before.get(key) != wanted.get(key):
+            raise UsageError(
+                f"{folder} was begun with {key} = {before.get(key)!r}, and {wanted.get(key)!r} is asked for; "
+                "give another folder, or remove this one"
+            )
 
 
 class TokenStore:
@@ -122,22 +123,15 @@ class TokenStore:
         """(tokens), None where all are trained on"""
 
     @classmethod
-    def open(cls, folder: Path | str, *, fingerprint: str | None = None, tokenizer: str = "this one") -> "TokenStore":
-        """Open a finished store; where a tokenizer's fingerprint is given (and its name), only one made with it."""
+    def open(cls, folder: Path | str) -> "TokenStore":
+        """Open a finished store."""
         folder = Path(folder)
         ledger = Ledger.read(folder)
         if ledger is None:
             raise UsageError(f"there is no token store at {folder}")
         if not ledger.finished:
-            raise PalestraError(f"the token store {folder} is not finished; build it again to go on where it stopped")
-        if fingerprint is not None:
-            ledger.check_tokenizer(fingerprint, tokenizer, folder)
+            raise PalestraError(f"the token store {folder} is not finished; build it again to resume where it stopped")
         return cls(folder, ledger)
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of its tokenizer."""
-        return self.ledger.fingerprint
 
     def __len__(self) -> int:
         """How many documents."""
@@ -163,9 +157,6 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
             "copy the store again, or remove it and build it"
         )
     return np.memmap(path, dtype, mode="r", shape=(length,))
-
-
-OverLong = Literal["truncate", "error"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +196,9 @@ class Windows:
 class Documents:
     """One document an example; of one longer than `max_length` the end is cut, or it is refused."""
 
-    def __init__(self, store: TokenStore, max_length: int, over_long: OverLong = "truncate") -> None:
+    def __init__(
+        self, store: TokenStore, max_length: int, over_long: Literal["truncate", "error"] = "truncate"
+    ) -> None:
         if max_length < 1:
             raise UsageError(f"documents of at most {max_length} tokens are empty")
         self.store = store
