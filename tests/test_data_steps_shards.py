@@ -147,7 +147,7 @@ def test_documents_of_a_changed_file_are_done_again_and_no_other(tmp_path: Path)
 def test_documents_into_a_folder_of_other_arguments_are_refused(tmp_path: Path) -> None:
     source = corpus(tmp_path / "in")
     mapped(tmp_path / "out", source, bound=1)
-    with pytest.raises(UsageError, match="begun with bound = 1, and 2 is asked for"):
+    with pytest.raises(UsageError, match="begun with bound = 1, not 2"):
         mapped(tmp_path / "out", source, bound=2)
 
 

@@ -186,11 +186,6 @@ class Mixture(Generic[Item]):
             raise TypeError(f"a mixture with stop={self.stop!r} never ends here and has no length")
         return self._length
 
-    def __getitem__(self, position: int) -> tuple[str, int]:
-        """The dataset at a position and the index of its example."""
-        components, indices = self.lookup(np.array([position]))
-        return self.names[components[0]], int(indices[0])
-
     def examples(self, positions: Indices) -> list[Item]:
         """The examples at many positions."""
         components, indices = self.lookup(positions)
@@ -202,16 +197,16 @@ class Mixture(Generic[Item]):
         end = math.inf if self._length is None else self._length
         if positions.size and (positions.min() < 0 or positions.max() >= end):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a mixture with {end} examples")
-        components, drawn = np.empty_like(positions), np.empty_like(positions)
+        components, ranks = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions, np.int64(self.block_size))
         by_block = np.argsort(blocks, kind="stable")
         for chosen in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1) if positions.size else []:
-            of_block, drawn_of_block = self._block(int(blocks[chosen[0]]))
-            components[chosen], drawn[chosen] = of_block[places[chosen]], drawn_of_block[places[chosen]]
+            of_block, ranks_of_block = self._block(int(blocks[chosen[0]]))
+            components[chosen], ranks[chosen] = of_block[places[chosen]], ranks_of_block[places[chosen]]
         indices = np.empty_like(positions)
         for number in np.unique(components):
             theirs = components == number
-            indices[theirs] = self._epochs[number](drawn[theirs])
+            indices[theirs] = self._epochs[number](ranks[theirs])
         return components, indices
 
     def _sample_block(self, block: int) -> tuple[Indices, Indices]:
@@ -223,10 +218,10 @@ class Mixture(Generic[Item]):
             components = components[order]
         # Counted in order of appearance, so that an unshuffled dataset is read in order and ends at its last example.
         starts = np.cumsum(stage.counts) - stage.counts
-        drawn = np.empty_like(components)
-        drawn[np.argsort(components, kind="stable")] = np.arange(self.block_size) - np.repeat(starts, stage.counts)
+        ranks = np.empty_like(components)
+        ranks[np.argsort(components, kind="stable")] = np.arange(self.block_size) - np.repeat(starts, stage.counts)
         before = stage.before + (block - stage.first_block) * stage.counts
-        return components, drawn + before[components]
+        return components, ranks + before[components]
 
     def _end(self) -> int | None:
         if self.stop == "restart":
@@ -245,8 +240,8 @@ class Mixture(Generic[Item]):
             blocks = math.inf if following is None else following.first_block - stage.first_block
             if count > 0 and missing <= count * blocks:
                 block = stage.first_block + (missing - 1) // count
-                components, drawn = self._block(block)
-                place = int(np.flatnonzero((components == number) & (drawn == length - 1))[0])
+                components, ranks = self._block(block)
+                place = int(np.flatnonzero((components == number) & (ranks == length - 1))[0])
                 return block * self.block_size + place + 1
         return None
 

@@ -28,7 +28,7 @@ END, FLAG = np.dtype("<i8"), np.dtype("?")  # on disk
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard as it was when it was tokenized, and what it gave."""
+    """A shard as it was when it was tokenized, and its counts."""
 
     shard: Shard
     checksum: str | None
@@ -40,7 +40,7 @@ class ShardRecord:
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "ShardRecord":
-        """The record in a ledger or beside a part."""
+        """From a ledger or the record of a part."""
         fields: dict[str, Any] = {**data, "shard": Shard(**data["shard"])}
         return cls(**fields)
 
@@ -82,7 +82,7 @@ class Ledger:
         return cls(**fields)
 
     def write(self, folder: Path) -> None:
-        """Write it, whole at once."""
+        """Write it atomically."""
         write_json(folder / LEDGER, {"format": FORMAT, **asdict(self)})
 
     def check_recipe(self, wanted: "Ledger", folder: Path) -> None:
@@ -102,7 +102,7 @@ def check_same(folder: Path, before: Mapping[str, Any], wanted: Mapping[str, Any
     for key in sorted({*before, *wanted}):
         if before.get(key) != wanted.get(key):
             raise UsageError(
-                f"{folder} was begun with {key} = {before.get(key)!r}, and {wanted.get(key)!r} is asked for; "
+                f"{folder} was begun with {key} = {before.get(key)!r}, not {wanted.get(key)!r}; "
                 "give another folder, or remove this one"
             )
 
@@ -153,7 +153,7 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     size = path.stat().st_size if path.exists() else 0
     if size != length * dtype.itemsize:
         raise PalestraError(
-            f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was cut off or changed; "
+            f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was truncated or changed; "
             "copy the store again, or remove it and build it"
         )
     return np.memmap(path, dtype, mode="r", shape=(length,))
@@ -292,12 +292,12 @@ def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
 def _joined(one: list[Bin], other: list[Bin], bins: int) -> list[Bin]:
     """The fullest bin of one with the emptiest of the other, and so on; the lists of indices are used up."""
     alone = bins - len(other)  # the first bins of one meet empty ones
-    found = one[:alone] + other[: bins - len(one)]
+    joined = one[:alone] + other[: bins - len(one)]
     for (a, b, first, x), (c, d, _, y) in zip(one[alone:], reversed(other[bins - len(one) :]), strict=True):
         x, y = (x, y) if len(x) >= len(y) else (y, x)
         x += y  # the longer one grows: no index is copied more than log n times
-        found.append((a + c, b + d, first, x))
-    return sorted(found)
+        joined.append((a + c, b + d, first, x))
+    return sorted(joined)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Evaluation by likelihood: choices between given completions, and bits per byte of whole texts."""
+"""Evaluation by likelihood: choices between given answers, and bits per byte of whole texts."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -248,17 +248,15 @@ def naming(where: str) -> Iterator[None]:
         raise UsageError(f"{where}: {error}") from error
 
 
-@torch.no_grad()
 def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, numbers: range) -> list[ScoredChoice]:
     items, encoded = [choices.items[number] for number in numbers], []
     for number, item in zip(numbers, items, strict=True):
         with naming(f"{choices.label}, item {number}"):
             encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border))
-    flat = [option for options in encoded for option in options]
-    sums, written = score_sequences(model, flat, greedy=not items[0].choice)
-    results, place = [], 0
-    for number, item, options in zip(numbers, items, encoded, strict=True):
-        logprobs = tuple(sums[place : place + len(options)])
+    results = []
+    scores = _grouped(model, encoded, greedy=not items[0].choice)
+    for number, item, options, scored in zip(numbers, items, encoded, scores, strict=True):
+        logprobs = tuple(logprob for logprob, _ in scored)
         if not all(map(math.isfinite, logprobs)):
             raise PalestraError(f"{choices.label}, item {number}: the model gives non-finite log-probabilities")
         results.append(
@@ -269,11 +267,10 @@ def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, num
                 logprobs=logprobs,
                 tokens=tuple(len(option.tokens) - option.start for option in options),
                 bytes=_sizes(tokenizer, choices, item, options),
-                written=None if item.choice else written[place],
+                written=None if item.choice else scored[0][1],
                 cut=any(option.cut for option in options),
             )
         )
-        place += len(options)
     return results
 
 
@@ -286,22 +283,26 @@ def _sizes(tokenizer: Tokenizer, choices: Choices, item: Item, options: Sequence
 
 
 @torch.no_grad()
-def score_sequences(
-    model: Transformer, sequences: Sequence[EncodedChoice], *, greedy: bool = False
-) -> tuple[list[float], list[bool]]:
-    """log p of the scored tokens of each sequence, and if `greedy` whether each of them is the most likely one."""
-    sums, written = [0.0] * len(sequences), [False] * len(sequences)
+def _grouped(
+    model: Transformer, groups: Sequence[Sequence[EncodedChoice]], *, greedy: bool = False
+) -> list[list[tuple[float, bool]]]:
+    """For each sequence: log p of its scored tokens, and if `greedy` whether each of them is the most likely one."""
+    sequences = [sequence for group in groups for sequence in group]
+    if not sequences:
+        return [[] for _ in groups]
+    scores = [(0.0, False)] * len(sequences)
     masks = [[float(place >= one.start) for place in range(len(one.tokens))] for one in sequences]
     batch = Batch.pack([one.tokens for one in sequences], masks)
     for part in micro_batches(batch.lengths, max(MICRO_TOKENS, max(batch.lengths))):
         micro = batch.select(part).to(model.embed.device)
         scored = score(model, micro, entropy=False)
-        best = _most_likely(model, scored.hidden, micro) if greedy else micro.loss_mask.bool()
-        asked = micro.loss_mask.bool()
-        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~asked).split(micro.lengths), strict=True)
+        mask = micro.loss_mask.bool()
+        best = _most_likely(model, scored.hidden, micro) if greedy else mask
+        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~mask).split(micro.lengths), strict=True)
         for place, logprobs, right in bounds:
-            sums[place], written[place] = float(logprobs.double().sum()), bool(right.all())
-    return sums, written
+            scores[place] = float(logprobs.double().sum()), bool(right.all())
+    rest = iter(scores)
+    return [[next(rest) for _ in group] for group in groups]
 
 
 def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
@@ -383,11 +384,9 @@ def text_metrics(outcomes: Mapping[str, TextOutcome]) -> dict[str, float]:
 def _score_documents(model: Transformer, tokenizer: Tokenizer, texts: Texts, numbers: range) -> list[TextScore]:
     documents = [texts.items[number] for number in numbers]
     cut = [windows(tokenizer, document, model.shape.context) for document in documents]
-    flat = [window for some in cut for window in some]
-    sums = iter(score_sequences(model, flat)[0] if flat else [])
     begins, scores = bool(tokenizer.encode_prompt("")), []
-    for number, document, some in zip(numbers, documents, cut, strict=True):
-        logprob = math.fsum(next(sums) for _ in some)
+    for number, document, some, scored in zip(numbers, documents, cut, _grouped(model, cut), strict=True):
+        logprob = math.fsum(logprob for logprob, _ in scored)
         if not math.isfinite(logprob):
             raise PalestraError(f"{texts.label}, document {number}: the model gives non-finite log-probabilities")
         # The bytes of a first token that nothing comes before are not predicted.

@@ -96,7 +96,7 @@ def read_records(path: Path) -> list[EvaluationRecord]:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file that only grows; none where there is no file."""
+    """The complete lines of an append-only file; none where there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -209,7 +209,7 @@ def write_report(
         "texts": {label: asdict(outcome) for label, outcome in texts.items()},
     }
     joined = {
-        block: {label: {**setup[block][label], **found} for label, found in of_block.items()}
+        block: {label: {**setup[block][label], **outcome} for label, outcome in of_block.items()}
         for block, of_block in results.items()
     }
     write_json(folder / REPORT, redacted({"palestra": _version(), **setup, **joined, "metrics": dict(metrics)}))

@@ -71,11 +71,11 @@ class Index:
     def hits(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Texts that share n-grams with these (each given once), how many they share, and how many are in any."""
         left, right = (np.searchsorted(self.hashes, grams, side) for side in ("left", "right"))
-        found = right > left
-        if not found.any():
+        hit = right > left
+        if not hit.any():
             return np.empty(0, np.int64), np.empty(0, np.int64), 0
-        shared = np.concatenate([self.texts[a:b] for a, b in zip(left[found], right[found], strict=True)])
-        return *np.unique(shared, return_counts=True), int(found.sum())
+        shared = np.concatenate([self.texts[a:b] for a, b in zip(left[hit], right[hit], strict=True)])
+        return *np.unique(shared, return_counts=True), int(hit.sum())
 
 
 @dataclass(frozen=True)

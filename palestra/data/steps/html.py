@@ -184,7 +184,7 @@ class _Writer:
         return ["\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * width, *body))]
 
     def _inline(self, element: "HtmlElement") -> str:
-        """A part of a line, its mark around its text but not around the blanks beside it."""
+        """A part of a line; its mark goes around the text, not around the blanks at its ends."""
         if element.tag == "lb":
             return "  \n"
         inner = (element.text or "") + "".join(self._inline(part) + (part.tail or "") for part in element)
