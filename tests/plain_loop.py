@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from palestra.data.chat import end_of_turn
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
@@ -77,6 +77,6 @@ def _minibatches(batch: Batch, parts: int, key: int) -> list[Batch]:
         return [batch]
     owner = [int(group) for group in batch.per_sequence["group"]]
     prompts = max(owner) + 1
-    order = [Permutation(prompts, key)(i) for i in range(prompts)]
+    order = permutation(prompts, key).tolist()
     cuts = [{order[i] for i in range(prompts) if i * parts // prompts == part} for part in range(parts)]
     return [batch.select([i for i, group in enumerate(owner) if group in cut]) for cut in cuts]
