@@ -1,6 +1,8 @@
 """GSM8K: prompts in both formats, worked examples, strict and flexible extraction, and what must not count."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,15 @@ def test_task_names_are_of_the_run(folder):
     task = make_task("gsm8k", {"source": str(folder)}, "easy")
     assert task.problems("test")[0].id == "easy/test/0"
     assert not task.isolated
+
+
+def test_numbers_are_verified_without_the_extras_eval_and_serve():
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('sympy', 'math_verify', 'httpx'))\n"
+        "import palestra.tasks.rewards.llm_judge\n"
+        "from palestra.tasks.task import Answer, Problem, make_task\n"
+        "task = make_task('gsm8k')\n"
+        "print(task.judge(Problem('gsm8k/test/0', 'Five?', {'answer': '5'}), Answer('The answer is 5.')).status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "correct\n", done.stderr

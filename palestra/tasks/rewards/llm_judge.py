@@ -6,11 +6,12 @@ import os
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.types import Request, Sampling
 from palestra.spec.tasks import JudgeSpec
 from palestra.tasks.prompts import text_of
@@ -129,18 +130,10 @@ def score_in(text: str) -> float | None:
     return None
 
 
-try:
-    import httpx
-except ImportError as error:
-    from palestra.errors import MissingExtra
-
-    raise MissingExtra("A language model behind a URL", "serve") from error
-
-
 WAITS = (0.5, 2.0, 8.0)  # seconds between attempts
 AGAIN = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
 REFUSED = (401, 403, 404)  # statuses after which none can
-TIMEOUT = httpx.Timeout(300.0, connect=10.0)
+CONNECT_SECONDS, READ_SECONDS = 10.0, 300.0
 
 
 class OpenAiChat:
@@ -150,6 +143,8 @@ class OpenAiChat:
     """
 
     def __init__(self, url: str, *, max_new_tokens: int, waits: tuple[float, ...] = WAITS):
+        if find_spec("httpx") is None:
+            raise MissingExtra("A language model behind a URL", "serve")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r} is no address of a server: expected one such as http://localhost:8000/v1")
@@ -189,11 +184,13 @@ class OpenAiChat:
 
     async def _call(self, method: str, path: str, **options: Any) -> Any:
         """What the server says; after what may pass it is asked again."""
-        waits = iter(self._waits)
+        import httpx
+
+        waits, timeout = iter(self._waits), httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         while True:
             try:
                 async with httpx.AsyncClient(
-                    headers=self._headers, timeout=TIMEOUT, verify=self._trust, trust_env=False
+                    headers=self._headers, timeout=timeout, verify=self._trust, trust_env=False
                 ) as client:
                     response = await client.request(method, self.base + path, **options)
                 if response.status_code == 200:
