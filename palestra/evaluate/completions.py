@@ -18,7 +18,7 @@ from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Generator, Sampling, StopReason
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Episode, Judge, Workflow, encode_problem
+from palestra.rollout.episode import Episode, Verify, Workflow, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.workflows import single_turn
 from palestra.spec.kinds.evaluate import AnswerEval
@@ -99,7 +99,7 @@ class Questions:
 
 
 def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer, problems: int) -> list[Questions]:
-    """The first `problems` of each task's split, ready to be asked; `tasks` are by label, as `Judges` has them."""
+    """The first `problems` of each task's split, ready to be asked; `tasks` are by label, as `Verifiers` has them."""
     return [_asked(use, tasks[use.label], tokenizer, problems) for use in uses]
 
 
@@ -137,7 +137,7 @@ class Evaluation:
 async def evaluate_tasks(
     generator: Generator,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     asked: Sequence[Questions],
     settings: TaskEval,
     *,
@@ -158,7 +158,7 @@ async def evaluate_tasks(
     Args:
         generator: What answers.
         tokenizer: The model's.
-        judge: `Judges.judge`.
+        judge: `Verifiers.verify`.
         asked: What `palestra.evaluate.completions.ask` gives; it reads data, so do it before the loop is busy.
         settings: Which answers to make; its `max_new_tokens` and `problems` are for the caller to read.
         context: The most tokens that the model reads.
@@ -194,7 +194,7 @@ async def evaluate_tasks(
                 seed=stream_key(seed, "evaluate", mode, question.problem.id),
                 sampling=sampling,
                 generator=generator,
-                judge=judge,
+                verify=judge,
                 tokenizer=tokenizer,
                 context=context,
             )

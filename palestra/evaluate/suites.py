@@ -27,7 +27,7 @@ from palestra.evaluate.likelihood import (
 )
 from palestra.generate.local import LocalGenerator
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Judge
+from palestra.rollout.episode import Verify
 from palestra.rollout.workflows import make_workflow
 from palestra.runs.run import RESULTS
 from palestra.runs.store import read_json, write_json
@@ -61,7 +61,7 @@ class Opened:
 
 
 def open_suite(label: str, spec: EvaluateSpec, tasks: Mapping[str, Task], tokenizer: Tokenizer) -> Opened:
-    """Read all that a suite asks; `tasks` are by label, as `Judges` has them.
+    """Read all that a suite asks; `tasks` are by label, as `Verifiers` has them.
 
     Examples before a question are drawn by the suite's seed, not by the run's: every model is asked the same.
     """
@@ -103,7 +103,7 @@ def measure(
     suite: Opened,
     model: Transformer,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     *,
     eos: Iterable[int],
     look: Callable[[], None] = lambda: None,
@@ -174,7 +174,7 @@ def _answered(
     suite: Opened,
     model: Transformer,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     eos: Iterable[int],
     look: Callable[[], None],
 ) -> Evaluation:

@@ -10,9 +10,9 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.generate.types import Generation, Generator, Request, Sampling, StopReason
 from palestra.rollout.types import Trajectory
-from palestra.tasks.task import Answer, Problem, Task, Verdict
+from palestra.tasks.task import Completion, Problem, Task, Verdict
 
-Judge = Callable[[Problem, Answer], Verdict | Awaitable[Verdict]]
+Verify = Callable[[Problem, Completion], Verdict | Awaitable[Verdict]]
 """Says whether an answer to a problem is right, at once or when it is awaited."""
 
 
@@ -29,7 +29,7 @@ class Episode:
     sampling: Sampling
     """How answers are drawn, with the task's stop strings."""
     generator: Generator
-    judge: Judge
+    verify: Verify
     tokenizer: Tokenizer
     context: int
     """The most tokens that the model reads."""
@@ -55,14 +55,14 @@ class Episode:
         """Of several answers to one prompt; those that take time are judged at the same time."""
         asked = self.prompt if prompt is None else prompt
         text = self.tokenizer.decode(asked, specials=True)
-        begun = [self.judge(self.problem, _answer(one, text, asked)) for one in generations]
+        begun = [self.verify(self.problem, _answer(one, text, asked)) for one in generations]
         waiting = [one for one in begun if not isinstance(one, Verdict)]
         ended = iter(await asyncio.gather(*waiting) if waiting else ())
         return [one if isinstance(one, Verdict) else next(ended) for one in begun]
 
 
-def _answer(generation: Generation, prompt_text: str, prompt: tuple[int, ...]) -> Answer:
-    return Answer(
+def _answer(generation: Generation, prompt_text: str, prompt: tuple[int, ...]) -> Completion:
+    return Completion(
         text=generation.text or "",
         truncated=generation.stop_reason == StopReason.LENGTH,
         prompt_text=prompt_text,
@@ -109,7 +109,7 @@ class Starter:
     tasks: Mapping[str, Task]
     workflow: Workflow
     generator: Generator
-    judge: Judge
+    verify: Verify
     tokenizer: Tokenizer
     sampling: Sampling
     samples: int
@@ -132,7 +132,7 @@ class Starter:
             seed=stream_key(self.seed, "rollout", number, attempt),
             sampling=replace(self.sampling, stop=self.tasks[problem.task].stops),
             generator=self.generator,
-            judge=self.judge,
+            verify=self.verify,
             tokenizer=self.tokenizer,
             context=self.context,
         )

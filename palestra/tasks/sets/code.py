@@ -15,7 +15,7 @@ from pydantic import Field
 from palestra.errors import UsageError
 from palestra.tasks.dataset import load_rows, text_of
 from palestra.tasks.sandbox import Sandbox
-from palestra.tasks.task import Answer, Message, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
 
 STATUSES = {
@@ -74,7 +74,7 @@ def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") ->
     return CodeNeeds(entry_points, "\n".join(modules.values()), weak or why_weak(tree, entry_points))
 
 
-def judge_code(code: str | None, row: Mapping[str, Any], args: CodeArgs) -> Verdict:
+def verify_code(code: str | None, row: Mapping[str, Any], args: CodeArgs) -> Verdict:
     """The verdict on code by the tests of a row, in the sandbox of this process."""
     if code is None:
         return Verdict(0.0, Status.UNPARSABLE, {"tests": 0.0}, note="there is no code in it")
@@ -193,9 +193,9 @@ class Mbpp(Task[MbppArgs]):
         kept = [row for row in rows if split != "train" or self.args.weak or not row["weak"]]
         return [Problem(self.id(split, row["task_id"]), self._prompt(row), row) for row in kept]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Whether the code passes the tests."""
-        return judge_code(extract_code(answer.text, problem.row["entry_points"]), problem.row, self.args)
+        return verify_code(extract_code(completion.text, problem.row["entry_points"]), problem.row, self.args)
 
     def warm_up(self) -> None:
         """Start the sandbox, or say why there is none, before the first answer."""
@@ -288,10 +288,10 @@ class HumanEval(Task[CodeArgs]):
         raw = load_rows(self.args.source, default="openai/openai_humaneval", files=HUMANEVAL_FILES, folder="humaneval")
         return [self._problem(split, given, place) for place, given in enumerate(raw)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Whether the completed function passes the check."""
-        code = complete_code(problem.row["prompt"], answer.text, problem.row["entry_points"][0])
-        return judge_code(code, problem.row, self.args)
+        code = complete_code(problem.row["prompt"], completion.text, problem.row["entry_points"][0])
+        return verify_code(code, problem.row, self.args)
 
     def warm_up(self) -> None:
         """Start the sandbox, or say why there is none, before the first answer."""

@@ -23,7 +23,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs.folder import ROOT
 from palestra.spec.imports import known_objects, objects_in
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
+from palestra.tasks.task import Completion, Problem, Status, Task, Verdict, make_task
 from palestra.work.pool import Pool, TaskFailed, TaskTimeout, WorkerDied
 from palestra.work.worker import pack
 
@@ -45,7 +45,7 @@ class TaskRecipe:
         return _made, (self.text, self.objects)
 
 
-class Judges:
+class Verifiers:
     """Judges answers to the problems of some tasks. Close it, or use it in a `with` block: it may have processes."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Judges:
         for use in uses:
             self._add(use, root)
 
-    async def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    async def verify(self, problem: Problem, answer: Completion) -> Verdict:
         """Whether an answer is right. A judge that fails gives `error` and one that hangs `timeout`, never a raise.
 
         What cannot be done as the spec has it (UsageError) does raise: no answer could ever be judged.
@@ -77,7 +77,7 @@ class Judges:
         begun = self.begin(problem, answer)
         return begun if isinstance(begun, Verdict) else await begun
 
-    def begin(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:
+    def begin(self, problem: Problem, answer: Completion) -> Verdict | Awaitable[Verdict]:
         """The same, or what to await for it: a judge that only computes has judged when this returns."""
         judge = self._judges.get(problem.task)
         if judge is None:
@@ -90,7 +90,7 @@ class Judges:
             if pool is not None:
                 task = pool.submit(_judged, self._recipes[problem.task], problem, answer, timeout=self._timeout)
                 return self._ended(problem, asyncio.wrap_future(task), started)
-            verdict = judge.judge(problem, answer)
+            verdict = judge.verify(problem, answer)
         except Exception as error:
             return self._excused(problem, error, started)
         return _timed(verdict, started) if isinstance(verdict, Verdict) else self._ended(problem, verdict, started)
@@ -164,10 +164,10 @@ class Judges:
         return Verdict(0.0, Status.ERROR, seconds=time.perf_counter() - started, note=note)
 
 
-def _judged(judge: Any, problem: Problem, answer: Answer) -> Verdict:
+def _judged(judge: Any, problem: Problem, answer: Completion) -> Verdict:
     """In a worker."""
     started = time.perf_counter()
-    verdict = judge.judge(problem, answer)
+    verdict = judge.verify(problem, answer)
     return _timed(asyncio.run(_awaited(verdict)) if inspect.isawaitable(verdict) else verdict, started)
 
 

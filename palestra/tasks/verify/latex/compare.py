@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
-from palestra.errors import MissingExtra
 from palestra.tasks.verify.latex.extract import formulas
 from palestra.tasks.verify.latex.normalize import LONGEST, Form, cleaned, form, plain_text
 
@@ -28,7 +26,7 @@ MEMORY = 1 << 30  # bytes that a comparison may take
 
 
 def same_answer(gold: str, answer: str) -> bool | None:
-    """Whether an answer says the same as the reference; None where nobody can tell, which is not the same."""
+    """Whether an answer equals the reference; None where that cannot be decided, which does not count as equal."""
     return _same(form(gold), form(answer))
 
 
@@ -57,33 +55,16 @@ def _written(text: str) -> str:
     return f"{read} {_OPERATOR.search(text) is not None}" if read.kind == "number" else str(read)
 
 
-def require_math_verify(task: str) -> None:
-    """Say at once, without the second that importing it takes, that it is not there."""
-    if find_spec("math_verify") is None:
-        raise MissingExtra(f"the task {task}", "eval")
-
-
-def import_values() -> ModuleType:
-    """Import what a first comparison of expressions needs."""
-    try:
-        return import_module("palestra.tasks.verify.latex.values")
-    except ImportError as error:
-        raise MissingExtra("comparing mathematical answers", "eval") from error
-
-
 @contextmanager
 def memory_capped(capped: bool) -> Iterator[None]:
-    """Let this process have little more memory than it has, on Linux: some numbers fill it before their time is up."""
+    """Allow this process `MEMORY` more than it has, on Linux: some numbers fill memory before the timeout."""
     if not capped or sys.platform != "linux":
         yield
         return
     import resource
 
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0])
-
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = now * resource.getpagesize() + MEMORY
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     try:
         yield
@@ -170,7 +151,7 @@ def _same_relation(gold: Form, answer: Form) -> bool | None:
     if right is None or said is None or right[0] != said[0]:
         return False
     positive = right[0] not in ("=", r"\neq")
-    return _told(lambda values: values.proportional(right[1], said[1], positive=positive))
+    return _computed(lambda values: values.proportional(right[1], said[1], positive=positive))
 
 
 def _sides(one: Form) -> tuple[str, tuple[str | Fraction, str | Fraction]] | None:
@@ -183,12 +164,13 @@ def _sides(one: Form) -> tuple[str, tuple[str | Fraction, str | Fraction]] | Non
 
 def _same_value(gold: Form, answer: Form) -> bool | None:
     tolerance = Fraction(1, 2 * 10**answer.places) if answer.places >= PLACES else Fraction(0)
-    return _told(lambda values: values.equal(gold.value, answer.value, tolerance))
+    return _computed(lambda values: values.equal(gold.value, answer.value, tolerance))
 
 
-def _told(compare: Callable[[ModuleType], bool | None]) -> bool | None:
-    """What a comparison says; None where sympy cannot make it, for which each of its parts has errors of its own."""
-    values = import_values()
+def _computed(compare: Callable[[ModuleType], bool | None]) -> bool | None:
+    """A comparison of values; None where sympy cannot make it, for which each of its parts has errors of its own."""
+    from palestra.tasks.verify.latex import values  # takes a second or two, so only where it is needed
+
     try:
         return compare(values)
     except Exception:
