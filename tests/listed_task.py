@@ -33,4 +33,4 @@ def prompts(uses: Sequence[dict[str, Any]], seed: int = 0, **more: Any) -> Promp
 
 def draw(stream: Prompts, numbers: range) -> list[str]:
     """The ids of prompts, without the split."""
-    return [stream.draw(number).id.replace("/train/", "") for number in numbers]
+    return [stream.sample(number).id.replace("/train/", "") for number in numbers]

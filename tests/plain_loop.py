@@ -42,7 +42,7 @@ def plain_loop(
     for step in range(train.steps):
         groups, filtered, losses = [], [], []
         while len(groups) < train.prompts_per_step:
-            problem = prompts.draw(number)
+            problem = prompts.sample(number)
             asked = tuple(tokenizer.encode_prompt(str(problem.prompt)))
             draws = stream_key(stream_key(seed, "rollout", number, 0), "turn", 0, 0) >> 1
             sampling = Sampling(rollout.temperature, max_new_tokens=longest, stop=task.stops, seed=draws)

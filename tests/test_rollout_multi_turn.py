@@ -126,7 +126,7 @@ def test_tries_of_a_real_engine_give_exactly_the_tokens_it_read_and_drew(opened:
         check_arrays(one, len(prompt))
         assert one.tokens[: len(prompt)] == prompt
         assert len(one.turns) == 3
-        assert one.drawn == sum(end - begin for begin, end in one.turns)
+        assert one.sampled == sum(end - begin for begin, end in one.turns)
         for begin, _ in one.turns[1:]:
             assert one.tokens[:begin] in asked, "what the generator read is in the trajectory, token by token"
     # The log-probabilities are those of the trajectory as a whole: the same model scores the same tokens.
@@ -258,4 +258,4 @@ def test_failure_of_one_sample_ends_the_others() -> None:
 
 def test_request_that_was_aborted_is_not_tried_again() -> None:
     found = roll(replace(episode(Scripted(TOKENIZER, lambda p, _: ""), never), samples=1))
-    assert [(one.stop_reason, one.turns, one.drawn) for one in found] == [("abort", (), 0)]
+    assert [(one.stop_reason, one.turns, one.sampled) for one in found] == [("abort", (), 0)]

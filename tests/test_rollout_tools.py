@@ -117,7 +117,7 @@ def test_calls_beyond_the_limit_are_text() -> None:
     [
         ("<calculator>1/0</calculator>", "error: division by zero"),
         ("<calculator>9**9**9</calculator>", "error: a number is too large or too small"),
-        ("<calculator></calculator>", "error: only numbers, parentheses and + - * / // % ** are understood"),
+        ("<calculator></calculator>", "error: only numbers, parentheses and + - * / // % ** are supported"),
         ("12+34</calculator>", "error: there is no <calculator> before </calculator>"),
         ("<calculator>5<calculator>1+1</calculator>", "2"),
     ],
@@ -196,7 +196,7 @@ def test_end_of_the_turn_inside_a_call_ends_the_answer() -> None:
 def test_limit_on_new_tokens_is_of_the_whole_turn_without_results(after: int) -> None:
     """With no token left after a call the tool is not run: nothing would read it."""
     one, _ = roll(by_results(CALL, "4 6 8\n"), sampling={"max_new_tokens": len(CALL) + after})
-    assert one.drawn == len(CALL) + after
+    assert one.sampled == len(CALL) + after
     assert told_text(one) == (RESULT if after else "")
     assert one.stop_reason == "length"
     assert one.verdict.note == "4 6 8"[:after]

@@ -34,7 +34,7 @@ class Judged:
     @classmethod
     def of(cls, trajectory: Trajectory) -> "Judged":
         """What a workflow gave."""
-        return cls(trajectory.completion, trajectory.drawn, trajectory.stop_reason, trajectory.verdict)
+        return cls(trajectory.completion, trajectory.sampled, trajectory.stop_reason, trajectory.verdict)
 
     @property
     def correct(self) -> bool:
