@@ -155,7 +155,7 @@ def test_rows_of_another_form_are_refused_with_their_number(tmp_path: Path):
     with pytest.raises(UsageError, match="row 2"):
         make_task("mbpp", {"source": source}).problems("train")
     source = rows(tmp_path / "b.jsonl", {**ADD, "test_list": ["assert ("]})
-    with pytest.raises(UsageError, match="no Python"):
+    with pytest.raises(UsageError, match="not Python"):
         make_task("mbpp", {"source": source}).problems("train")
     source = rows(tmp_path / "c.jsonl", ADD)
     with pytest.raises(UsageError, match="few_shot"):

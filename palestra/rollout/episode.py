@@ -57,8 +57,7 @@ class Episode:
         text = self.tokenizer.decode(prompt, specials=True)
         begun = [
             self.verify(
-                self.problem,
-                Completion(one.text or "", one.stop_reason == StopReason.LENGTH, text, prompt, one.tokens),
+                self.problem, Completion(one.text or "", one.stop_reason == StopReason.LENGTH, text, prompt, one.tokens)
             )
             for one in generations
         ]
