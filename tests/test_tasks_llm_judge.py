@@ -202,9 +202,9 @@ def test_asks_without_a_chat_template_goes_on_from_the_text():
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"adapter_config.json": "{}"}, "has adapters without their model"),
+        ({"adapter_config.json": "{}"}, "has adapters without their base model"),
         ({"notes.txt": ""}, "judge"),
-        ({"meta.json": "{}"}, "holds no language model"),
+        ({"meta.json": "{}"}, "has no language model"),
     ],
 )
 def test_model_folder_of_something_else_is_refused(tmp_path: Path, files: dict[str, str], reason: str):
