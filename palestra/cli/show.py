@@ -586,9 +586,9 @@ def _show(target: Console, record: RolloutRecord, places: list[int]) -> None:
         one = group.trajectories[place]
         verdict, color = one.verdict, COLOURS[one.verdict.status]
         drawn = sorted({v for v, used in zip(one.versions, one.loss_mask, strict=True) if used})
-        facts = [f"reward {one.reward:g}", f"{one.drawn} tokens", one.stop_reason]
+        facts = [f"reward {one.reward:g}", f"{one.sampled} tokens", one.stop_reason]
         if record.advantages:
-            mean = sum(record.advantages[place]) / max(one.drawn, 1)
+            mean = sum(record.advantages[place]) / max(one.sampled, 1)
             facts.insert(1, f"advantage {mean:+.3g}")
         if drawn:
             facts.append(f"version {drawn[0]}" if len(drawn) == 1 else f"versions {drawn[0]} to {drawn[-1]}")

@@ -34,7 +34,7 @@ class VerifiedCompletion:
     @classmethod
     def of(cls, trajectory: Trajectory) -> "VerifiedCompletion":
         """Of a workflow's trajectory."""
-        return cls(trajectory.completion, trajectory.drawn, trajectory.stop_reason, trajectory.verdict)
+        return cls(trajectory.completion, trajectory.sampled, trajectory.stop_reason, trajectory.verdict)
 
     @property
     def correct(self) -> bool:

@@ -301,7 +301,7 @@ def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson
         read = teacher.prompt_of(group.problem)
         for one in group.trajectories:
             # The first turn begins where the prompt ends; a workflow that names no turns began at its first draw.
-            begin = one.turns[0][0] if one.turns else one.loss_mask.index(True) if one.drawn else len(one.tokens)
+            begin = one.turns[0][0] if one.turns else one.loss_mask.index(True) if one.sampled else len(one.tokens)
             prompt = one.tokens[:begin] if read is None else read
             mask = tuple(d and np.isfinite(x) for d, x in zip(one.loss_mask, one.logprobs, strict=True))
             answer = one.tokens[begin:]
