@@ -166,7 +166,7 @@ def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
 
 
 def renorm_fields(block: ForeignBlock) -> dict[str, Any]:
-    """CrossQ's batch renormalisation from the layers of a critic's graph."""
+    """CrossQ's batch renormalization from the layers of a critic's graph."""
     modules = (block.data.get("arc") or {}).get("modules", {}).values()
     args = next((args for module in modules for name, args in _layers(module) if "BatchRenorm" in name), None) or {}
     ours = {"momentum": "renorm_momentum", "warmup_steps": "renorm_warmup"}
@@ -265,7 +265,7 @@ PATHS = {
     **{f"agent.net.{theirs}": ours for theirs, ours in NET.items()},
     "agent.memory.batch_size": "algorithm.batch",
     "agent.memory.max_size": "algorithm.buffer",
-    "agent.memory.alpha": "algorithm.prioritised.alpha",
+    "agent.memory.alpha": "algorithm.prioritized.alpha",
     "env.num_envs": "env.num_envs",
     "env.max_frame": "train.frames",
 }

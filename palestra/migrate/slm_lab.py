@@ -184,13 +184,13 @@ def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     if "max_t" in env:
         kwargs["max_episode_steps"] = env.count("max_t")
-    for theirs, ours in (("normalize_obs", "normalise_obs"), ("normalize_reward", "normalise_reward")):
+    for theirs, ours in (("normalize_obs", "normalize_obs"), ("normalize_reward", "normalize_reward")):
         if env.take(theirs, False):
             fields[ours] = True
-    if "clip_obs" in env and fields.get("normalise_obs"):
+    if "clip_obs" in env and fields.get("normalize_obs"):
         fields["clip_obs"] = env.take("clip_obs")
-    env.wanted("clip_obs", fields.get("clip_obs"), "observations are clipped only where they are normalised here")
-    clip = env.take("clip_reward", 10.0 if fields.get("normalise_reward") else None)
+    env.wanted("clip_obs", fields.get("clip_obs"), "observations are clipped only where they are normalized here")
+    clip = env.take("clip_reward", 10.0 if fields.get("normalize_reward") else None)
     if isinstance(clip, list):
         env.note("clip_reward", f"rewards are clipped as far below 0 as above here; {clip} was taken as its larger end")
         clip = max(map(abs, clip))

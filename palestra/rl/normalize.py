@@ -77,7 +77,7 @@ class RewardScale:
         self.moments = Moments(*(state[name].to(self.running) for name in Moments._fields))
 
 
-def batch_normalise(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
+def batch_normalize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
     """(x - mean) / (std + eps) over all elements where `mask` is True, 0 elsewhere.
 
     The std is the population's, or with `correction=1` the sample's (n - 1). Equal values, and a single one, give
@@ -91,15 +91,15 @@ def batch_normalise(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, co
     smallest = torch.where(mask, x, torch.inf).amin()
     shifted = torch.where(mask, x - smallest, 0.0)
     count = mask.sum().clamp_min(1)
-    centred = torch.where(mask, shifted - shifted.sum() / count, 0.0)
-    return centred / ((centred.square().sum() / (count - correction).clamp_min(1)).sqrt() + eps)
+    centered = torch.where(mask, shifted - shifted.sum() / count, 0.0)
+    return centered / ((centered.square().sum() / (count - correction).clamp_min(1)).sqrt() + eps)
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards less their group's mean (float64), the group of each (0..G-1) and its group's size."""
     groups, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     zeros = torch.zeros(groups.shape[0], dtype=torch.float64, device=rewards.device)
-    # As in `batch_normalise`: less the smallest first, so that equal rewards give exactly 0.
+    # As in `batch_normalize`: less the smallest first, so that equal rewards give exactly 0.
     smallest = zeros.scatter_reduce(0, group, rewards.to(torch.float64), "amin", include_self=False)
     shifted = rewards.to(torch.float64) - smallest[group]
     means = zeros.index_add(0, group, shifted) / sizes
@@ -111,12 +111,12 @@ def group_std(rewards: Tensor, group_ids: Tensor, *, correction: int = 0) -> Ten
 
     A group of one, and one of equal rewards, has 0.
     """
-    centred, group, sizes = _centre(rewards, group_ids)
-    squares = torch.zeros_like(centred).index_add(0, group, centred.square())
+    centered, group, sizes = _centre(rewards, group_ids)
+    squares = torch.zeros_like(centered).index_add(0, group, centered.square())
     return (squares[group] / (sizes - correction).clamp_min(1)).sqrt().to(rewards.dtype)
 
 
-def group_normalise(
+def group_normalize(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -129,8 +129,8 @@ def group_normalise(
     "std" is GRPO (Shao et al. 2024), "none" is Dr. GRPO (Liu et al. 2025). Groups are identified by id, in any order
     and of any size; a group of one, and one of equal rewards, gets 0.
     """
-    centred = _centre(rewards, group_ids)[0].to(rewards.dtype)
-    return centred if scale == "none" else centred / (group_std(rewards, group_ids, correction=correction) + eps)
+    centered = _centre(rewards, group_ids)[0].to(rewards.dtype)
+    return centered if scale == "none" else centered / (group_std(rewards, group_ids, correction=correction) + eps)
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -138,5 +138,5 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     r_i - (Σr - r_i) / (n - 1) = (r_i - mean)·n / (n - 1).
     """
-    centred, _, sizes = _centre(rewards, group_ids)
-    return (centred * sizes / (sizes - 1).clamp_min(1)).to(rewards.dtype)
+    centered, _, sizes = _centre(rewards, group_ids)
+    return (centered * sizes / (sizes - 1).clamp_min(1)).to(rewards.dtype)

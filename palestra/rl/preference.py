@@ -72,14 +72,14 @@ def dpo_terms(
     )
 
 
-def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, centre: float = 0.0) -> RewardTerms:
-    """Bradley and Terry's -log σ(chosen - rejected - margin) + centre·(chosen + rejected)², of two completions' scores.
+def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, center: float = 0.0) -> RewardTerms:
+    """Bradley and Terry's -log σ(chosen - rejected - margin) + center·(chosen + rejected)², of two completions' scores.
 
-    `margin` is the lead that the chosen completion should have (Llama 2, eq. 2). Without `centre` the loss is invariant
-    to a common shift of all scores; `centre` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
+    `margin` is the lead that the chosen completion should have (Llama 2, eq. 2). Without `center` the loss is invariant
+    to a common shift of all scores; `center` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
     lead = chosen - rejected
-    loss = -F.logsigmoid(lead - margin) + centre * (chosen + rejected).square()
+    loss = -F.logsigmoid(lead - margin) + center * (chosen + rejected).square()
     return RewardTerms(loss=loss, margin=lead.detach(), accuracy=_accuracy(lead.detach()))
 
 

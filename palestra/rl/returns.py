@@ -103,7 +103,7 @@ def gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): `(advantages, returns)`, both `(T, N)`.
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): `(advantages, returns)`, both `(T, N)`.
 
     λ is a number, or one of each step `(T, N)`.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from palestra.control.algorithms.on_policy import OnPolicy, Rates, RolloutBatch
 from palestra.control.collector import Rollout
 from palestra.rl.losses import masked_mean
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import A2CSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "grad_norm")
@@ -28,8 +28,8 @@ class A2C(OnPolicy):
     @torch.no_grad()
     def prepare(self, rollout: Rollout, progress: float = 0.0) -> RolloutBatch:
         batch = self.batch(rollout, 1.0 if self.spec.lam is None else self.spec.lam)
-        if self.spec.normalise_advantages:
-            return batch._replace(advantages=batch_normalise(batch.advantages, batch.valid))
+        if self.spec.normalize_advantages:
+            return batch._replace(advantages=batch_normalize(batch.advantages, batch.valid))
         return batch
 
     def learn(self, batch: RolloutBatch, progress: float) -> dict[str, float]:

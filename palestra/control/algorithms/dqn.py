@@ -37,8 +37,8 @@ class DQN(OffPolicy):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.beta = None
-        if self.spec.prioritised is not None:
-            self.beta = in_fractions(self.spec.prioritised, parts.spec.steps).beta
+        if self.spec.prioritized is not None:
+            self.beta = in_fractions(self.spec.prioritized, parts.spec.steps).beta
         self.flat = FlatNet(self.net)
         # An equal copy, with a vector of its own.
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
@@ -121,7 +121,7 @@ class DQN(OffPolicy):
             each = quantile_loss(values, targets)
         loss = each.mean() if batch.weights is None else (batch.weights * each).mean()
         errors = (values.detach().mean(dim=1) - targets.mean(dim=1)).abs()
-        if self.spec.distributional is not None and self.spec.prioritised is not None:
+        if self.spec.distributional is not None and self.spec.prioritized is not None:
             errors = each.detach()  # equal means may hide different distributions
         metrics = torch.stack([loss.detach(), values.detach().mean(), errors.mean()])
         return loss, (errors, metrics)

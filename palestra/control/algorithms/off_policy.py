@@ -43,7 +43,7 @@ class OffPolicy(Algorithm):
             parts.head.dtype,
             gamma=spec.gamma,
             n_step=spec.n_step,
-            prioritised=getattr(spec, "prioritised", None),
+            prioritized=getattr(spec, "prioritized", None),
             frame_stack=parts.spec.env.frame_stack,
             device=parts.device,
         )

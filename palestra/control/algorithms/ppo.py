@@ -15,7 +15,7 @@ from torch import Tensor
 from palestra.control.algorithms.on_policy import OnPolicy, Rates, RolloutBatch
 from palestra.control.collector import Rollout
 from palestra.rl.losses import masked_mean, ppo_policy_terms, value_loss
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import PPOSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
@@ -79,8 +79,8 @@ class PPO(OnPolicy):
         """Clipped surrogate + value_coef · (V - return)² - entropy · H."""
         distribution, values = batch.outputs(net)
         advantages = batch.advantages
-        if self.spec.normalise_advantages:  # per minibatch, as in OpenAI's PPO
-            advantages = batch_normalise(advantages, batch.valid)
+        if self.spec.normalize_advantages:  # per minibatch, as in OpenAI's PPO
+            advantages = batch_normalize(advantages, batch.valid)
         terms = ppo_policy_terms(
             distribution.log_prob(batch.actions),
             batch.logprobs,

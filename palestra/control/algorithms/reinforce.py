@@ -21,7 +21,7 @@ from palestra.control.episodes import WholeEpisodes
 from palestra.control.nets.actor_critic import PolicyNet
 from palestra.control.nets.heads import ActionHead
 from palestra.control.scaling import obs_scale
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import ControlSpec, ReinforceSpec
 
 METRICS = ("policy_loss", "entropy", "grad_norm")
@@ -59,8 +59,8 @@ class Reinforce(OnPolicy):
         rates = self.rates(progress)
         if batch is None:
             return {"lr": float(rates.lr)}
-        if self.spec.normalise_returns:
-            batch = batch | {"returns": batch_normalise(batch["returns"])}
+        if self.spec.normalize_returns:
+            batch = batch | {"returns": batch_normalize(batch["returns"])}
         metrics = dict(zip(METRICS, self.gradient_step(batch, rates).tolist(), strict=True))
         return metrics | {"rows": len(batch["returns"]), "lr": float(rates.lr)}
 
