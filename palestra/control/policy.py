@@ -83,14 +83,14 @@ class Policy:
         distribution, _, self._memory = self.net.advance(obs, self._memory, mask)
         return distribution
 
-    def _mask(self, given: Any, single: bool, rows: int) -> Tensor:
-        """What the environment allows, as (B, choices)."""
+    def _mask(self, mask: Any, single: bool, rows: int) -> Tensor:
+        """The environment's mask as (B, choices)."""
         sizes = self.head.maskable
         if sizes is None:
             raise UsageError("a mask is for Discrete and MultiDiscrete actions")
-        if isinstance(given, tuple):  # one array for each part of a MultiDiscrete action
-            given = np.concatenate([np.asarray(part) for part in given], axis=-1)
-        array = np.asarray(given, dtype=bool)
+        if isinstance(mask, tuple):  # one array for each part of a MultiDiscrete action
+            mask = np.concatenate([np.asarray(part) for part in mask], axis=-1)
+        array = np.asarray(mask, dtype=bool)
         array = array[None] if single else array
         if array.shape != (rows, sum(sizes)):
             raise UsageError(f"expected a mask of {sum(sizes)} entries for each observation, got {array.shape}")

@@ -47,22 +47,22 @@ class CrossQ(SAC):
         warmths = [warmth_after(self.updates + n, self.spec.renorm_warmup) for n in range(updates)]
         return super().inputs(updates, progress)._replace(warmth=torch.tensor(warmths))
 
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics on the joint batch; the loss and the mean value."""
-        next_actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, given.noise[0])
+        next_actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
         alpha, rows = learned.alpha.vector.exp(), len(batch.rewards)
         obs = torch.cat([batch.obs, batch.next_obs])
         actions = None if next_actions is None else torch.cat([batch.actions, next_actions])
 
         def loss(vector: Tensor) -> tuple[Tensor, tuple[Tensor, list[Running]]]:
-            both, running = self.critics(vector)(obs, actions, learned.running, given.warmth)
+            both, running = self.critics(vector)(obs, actions, learned.running, inputs.warmth)
             q, following = both.split(rows, dim=1)
             q, values = self.chosen(q, batch), self.value(following, logprobs, alpha)
             error = twin_loss(q, td_target(batch.rewards, batch.discounts, values))
             return error, (torch.stack([error.detach(), q.detach().mean()]), running)
 
         slope, (seen, running) = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm, self.beta1)
+        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm, self.beta1)
         for before, after in zip(learned.running, running, strict=True):
             before.mean.copy_(after.mean)
             before.var.copy_(after.var)

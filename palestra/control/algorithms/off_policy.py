@@ -87,7 +87,7 @@ class OffPolicy(Algorithm):
                     actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
             transition = episodes.step(self.head.to_env(actions))
             self._check(transition)
-            stored = transition._replace(rewards=self.rewards.kept(transition.rewards))
+            stored = transition._replace(rewards=self.rewards.storable(transition.rewards))
             self.memory.add(self._shown, actions.numpy(force=True), stored)
             if self.rewards.scale is not None:
                 self._add_rewards(transition)
@@ -173,11 +173,11 @@ class TwinCritics(OffPolicy):
         """The inputs of `updates` updates, each with a dimension for them in front."""
 
     @abstractmethod
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics; the loss and the mean value."""
 
     @abstractmethod
-    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
+    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
         """One gradient step of the policy on the critics' values; the critics do not change."""
 
     def explore(self, horizon: int) -> Tensor:
@@ -200,24 +200,24 @@ class TwinCritics(OffPolicy):
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
         """Gradient steps of the critics, and every `policy_delay` of them one of the policy."""
-        inputs = [part.to(self.device) for part in self.inputs(updates, progress) if part is not None]
+        columns = [column.to(self.device) for column in self.inputs(updates, progress) if column is not None]
         totals = torch.zeros(len(self.metrics), device=self.device)
         batches = (batch for group in self.batches(updates) for batch in group)
-        for batch, *given in zip(batches, *inputs, strict=True):
+        for batch, *row in zip(batches, *columns, strict=True):
             self.updates += 1
             both = self.updates % self.spec.policy_delay == 0
-            (self._update if both else self._update_critics)(self.learned, batch, Inputs(*given), totals)
+            (self._update if both else self._update_critics)(self.learned, batch, Inputs(*row), totals)
         return totals
 
-    def update(self, learned: Any, batch: ReplayBatch, given: Inputs, totals: Tensor) -> None:
+    def update(self, learned: Any, batch: ReplayBatch, inputs: Inputs, totals: Tensor) -> None:
         """One gradient step of the critics, then one of the policy."""
-        seen = self.step_critics(learned, batch, given)
-        self.step_policy(learned, batch.obs, given)
+        seen = self.step_critics(learned, batch, inputs)
+        self.step_policy(learned, batch.obs, inputs)
         totals.add_(torch.cat([seen, learned.seen]))
 
-    def update_critics(self, learned: Any, batch: ReplayBatch, given: Inputs, totals: Tensor) -> None:
+    def update_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs, totals: Tensor) -> None:
         """One gradient step of the critics alone."""
-        totals.add_(torch.cat([self.step_critics(learned, batch, given), learned.seen]))
+        totals.add_(torch.cat([self.step_critics(learned, batch, inputs), learned.seen]))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"learned": copied(self.learned)}

@@ -101,9 +101,9 @@ class SAC(TwinCritics):
         """The soft value of what was sampled, (B,)."""
         return (soft_value if self.head.continuous else expected_soft_value)(q, logprobs, alpha)
 
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
-        actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, given.noise[0])
+        actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
         following = self.critics(learned.target)(batch.next_obs, actions)
         values = self.value(following, logprobs, learned.alpha.vector.exp())
         targets = td_target(batch.rewards, batch.discounts, values)
@@ -114,7 +114,7 @@ class SAC(TwinCritics):
             return error, torch.stack([error.detach(), q.detach().mean()])
 
         slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm)
+        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
@@ -122,20 +122,20 @@ class SAC(TwinCritics):
         """The values of the actions that were taken, (2, B)."""
         return q if self.head.continuous else q.gather(2, batch.actions.expand(2, -1)[..., None])[..., 0]
 
-    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
+    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
         """One gradient step of the policy on the critics' values, and one of α."""
         q, alpha = self.values_of(learned, obs), learned.alpha.vector.exp()
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            actions, logprobs, entropy = self.sampled(vector, obs, given.noise[1])
+            actions, logprobs, entropy = self.sampled(vector, obs, inputs.noise[1])
             total = -self.value(q(actions), logprobs, alpha).mean()
             return total, torch.stack([total.detach(), entropy.detach().mean()])
 
         slope, seen = gradient(loss, learned.actor.vector)
-        learned.actor.step(slope, given.rates[1], self.spec.max_grad_norm, self.beta1)
+        learned.actor.step(slope, inputs.rates[1], self.spec.max_grad_norm, self.beta1)
         if self.spec.alpha == "auto":
             slope = alpha_slope(learned.alpha.vector, seen[1], self.target_entropy)
-            learned.alpha.step(slope, given.rates[2], None, self.beta1)
+            learned.alpha.step(slope, inputs.rates[2], None, self.beta1)
         learned.seen.copy_(torch.cat([seen, alpha]))
 
     def values_of(self, learned: Any, obs: Tensor) -> Q:

@@ -67,9 +67,9 @@ class TD3(TwinCritics):
         clip = self.spec.noise_clip
         return (actions + (self.spec.target_noise * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
 
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics; the loss and the mean value."""
-        actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), given.noise)
+        actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), inputs.noise)
         values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
         targets = td_target(batch.rewards, batch.discounts, values)
 
@@ -79,10 +79,10 @@ class TD3(TwinCritics):
             return error, torch.stack([error.detach(), q.detach().mean()])
 
         slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm)
+        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm)
         return seen
 
-    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
+    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
         """One gradient step of the policy on the first critic; then both targets follow."""
         critics = self.critics(learned.critics.vector)
 
@@ -92,6 +92,6 @@ class TD3(TwinCritics):
 
         slope, seen = gradient(loss, learned.actor.vector)
         learned.seen.copy_(seen)
-        learned.actor.step(slope, given.rates[1], self.spec.max_grad_norm)
+        learned.actor.step(slope, inputs.rates[1], self.spec.max_grad_norm)
         learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
         learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))
