@@ -239,7 +239,7 @@ def test_step_rewards_clipped_and_normalized_as_the_spec_says():
     algorithm = dqn(sync(lambda: Walk([100.0] * 5), 2), given={"normalize_reward": True})
     algorithm.step(0.0)
     assert float(algorithm.memory.columns["rewards"].tensor[0, 0]) == 100.0
-    assert float(next(iter(algorithm.batches(1))).rewards.max()) < 20
+    assert float(next(iter(algorithm.batches(1)))[0].rewards.max()) < 20
 
 
 class Broken(Walk):

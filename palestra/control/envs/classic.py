@@ -32,6 +32,7 @@ class NumpyVector(VectorEnv):
         action_space: spaces.Space,
     ):
         num_envs = self.num_envs = state.shape[1]
+        self.max_episode_steps = max_episode_steps
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = observation_space
         self.single_action_space = action_space

@@ -315,7 +315,7 @@ class Restarted:
     """Which environments had to begin a new episode when a state was restored, and the observations to act on next."""
 
     which: np.ndarray  # bool (N,)
-    observations: Any  # of all N, as the vector environment gives them
+    observations: Any  # (N, ...), set where `which` is True
 
 
 def vector_exactness(venv: VectorEnv) -> str | None:
