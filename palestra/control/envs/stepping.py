@@ -157,10 +157,10 @@ class Stepper:
                 raise UsageError(f"{self.name} gives info['{KEY}'] after a step but not with its first reset")
             return
         masks = np.ones_like(self.mask)
-        for i in np.flatnonzero(infos.get(f"_{KEY}", np.ones(len(masks), bool))) if KEY in infos else ():
+        given = infos.get(f"_{KEY}", np.full(len(masks), KEY in infos))
+        for i in np.flatnonzero(given):
             row = infos[KEY][i]
-            parts = row if isinstance(row, tuple) else [row]
-            flat = np.concatenate([np.ravel(part) for part in parts])
+            flat = np.concatenate([np.ravel(part) for part in (row if isinstance(row, tuple) else [row])])
             if flat.shape != masks[i].shape:
                 raise UsageError(
                     f"{self.name} gave an info['{KEY}'] with {len(flat)} entries; "
