@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from palestra.errors import UsageError
 from palestra.runs.store import read_json
+from palestra.spec.renames import translated
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
 
@@ -21,7 +22,7 @@ class Experts:
     """The config's keys for the number of experts; the first is written."""
     width: str
     """The config's key for the hidden width of an expert."""
-    normalise: str | None
+    normalize: str | None
     """The config's key for bringing the chosen experts' weights to sum 1; None always does."""
     block: str
     """The module that holds router and experts."""
@@ -212,8 +213,8 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config[family.experts.count[0]] = shape.moe.experts
         config[family.experts.width] = shape.moe.mlp
         config["num_experts_per_tok"] = shape.moe.active
-        if family.experts.normalise is not None:
-            config[family.experts.normalise] = shape.moe.normalise
+        if family.experts.normalize is not None:
+            config[family.experts.normalize] = shape.moe.normalize
     return config
 
 
@@ -299,7 +300,9 @@ def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | Non
     """The shape and the problems; without problems there is a shape. Without a family it is in our own form."""
     try:
         shape, problems = (
-            (Shape.model_validate(config.get("shape")), []) if family is None else _read_shape(config, family)
+            (Shape.model_validate(translated(config.get("shape"))), [])
+            if family is None
+            else _read_shape(config, family)
         )
     except ValidationError as error:
         return None, [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
@@ -336,7 +339,7 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
-    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
 def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
@@ -411,6 +414,6 @@ def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
         "experts": keys.take(experts.count[0], int, *experts.count[1:]),
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),
-        "normalise": True if experts.normalise is None else keys.take(experts.normalise, bool),
+        "normalize": True if experts.normalize is None else keys.take(experts.normalize, bool),
     }
     return None if keys.problems else MoESpec(**fields)
