@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_written_and_a_compiler_that_hangs_are_survived(t
         assert native.library() is None
     finally:
         native.library.cache_clear()
-    assert "could not be built" in caplog.text
+    assert "could not be compiled" in caplog.text
 
 
 @needs_compiler

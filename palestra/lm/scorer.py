@@ -103,9 +103,7 @@ class Scorer:
         """A number for each conversation that `encode` gave."""
         longest = max(map(len, sequences), default=0)
         if longest > self.context:
-            raise UsageError(
-                f"the conversation has {longest} tokens, and the reward model reads at most {self.context}"
-            )
+            raise UsageError(f"the conversation has {longest} tokens; the reward model reads at most {self.context}")
         same: dict[int, list[int]] = {}  # by length, once filled up
         for place, tokens in enumerate(sequences):
             same.setdefault(-(-len(tokens) // LANES) * LANES, []).append(place)

@@ -157,22 +157,17 @@ class PrefillAttention:
                 keys, values = (
                     cached[layer, :, :, : start + columns][rows] for cached in (self.cache.keys, self.cache.values)
                 )
-                out[block] = self._block(part, keys, values, start, window)[:, :count]
+                plain = start == 0 and (window is None or window >= columns)
+                attended = F.scaled_dot_product_attention(
+                    part.transpose(1, 2),
+                    keys,
+                    values,
+                    attn_mask=None if plain else self._mask(start, start + columns, window, q),
+                    is_causal=plain,
+                    enable_gqa=q.shape[1] != keys.shape[1],
+                )
+                out[block] = attended.transpose(1, 2)[:, :count]
         return out
-
-    def _block(self, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-        """q (B, n, H, dim), the tokens from `start` on, over keys and values (B, K, start + n, dim) → like q."""
-        length = q.shape[1]
-        plain = start == 0 and (window is None or window >= length)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=None if plain else self._mask(start, start + length, window, q),
-            is_causal=plain,
-            enable_gqa=q.shape[2] != keys.shape[1],
-        )
-        return out.transpose(1, 2)
 
     def _mask(self, start: int, end: int, window: int | None, like: Tensor) -> Tensor:
         key = (start, end, window)

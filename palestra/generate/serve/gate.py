@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -167,6 +168,7 @@ CONTROL_PATHS = frozenset({"/update_weights", "/pause", "/resume"})
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@dataclass
 class Gate:
     """An ASGI middleware: wrong keys and bodies that are too long go no further, and are never read into memory.
 
@@ -174,20 +176,13 @@ class Gate:
     there are any: else a page could have its own name mean this machine, and talk to it as to its own server.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        max_body_bytes: int,
-        max_body_bytes_of: Mapping[str, int],
-        allowed_hosts: Collection[str],
-        requests: Counter,
-        seconds: Histogram,
-    ):
-        self.app, self.api_key, self.allowed_hosts = app, api_key, allowed_hosts
-        self.max_body_bytes, self.max_body_bytes_of = max_body_bytes, max_body_bytes_of
-        self.requests, self.seconds = requests, seconds
+    app: ASGIApp
+    api_key: str | None
+    max_body_bytes: int
+    max_body_bytes_of: Mapping[str, int]
+    allowed_hosts: Collection[str]
+    requests: Counter
+    seconds: Histogram
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

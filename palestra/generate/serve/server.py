@@ -238,11 +238,10 @@ def serve_engine(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    max_concurrent: int = MAX_CONCURRENT,
     allowed_hosts: Sequence[str] = (),
+    **limits: int,
 ) -> None:
-    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free.
+    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free. Limits are those of `create_app`.
 
     Requests must name one of `allowed_hosts`; without any, a loopback name on loopback, and any name elsewhere.
 
@@ -256,9 +255,8 @@ def serve_engine(
             engine.tokenizer,
             model_name=name,
             api_key=api_key,
-            max_body_bytes=max_body_bytes,
-            max_concurrent=max_concurrent,
             allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+            **limits,
         )
         config = uvicorn.Config(
             app,
