@@ -163,11 +163,11 @@ def test_llama2c_file_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> N
     llama2c_file(path, tied=True)
     whole = path.read_bytes()
     for content, message in (
-        (whole[:-4], "cut off"),
-        (whole + bytes(4), "cut off"),
+        (whole[:-4], "truncated"),
+        (whole + bytes(4), "truncated"),
         (b"short", "5 bytes"),
         (struct.pack("<II", 0x616B3432, 1) + whole, "version 1"),
-        (b"PK\x03\x04" + whole, "is not a model of llama2.c|cut off"),
+        (b"PK\x03\x04" + whole, "is not a model of llama2.c|truncated"),
     ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=message):

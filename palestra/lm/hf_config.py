@@ -358,7 +358,7 @@ def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | N
     rope.expect("truncate", True)
     theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
     scaling = None
-    if kind in SCALINGS:
+    if kind in tuple(SCALINGS):  # of a broken config it may be any value, hashable or not
         scaling = _read_scaling(rope, kind)
     elif kind != "default":
         rope.problems.append(f"{name}.rope_type = {kind!r} (supported are default, linear, llama3 and yarn)")
