@@ -284,8 +284,8 @@ def scored_model(model: Transformer, start: Start) -> ScalarModel:
     scored = ScalarModel(model)
     if is_classifier(start.config):
         assert start.folder is not None
-        with Shards(start.folder) as shards, torch.no_grad():
-            scored.value.weight.copy_(shards.tensor("score.weight"))
+        with torch.no_grad():
+            scored.value.weight.copy_(Shards(start.folder).tensor("score.weight"))
     return scored
 
 
