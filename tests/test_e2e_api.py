@@ -463,5 +463,5 @@ def test_enjoy_of_a_language_model_names_chat(cartpole, tmp_path):
     spec = plain(palestra.check("examples/lm/shakespeare.yaml", variables={"text": __file__}).spec)
     for path in folder.glob("sessions/*/manifest.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"spec": spec}))
-    with pytest.raises(UsageError, match="is of kind pretrain, which plays no episodes: use palestra chat"):
+    with pytest.raises(UsageError, match="is of kind pretrain, which has no episodes: use palestra chat"):
         palestra.enjoy(folder)

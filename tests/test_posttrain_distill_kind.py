@@ -119,7 +119,7 @@ def test_teacher_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_teachers_prompt_with_an_unknown_field_is_refused_before_there_is_a_folder(tmp_path):
-    with pytest.raises(UsageError, match=r"\{hint\} is not there for reverse/train/"):
+    with pytest.raises(UsageError, match=r"reverse/train/\S+ has no field \{hint\}"):
         quietly(random_spec(tmp_path, teacher={"prompt": "{hint} {prompt}"}), tmp_path)
     assert not (tmp_path / "runs").exists()
 

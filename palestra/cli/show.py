@@ -246,7 +246,7 @@ def show_diff(a: str, b: str, root: Path) -> None:
     difference = diff(left, right)
     names = (f"{left.name}/{left.id}", f"{right.name}/{right.id}")
     _table("spec", names, [(d.path, _inline(d.before), _inline(d.after)) for d in difference.spec])
-    _table("results", names, [(r.metric, _number(r.a), _number(r.b)) for r in difference.results])
+    _table("results", names, [(metric, _number(a), _number(b)) for metric, (a, b) in difference.results.items()])
 
 
 def _table(what: str, names: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:

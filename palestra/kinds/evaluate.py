@@ -1,13 +1,13 @@
-"""The kind `evaluate`: how good a model is at tasks, and how likely it finds given answers."""
+"""The kind `evaluate`: a model's accuracy on tasks and the likelihood it assigns to given answers and texts."""
 
 import json
 import logging
-import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,9 +15,7 @@ from palestra.errors import Interrupted, UsageError
 from palestra.evaluate.choices import Suite, load_suite
 from palestra.evaluate.completions import ROWS, Evaluation, Questions, answering_engine, ask, evaluate_tasks, pumped
 from palestra.evaluate.likelihood import (
-    LikelihoodOutcome,
     ScoredChoice,
-    TextOutcome,
     Texts,
     TextScore,
     likelihood_metrics,
@@ -32,8 +30,8 @@ from palestra.evaluate.records import EvaluationRecord, growing, json_lines, lin
 from palestra.evaluate.suites import SETUP, files_sha256, settled, write_report
 from palestra.generate.local import LocalGenerator
 from palestra.kinds.lm import summary
-from palestra.kinds.models import Start, device_of, find_model, named_dtype, open_model, trained_start
-from palestra.kinds.trial import Launch, run_sessions
+from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
+from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
@@ -41,87 +39,81 @@ from palestra.rollout.workflows import make_workflow
 from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import read_json, write_bytes
+from palestra.runs.store import write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
-from palestra.spec.load import resolved
 from palestra.spec.shape import precision
 from palestra.tasks.verify.workers import Judges
-from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
 
 ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
-"""What answers depend on."""
+"""What results depend on."""
+
+Source = TypeVar("Source", Suite, Texts)
+Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of which model; known before its weights are read."""
+    """What a model is evaluated on; known before its weights are loaded."""
 
     start: Start
     questions: list[Questions]
     suites: list[Suite]
     texts: list[Texts]
     modes: int
-    """Ways of decoding: greedy, samples, or both."""
+    """Number of decoding modes: greedy, sampled, or both."""
 
     @property
     def count(self) -> int:
         """Problems in each mode, rows with given answers, and documents."""
-        rows = sum(len(one.items) for one in self.suites) + sum(len(one.documents) for one in self.texts)
-        return self.modes * sum(len(one.questions) for one in self.questions) + rows
+        rows = sum(len(suite.items) for suite in self.suites) + sum(len(texts.documents) for texts in self.texts)
+        return self.modes * sum(len(task.questions) for task in self.questions) + rows
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
-    """Evaluate with every seed of the spec, then summarise."""
-    device = device_of(spec)
-    load_hooks(spec.hooks)
-    require_sinks(spec.track.sinks)
-    launch = replace(launch, init=str(_model_folder(spec, launch)))
-    # A spec that cannot run ends here, before it has a folder.
+    """Evaluate with every seed of the spec, then summarize."""
+    device_of(spec)
+    check_spec(spec)
+    # Pinned by the setup that a session writes at its start.
+    init = pinned_model(spec.model.init, launch, SETUP, lambda setup: setup["model"]["folder"])
+    launch = replace(launch, init=str(init))
+    # A spec that cannot run is refused here, before it has a folder.
     with Judges(spec.tasks, root=launch.root) as judges:
         asked = _asked(spec, launch, judges, spec.seed)
-    trial = run_sessions(
+    return run_sessions(
         spec,
         launch,
-        run_session,
+        partial(in_session, run_session),
         fixed=FIXED,
-        threads=spec.threads or max(1, (os.cpu_count() or 1) // (1 if device.type == "cuda" else spec.max_session)),
+        threads=threads_each(spec),
         total=asked.count,
         unit="steps",
+        summary=summary,
+        plots=False,
     )
-    trial.trial.write_summary(summary(trial))
-    return trial
 
 
 def load(run: Run, which: str = "best") -> Any:
-    """An evaluation has trained nothing."""
+    """An evaluation has no model of its own."""
     raise UsageError(f"{run.path} is an evaluation: load the model that it evaluated, {run.spec['model']['init']}")
 
 
-def run_session(folder: Path, launch: Launch) -> None:
-    """Evaluate with the one seed whose session folder this is, from where an earlier process was stopped."""
-    session = Session.open(folder)
-    spec = resolved(launch.spec)
-    assert isinstance(spec, EvaluateSpec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(session.manifest["threads"])
-    try:
-        with session, ExitStack() as stack:
-            session.restore()
-            judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
-            asked = _asked(spec, launch, judges, session.seed)
-            setup = settled(session.path, _setup(spec, asked, launch, session.seed))
-            record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
-            _Evaluating(spec, session, launch, asked, judges, record).run(setup)
-    finally:
-        torch.set_num_threads(threads)
+def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
+    """Evaluate with one seed, from where an earlier process was stopped."""
+    with session, ExitStack() as stack:
+        session.restore()
+        judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+        asked = _asked(spec, launch, judges, session.seed)
+        setup = settled(session.path, _setup(spec, asked, launch, session.seed))
+        record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
+        _Evaluation(spec, session, launch, asked, judges, record).run(setup)
 
 
-class _Evaluating:
-    """One session at work: counts what is done, and stops when it is asked to."""
+class _Evaluation:
+    """One session: counts what is done, and stops on request."""
 
     def __init__(
         self,
@@ -136,24 +128,29 @@ class _Evaluating:
         self.judges, self.record, self.done = judges, record, 0
 
     def run(self, setup: dict[str, Any]) -> None:
-        """All of it; the report comes last."""
-        dtype, start = _dtype(self.spec), self.asked.start
-        assert start.folder is not None
-        for one in self.asked.questions:
-            prompt = setup["tasks"][one.label]
-            shown = (one.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
+        dtype, asked, span = named_dtype(_dtype(self.spec)), self.asked, self.record.span
+        assert asked.start.folder is not None
+        for task in asked.questions:
+            prompt = setup["tasks"][task.label]
+            shown = (task.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(start.folder, self.launch.root, dtype=named_dtype(dtype), param_dtype=named_dtype(dtype))
-        scores = self._scores(loaded.model) if self.asked.suites else {}
-        texts = self._texts(loaded.model) if self.asked.texts else {}
+        loaded, _ = open_model(asked.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
+        self.model = loaded.model.to(device_of(self.spec)) if asked.suites or asked.texts else loaded.model
+        scores, texts = {}, {}
+        if asked.suites:
+            found = self._scored(span("likelihood"), SCORES, asked.suites, score_suite, ScoredChoice.read)
+            scores = {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in asked.suites}
+        if asked.texts:
+            found = self._scored(span("texts"), TEXTS, asked.texts, score_texts, TextScore.read)
+            texts = {source.label: text_outcome(source, found[source.label]) for source in asked.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
-        model = loaded.model.to("cpu")
+        model = self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
+        evaluation = self._answers(model) if asked.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics(scores) | text_metrics(texts)
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
-        if evaluation.records:  # in the order of the problems, not in that of their ends
+        if evaluation.records:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, evaluation.records)
         call_hooks(load_hooks(self.spec.hooks), Moment(self.done, self.done, metrics, model, self.session.path))
         headline = [
@@ -164,57 +161,44 @@ class _Evaluating:
         ]
         self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=headline)
 
-    def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
-        """By file."""
-        path, found, before = self.session.path / SCORES, {}, 0
-        done = [ScoredChoice.read(row) for row in json_lines(path)]
-        model = model.to(device_of(self.spec))
-        with self.record.span("likelihood"), growing(path, map(_scored_line, done)) as append:
+    def _scored(
+        self,
+        span: AbstractContextManager[None],
+        name: str,
+        sources: Sequence[Source],
+        score: Callable[..., list[Score]],
+        read: Callable[[Any], Score],
+    ) -> dict[str, list[Score]]:
+        """The scores of each source by its label, from where the file of that name ends."""
+        path, results, before = self.session.path / name, {}, self.done
+        done = [read(row) for row in json_lines(path)]
+        with span, growing(path, map(_scored_line, done)) as append:
 
-            def keep(some: Sequence[ScoredChoice]) -> None:
-                append("".join(map(_scored_line, some)))
-                self._tell(self.done + len(some))
-                self._look()
+            def keep(chunk: Sequence[Score]) -> None:
+                append("".join(map(_scored_line, chunk)))
+                self._progress(self.done + len(chunk))
+                self._stop_if_requested()
 
-            for suite in self.asked.suites:
-                self._look()
-                found[suite.label] = score_suite(model, self.asked.start.tokenizer, suite, done=done, keep=keep)
-                before += len(suite.items)
-                self._tell(before)
-        # Once each, and in order: a chunk that a kill cut in two was scored again.
-        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
-        return {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in self.asked.suites}
-
-    def _texts(self, model: Transformer) -> dict[str, TextOutcome]:
-        """By source."""
-        path, found, before = self.session.path / TEXTS, {}, self.done
-        done = [TextScore.read(row) for row in json_lines(path)]
-        model = model.to(device_of(self.spec))
-        with self.record.span("texts"), growing(path, map(_scored_line, done)) as append:
-
-            def keep(some: Sequence[TextScore]) -> None:
-                append("".join(map(_scored_line, some)))
-                self._tell(self.done + len(some))
-                self._look()
-
-            for texts in self.asked.texts:
-                self._look()
-                found[texts.label] = score_texts(model, self.asked.start.tokenizer, texts, done=done, keep=keep)
-                before += len(texts.documents)
-                self._tell(before)
-        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
-        return {texts.label: text_outcome(texts, found[texts.label]) for texts in self.asked.texts}
+            for source in sources:
+                self._stop_if_requested()
+                scores = score(self.model, self.asked.start.tokenizer, source, done=done, keep=keep)
+                results[source.label] = scores
+                before += len(scores)
+                self._progress(before)
+        # Once each, and in order: a chunk that a kill tore was scored again.
+        write_bytes(path, "".join(_scored_line(row) for rows in results.values() for row in rows).encode())
+        return results
 
     def _answers(self, model: Transformer) -> Evaluation:
         path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
-        # A judge that failed may have been out of memory: it is asked again.
+        # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
-        self._tell(self.done + len(done))
+        self._progress(self.done + len(done))
         with self.record.span("answers"), growing(path, map(line, done)) as append:
 
             def keep(record: EvaluationRecord) -> None:
                 append(line(record))
-                self._tell(self.done + 1)
+                self._progress(self.done + 1)
 
             engine = answering_engine(
                 model,
@@ -240,14 +224,14 @@ class _Evaluating:
                 done=done,
                 keep=keep,
             )
-            return pumped(generator, work, self._look)
+            return pumped(generator, work, self._stop_if_requested)
 
-    def _tell(self, done: int) -> None:
+    def _progress(self, done: int) -> None:
         self.done = done
         self.record.progress.update(self.done)
         self.session.progress(step=self.done)
 
-    def _look(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.session.stop_requested:
             raise Interrupted(
                 f"stopped after {self.done} of {self.asked.count} with everything saved; continue with: "
@@ -261,7 +245,7 @@ def _dtype(spec: EvaluateSpec) -> str:
 
 def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
-    start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
+    start = trained_start(model, launch.root, chat=True)  # as in training, so that completions end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
     suites = [load_suite(use, seed) for use in spec.likelihood]
     texts = [load_texts(use) for use in spec.texts]
@@ -269,7 +253,7 @@ def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Ask
 
 
 def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[str, Any]:
-    """All that makes the numbers comparable with others; plain data."""
+    """Everything the results depend on, as plain data: what makes them comparable with others."""
     start, decoding = asked.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
     model = {
         "init": spec.model.init,
@@ -292,15 +276,8 @@ def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[
     }
 
 
-def _model_folder(spec: EvaluateSpec, launch: Launch) -> Path:
-    """The very model that was meant when the trial began: a name goes on to newer runs."""
-    begun = [] if launch.resume is None else [one.path / SETUP for one in launch.resume.sessions()]
-    pinned = next((read_json(path)["model"]["folder"] for path in begun if path.exists()), None)
-    return find_model(pinned or spec.model.init, launch.root).folder.absolute()
-
-
 def _weights(folder: str, root: Path) -> list[Path]:
-    """The files of a model's config and weights, and of the models below it where these are adapters."""
+    """The config and weight files of a model, and of the models below it if it is adapters."""
     found, paths = find_model(folder, root), []
     while found.base is not None:
         paths += [found.folder / CONFIG, found.folder / WEIGHTS]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import NAME
-from palestra.runs.run import Run
+from palestra.runs.run import NAME, Run
 from palestra.runs.store import read_json, write_bytes
 
 if TYPE_CHECKING:

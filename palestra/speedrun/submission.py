@@ -165,9 +165,9 @@ def submit(
 
 def _info(done: Run, seed: int, author: Author, description: str, peak: float | None) -> dict[str, Any]:
     """What was measured of one seed. The keys are those of Marin's speedruns where they mean the same."""
-    from palestra.kinds.models import device_of  # torch, which the commands must do without until here
+    from palestra.kinds.trial import device_of  # torch, which the commands must do without until here
 
-    folder = done.trial.session(seed).path
+    folder = done.session(seed)
     manifest = read_json(folder / "manifest.json")
     spec = resolved(manifest["spec"])
     assert isinstance(spec, PretrainSpec)

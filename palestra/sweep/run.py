@@ -19,8 +19,8 @@ from typing import Any
 
 from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
-from palestra.runs.folder import Trial, refuse_secrets
 from palestra.runs.lease import Lease, Owner
+from palestra.runs.run import Run, make_trial, refuse_secrets
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
 from palestra.search.trials import shared
@@ -36,7 +36,6 @@ from palestra.sweep.results import POINT, write_results
 from palestra.work import fanout
 from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome
 from palestra.work.pool import TaskFailed, WorkerDied
-from palestra.work.redact import redacted
 
 log = logging.getLogger("palestra.sweep")
 
@@ -295,22 +294,12 @@ def _order(planned: Plan, point: Point, threads: int | None = None) -> dict[str,
     return {"name": point.name, "at": point.at, "spec": plain(spec.model_copy(update=changes))}
 
 
-def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Trial:
+def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Run:
     """The folder of a run with its trial.json, as any other run has; one that is there already goes on as it began."""
     path = folder / order["name"]
     with clear_write_errors(path):
         if not (path / POINT).exists():
             write_json(path / POINT, {"at": order["at"]})
-        if not (path / "trial.json").exists():
-            (path / "plots").mkdir(parents=True, exist_ok=True)
-            spec = resolved(order["spec"])
-            info = {
-                "name": folder.name,
-                "id": order["name"],
-                "seeds": spec.seeds,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": redacted(list(command)),
-                "spec": order["spec"],
-            }
-            write_json(path / "trial.json", info)
-    return Trial(path)
+    spec = order["spec"]
+    seeds = resolved(spec).seeds
+    return make_trial(path, name=folder.name, id=order["name"], seeds=seeds, command=command, spec=spec)

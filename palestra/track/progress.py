@@ -80,13 +80,6 @@ class Progress:
         if time.monotonic() >= self._due:
             self._show()
 
-    def message(self, text: str) -> None:
-        """Print a line that stays, above the live one."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        elif self._enabled:
-            print(text, file=self._stream, flush=True)
-
     def close(self) -> None:
         """Show the last state and let the terminal go."""
         if not self._enabled:
