@@ -60,7 +60,7 @@ def refused(lab: Lab, kind: str, **changes: Any) -> str:
         ("dpo", {}, ["model.init: expected a trained model"]),
         ("sft", {**BASE, "data__context": 49}, ["data.context: 49 tokens exceed"]),
         ("sft", {"samples": {"prompts": ["RED"]}}, ["has no token for 'D', 'E', 'R'"]),
-        ("sft", {"samples": {"prompts": ["red " * 20]}}, ["samples.prompts: 'red red", "the model reads 1 to 47"]),
+        ("sft", {"samples": {"prompts": ["red " * 20]}}, ["samples.prompts: 'red red", "expected 1 to 47"]),
         ("sft", {"data__eval": {"chat": {"path": "chat.jsonl"}}}, ["data.eval.chat", "that data.train does not have"]),
         ("sft", {"data__train": {"chat": {"path": "chat.jsonl", "weight": 0.0}}}, ["data.train", "one weight above 0"]),
         ("sft", {"data__mix": {"stop": "first_exhausted"}}, ["data.mix.stop: first_exhausted ends the data after 54"]),

@@ -88,7 +88,7 @@ def test_push_that_broke_off_is_no_run_and_the_next_one_goes_on(run, tmp_path, m
         original(source, target, **options)
 
     monkeypatch.setattr(files, "put_file", breaking)
-    with pytest.raises(PalestraError, match=r"broke off.*the line is dead.*again"):
+    with pytest.raises(PalestraError, match=r"failed.*the line is dead.*again"):
         push_run(run, files, path, published=False)
     with pytest.raises(UsageError, match="no run"):
         pull_run(run.name, *at(tmp_path / "shared"), root=tmp_path / "other")

@@ -11,12 +11,12 @@ from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.lm import check_data
-from palestra.kinds.models import Start, build_model, find_model, keep_start, open_model, pinned_model
+from palestra.kinds.models import Start, build_model, find_model, keep_start, model_copy, open_model, pinned_model
 from palestra.kinds.posttrain import assemble, run_tasks
 from palestra.kinds.trial import Launch, device_of
 from palestra.lm.datasets import Data, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_for_training
-from palestra.lm.hf import empty_model, has_tokenizer, read_folder
+from palestra.lm.hf import has_tokenizer, read_folder
 from palestra.lm.hf_config import is_classifier
 from palestra.lm.optim import Optimiser
 from palestra.lm.ranks import Ranks
@@ -102,16 +102,15 @@ def _parts(
 
 def _teacher(spec: DistillSpec, session: Session, start: Start, engine: TrainEngine, folder: Path | None) -> Teacher:
     """The model in a folder, pinned at the first start, or a copy of the initial student."""
-    dtype, device = engine.transformer.dtype, engine.device
+    dtype = engine.transformer.dtype
     if folder is None:
-        model = empty_model(start.shape, dtype, dtype, device)
-        model.load_state_dict(engine.weights())
+        model = model_copy(start, engine, engine.weights(), dtype)
     else:
         path = session.path / TEACHER
         if not path.exists():
             write_json(path, {"model": str(folder)})
         check_teacher(Path(read_json(path)["model"]), start.tokenizer)
-        loaded, _ = open_model(read_json(path)["model"], dtype=dtype, param_dtype=dtype, device=device)
+        loaded, _ = open_model(read_json(path)["model"], dtype=dtype, param_dtype=dtype, device=engine.device)
         model = loaded.model
     return Teacher(model, start.tokenizer, prompt=spec.teacher.prompt)
 

@@ -112,20 +112,17 @@ def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
         _Evaluation(spec, session, launch, asked, judges, record).run(setup)
 
 
+@dataclass
 class _Evaluation:
     """One session: counts what is done, and stops on request."""
 
-    def __init__(
-        self,
-        spec: EvaluateSpec,
-        session: Session,
-        launch: Launch,
-        asked: Asked,
-        judges: Judges,
-        record: Recorder,
-    ):
-        self.spec, self.session, self.launch, self.asked = spec, session, launch, asked
-        self.judges, self.record, self.done = judges, record, 0
+    spec: EvaluateSpec
+    session: Session
+    launch: Launch
+    asked: Asked
+    judges: Judges
+    record: Recorder
+    done: int = 0
 
     def run(self, setup: dict[str, Any]) -> None:
         dtype, asked, span = named_dtype(_dtype(self.spec)), self.asked, self.record.span

@@ -15,6 +15,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import kept_tokenizer, made_tokenizer
+from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import (
     GENERATION_CONFIG,
     Pretrained,
@@ -270,6 +271,13 @@ def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.
         add_lora(model, spec.model.lora, generator)
     every = {"none": None, "selective": 2, "full": 1}[spec.train.checkpointing]
     model.checkpointing = lambda layer: every is not None and layer % every == 0
+    return model
+
+
+def model_copy(start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Transformer:
+    """A model with a copy of `engine.weights()`: not compiled, not split over ranks, its adapters merged."""
+    model = empty_model(start.shape, engine.transformer.dtype, dtype, engine.device)
+    model.load_state_dict(weights)
     return model
 
 

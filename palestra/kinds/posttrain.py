@@ -26,6 +26,7 @@ from palestra.kinds.models import (
     Start,
     build_model,
     keep_start,
+    model_copy,
     settled,
     starting_from,
     trained_start,
@@ -34,7 +35,6 @@ from palestra.kinds.models import (
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
-from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
 from palestra.lm.optim import Optimiser
@@ -282,14 +282,12 @@ def _learner(
 def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) -> Engine:
     """The engine that generates, with its own copy of the weights in the compute dtype."""
     dtype, device = engine.transformer.dtype, engine.device
-    model = empty_model(start.shape, dtype, dtype, device)
-    model.load_state_dict(engine.weights())
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
     rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
     most = 1024 if device.type == "cuda" else 512
     return Engine(
-        model,
+        model_copy(start, engine, engine.weights(), dtype),
         eos=frozenset(start.eos),
         tokenizer=start.tokenizer,
         dtype=dtype,
