@@ -15,7 +15,7 @@ from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import policy_loss
@@ -31,8 +31,8 @@ def plain_loop(
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """For each step its groups and its loss; and the last weights."""
     (found, tokenizer), train, rollout, algorithm = open_model(folder), spec.train, spec.rollout, spec.algorithm
-    optimiser = Optimiser(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
-    learner = TrainEngine(found.model, optimiser, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
+    learner = TrainEngine(found.model, optimizer, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
     ends = frozenset({*found.eos, end_of_turn(tokenizer)})  # a model that chats may also end its turn
     reference = deepcopy(found.model)
     writer = Engine(deepcopy(found.model), eos=ends, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""One set of behaviours for the engine in this process and the engine behind HTTP; and what only HTTP can get wrong."""
+"""One set of behaviors for the engine in this process and the engine behind HTTP; and what only HTTP can get wrong."""
 
 import asyncio
 import socket

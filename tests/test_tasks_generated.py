@@ -353,7 +353,7 @@ def test_demonstrations_more_than_there_are_is_an_error() -> None:
     ],
 )
 def test_args_that_do_not_fit_are_named(task: str, args: dict, said: str) -> None:
-    problems = TaskUse(task=task, args=args).problems()
+    problems = TaskUse(task=task, args=args).all_conflicts()
     assert len(problems) == 1
     assert problems[0].path[0] == "args"
     with pytest.raises(AssertionError, match=said):

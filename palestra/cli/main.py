@@ -116,7 +116,7 @@ def train(
     runs: Root = RUNS,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run a spec: train every seed, summarise, plot."""
+    """Run a spec: train every seed, summarize, plot."""
     if not quiet:
         announce(resume or spec or "the spec")
     from palestra.api import run

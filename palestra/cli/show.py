@@ -584,7 +584,7 @@ def _show(target: Console, record: RolloutRecord, places: list[int]) -> None:
         target.print(Text(line, "dim"))
     for place in places:
         one = group.trajectories[place]
-        verdict, colour = one.verdict, COLOURS[one.verdict.status]
+        verdict, color = one.verdict, COLOURS[one.verdict.status]
         drawn = sorted({v for v, used in zip(one.versions, one.loss_mask, strict=True) if used})
         facts = [f"reward {one.reward:g}", f"{one.drawn} tokens", one.stop_reason]
         if record.advantages:
@@ -593,12 +593,12 @@ def _show(target: Console, record: RolloutRecord, places: list[int]) -> None:
         if drawn:
             facts.append(f"version {drawn[0]}" if len(drawn) == 1 else f"versions {drawn[0]} to {drawn[-1]}")
         facts += [f"{name} {value:g}" for name, value in verdict.parts.items()]
-        head = Text(f"{verdict.status}", f"bold {colour}")
+        head = Text(f"{verdict.status}", f"bold {color}")
         head.append(f"  answer {place + 1} of {len(group.trajectories)}: {', '.join(facts)}", "not bold")
         target.print(head)
         if verdict.note:
             target.print(Text(f"  note: {_seen(verdict.note)}", "italic"))
-        target.print(Text("\n".join(f"  {line}" for line in _seen(one.completion).split("\n")), colour))
+        target.print(Text("\n".join(f"  {line}" for line in _seen(one.completion).split("\n")), color))
     target.print()
 
 

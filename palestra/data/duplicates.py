@@ -198,7 +198,7 @@ class Components:
             if not apart.any():
                 return
             left, right, one, other = left[apart], right[apart], one[apart], other[apart]
-            # Each larger root goes under the smallest of its neighbours: no cycles, since that is always downwards.
+            # Each larger root goes under the smallest of its neighbors: no cycles, since that is always downwards.
             np.minimum.at(self.roots, np.maximum(one, other), np.minimum(one, other))
             self._flatten()
 

@@ -1,6 +1,6 @@
 """Mixtures and shuffles without state: the example at a position is computed from the position alone.
 
-A Feistel network over pairs (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, their generalised
+A Feistel network over pairs (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, their generalized
 Feistel): an index is split into x = right · width + left, and the rounds add a hash of one part to the other. Pairs
 reach a little past the length; an index that lands there is sent through again until it is inside (cycle walking).
 All arithmetic is modulo 2⁶⁴ on arrays, and the same on every machine and numpy version.
@@ -34,7 +34,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, odd: steps through all 6
 
 
 def stream_key(seed: int, *names: str | int) -> int:
-    """A 64-bit key for the stream `names` of `seed`; neighbouring seeds and other names give unrelated keys."""
+    """A 64-bit key for the stream `names` of `seed`; neighboring seeds and other names give unrelated keys."""
     text = "\0".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -145,7 +145,7 @@ def _mix(values: Keys) -> Keys:
     """A bijection of 64-bit numbers in which each bit of the input flips each bit of the output half the time.
 
     Of arrays only: numpy warns of the wanted overflow where it works on a single number.
-    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
+    The finalizer of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -105,7 +105,7 @@ Border = Literal["answer", "common"]
 def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[EncodedChoice]:
     """The options of an item as tokens, at most `context` each.
 
-    A context and its answer are tokenised as the one text that they are: a border that the tokenizer would not make
+    A context and its answer are tokenized as the one text that they are: a border that the tokenizer would not make
     scores tokens that the model never saw. White space before the answer is scored with it, as in lm-eval, because most
     tokenizers join them (" yes"); so is any token that holds some of both. Answers to one context are all scored from
     the same token on, so that what one of them shares with its context is not left out for the others.
@@ -116,7 +116,7 @@ def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border =
 
     What is too long loses its beginning, but not the tokens that begin every text.
     """
-    whole = [_tokenised(tokenizer, option) for option in item.options]
+    whole = [_tokenized(tokenizer, option) for option in item.options]
     if border == "common" and item.choice:
         sequences, begins = [tokens for tokens, _ in whole], max(1, len(tokenizer.beginning))
         least = min(map(len, sequences)) - 1
@@ -200,7 +200,7 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
     )
 
 
-def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
+def _tokenized(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
     """The tokens of context and answer, and which of them is the first with some of the answer."""
     tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
     border = len(option.context.rstrip())

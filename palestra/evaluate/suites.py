@@ -39,7 +39,7 @@ from palestra.work.redact import redacted
 
 @dataclass(frozen=True)
 class Opened:
-    """A suite with its rows read and its problems tokenised."""
+    """A suite with its rows read and its problems tokenized."""
 
     label: str
     spec: EvaluateSpec

@@ -17,7 +17,7 @@ from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
-from palestra.control.trial_metrics import summarise
+from palestra.control.trial_metrics import summarize
 from palestra.control.video import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions
@@ -46,7 +46,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
 
     def summary(trial: Run) -> dict[str, Any]:
         rows = {seed: trial.metrics(seed) for seed in trial.seeds}
-        return summarise(rows, _random_return(spec, factory), f"{spec.algorithm.name}/updates")
+        return summarize(rows, _random_return(spec, factory), f"{spec.algorithm.name}/updates")
 
     # One thread by default: networks this small gain nothing from a second, and lose a lot where its core is busy.
     return run_sessions(

@@ -265,7 +265,7 @@ def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.
         model = open_model(start.folder, dtype=dtype, device=device)[0].model
     else:
         model = Transformer(start.shape, dtype)
-        model.initialise(generator)
+        model.initialize(generator)
         model.to(device)
     if spec.model.lora is not None:
         add_lora(model, spec.model.lora, generator)

@@ -37,7 +37,7 @@ from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import AuxiliaryLoss, Learner
@@ -264,7 +264,7 @@ def _learner(
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
     engine = TrainEngine(
         model,
-        Optimiser(model, spec.optim, updates),
+        Optimizer(model, spec.optim, updates),
         Ranks(),
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),

@@ -218,7 +218,7 @@ class DistillLesson(NamedTuple):
     """How many tokens at the end may be trained on; the others are a prompt of at least one token."""
     mask: tuple[bool, ...]
     """Which of those are trained on."""
-    behaviour: tuple[float, ...] | None
+    behavior: tuple[float, ...] | None
     """Their log-probabilities when the student sampled them; None for given completions."""
 
 
@@ -315,8 +315,8 @@ def with_teacher(
 ) -> Batch:
     """The lessons as the student reads them, packed. What the teacher cannot read is not trained on.
 
-    Per token: `own`, 1 where the student sampled it and it is trained on; `behaviour`, its log-probability then;
-    `teacher`, the teacher's; `advantages`, teacher - behaviour, 0 for given tokens; and, with `hidden`, the teacher's
+    Per token: `own`, 1 where the student sampled it and it is trained on; `behavior`, its log-probability then;
+    `teacher`, the teacher's; `advantages`, teacher - behavior, 0 for given tokens; and, with `hidden`, the teacher's
     hidden states (T, D) from which it is predicted: D numbers per token, where a distribution has V. Per sequence:
     `unread`, 1 where the teacher cannot read it.
     """
@@ -330,8 +330,8 @@ def with_teacher(
         [lesson.student for lesson in lessons],
         [_row(lesson, len(lesson.student), lesson.mask, here) for lesson, here in zip(lessons, read, strict=True)],
         per_token={
-            "behaviour": [_row(lesson, len(lesson.student), lesson.behaviour, True) for lesson in lessons],
-            "own": [_row(lesson, len(lesson.student), lesson.mask, lesson.behaviour is not None) for lesson in lessons],
+            "behavior": [_row(lesson, len(lesson.student), lesson.behavior, True) for lesson in lessons],
+            "own": [_row(lesson, len(lesson.student), lesson.mask, lesson.behavior is not None) for lesson in lessons],
         },
         per_sequence={"unread": [not here for here in read]},
     )
@@ -346,7 +346,7 @@ def with_teacher(
         raise ValueError(f"the teacher scored {len(taught.logprobs)} tokens, the student has {len(trained)}")
     logprobs = torch.zeros(len(batch.tokens)).index_copy(0, trained, taught.logprobs)
     own = batch.per_token["own"] * batch.loss_mask
-    gaps = -kl.k1(batch.per_token["behaviour"], logprobs, clamp=LOG_RATIO_LIMIT)
+    gaps = -kl.k1(batch.per_token["behavior"], logprobs, clamp=LOG_RATIO_LIMIT)
     added = {"own": own, "teacher": logprobs, "advantages": torch.where(own > 0, gaps, 0.0)}
     if taught.hidden is not None:
         states = taught.hidden.new_zeros(len(batch.tokens), taught.hidden.shape[1])
@@ -367,22 +367,22 @@ def policy_loss(spec: PolicyLossSpec, temperature: float) -> LossFunction:
     """The policy gradient of the reverse KL at each token, without credit for the tokens after it.
 
     With x = log π(y) - log q(y), a constant, the gradient is w · x · ∇ log π(y), whose expectation over y from π is
-    ∇ KL(π‖q). The weights w = π / behaviour correct for off-policy completions; the value is w · x, k1 of the KL.
+    ∇ KL(π‖q). The weights w = π / behavior correct for off-policy completions; the value is w · x, k1 of the KL.
     """
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         scored = score(model, batch, temperature=temperature)
-        terms = policy_terms(scored.logprobs, batch.per_token["behaviour"], batch.per_token["teacher"], spec.limit)
+        terms = policy_terms(scored.logprobs, batch.per_token["behavior"], batch.per_token["teacher"], spec.limit)
         total = torch.where(batch.loss_mask > 0, terms, 0.0).sum()
         return Loss(total, {"entropy": scored.entropy.detach().sum()}, router_terms(model, scored.router, batch))
 
     return loss
 
 
-def policy_terms(logprobs: Tensor, behaviour: Tensor, teacher: Tensor, limit: float | None) -> Tensor:
+def policy_terms(logprobs: Tensor, behavior: Tensor, teacher: Tensor, limit: float | None) -> Tensor:
     """w · x at each token (T), its gradient w · x · ∇ log π; `limit` bounds the weights from above."""
     now, most = logprobs.detach(), LOG_RATIO_LIMIT if limit is None else math.log(limit)
-    weights = (now - behaviour).clamp(-LOG_RATIO_LIMIT, min(most, LOG_RATIO_LIMIT)).exp()
+    weights = (now - behavior).clamp(-LOG_RATIO_LIMIT, min(most, LOG_RATIO_LIMIT)).exp()
     return weights * kl.k1(now, teacher, clamp=LOG_RATIO_LIMIT) * (1.0 + logprobs - now)
 
 

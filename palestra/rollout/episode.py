@@ -140,7 +140,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The arrays of a trajectory so far. What is in it is never tokenised again."""
+    """The arrays of a trajectory so far. What is in it is never tokenized again."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]

@@ -20,6 +20,7 @@ from palestra.runs import checkpoint as checkpoints
 from palestra.runs.session import read_status, state_of
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
+from palestra.spec.renames import translated
 from palestra.work.redact import hidden, redacted
 
 ROOT = "runs"
@@ -60,7 +61,8 @@ class Run:
     @property
     def info(self) -> dict[str, Any]:
         """The trial's trial.json: name, id, seeds, created, command, spec."""
-        return read_json(self.trial.path / "trial.json")
+        info = read_json(self.trial.path / "trial.json")
+        return info | {"spec": translated(info["spec"])}
 
     @property
     def name(self) -> str:
@@ -115,7 +117,7 @@ class Run:
     def spec(self) -> dict[str, Any]:
         """The resolved spec as plain data."""
         if self.sessions:
-            return read_json(self.sessions[0].path / "manifest.json")["spec"]
+            return translated(read_json(self.sessions[0].path / "manifest.json")["spec"])
         return self.info["spec"]
 
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:

@@ -24,12 +24,12 @@ def search_plots(
     order: Sequence[TrialRecord],
     metric: str,
     *,
-    maximise: bool,
+    maximize: bool,
 ) -> list[Path]:
     """Write parallel_coordinates, importance and best_so_far as PNG; `order`: trials with a score, best first."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
-        "parallel_coordinates": parallel_coordinates(space, order, metric, maximise=maximise),
+        "parallel_coordinates": parallel_coordinates(space, order, metric, maximize=maximize),
         "importance": importance_bars(space, order, metric),
         "best_so_far": best_so_far(records, order, metric),
     }
@@ -65,7 +65,7 @@ def importances(space: Mapping[str, Axis], records: Sequence[TrialRecord]) -> di
 
 
 def parallel_coordinates(
-    space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximise: bool
+    space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximize: bool
 ) -> "Figure":
     """A line for every trial with a score, across one axis for each field and one for the score."""
     import numpy as np
@@ -82,7 +82,7 @@ def parallel_coordinates(
         axes.plot(
             range(len(heights)),
             heights,
-            color=colormaps["viridis"](0.92 * float(1 - shade[position] if maximise else shade[position])),
+            color=colormaps["viridis"](0.92 * float(1 - shade[position] if maximize else shade[position])),
             linewidth=2.2 if position == 0 else 1.3,
             linestyle="-" if complete else (0, (4, 2)),
             alpha=1.0 if complete else 0.65,
@@ -127,12 +127,12 @@ def best_so_far(records: Sequence[TrialRecord], order: Sequence[TrialRecord], me
     figure = _figure(6.4, 3.8)
     axes = figure.add_subplot()
     rank = {record.number: position for position, record in enumerate(order)}
-    for state, marker, colour in (("complete", "o", BLUE), ("pruned", "x", "#888888")):
+    for state, marker, color in (("complete", "o", BLUE), ("pruned", "x", "#888888")):
         shown = [record for record in order if record.state == state]
         if shown:
             numbers = [record.number for record in shown]
             scores = [record.score or 0.0 for record in shown]  # all of `order` have one
-            axes.scatter(numbers, scores, marker=marker, color=colour, s=28, label=state, zorder=3)
+            axes.scatter(numbers, scores, marker=marker, color=color, s=28, label=state, zorder=3)
     failed = [record.number for record in records if record.state == "failed"]
     if failed:
         bottom = min(record.score for record in order if record.score is not None)

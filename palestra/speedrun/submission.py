@@ -22,6 +22,7 @@ from palestra.spec.kinds.lm import PretrainSpec
 from palestra.spec.load import Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
+from palestra.spec.renames import translated
 from palestra.spec.shape import Shape, precision
 
 MFU = (0.5, 0.2)
@@ -169,7 +170,7 @@ def _info(done: Run, seed: int, author: Author, description: str, peak: float | 
 
     folder = done.session(seed)
     manifest = read_json(folder / "manifest.json")
-    spec = resolved(manifest["spec"])
+    spec = resolved(translated(manifest["spec"]))
     assert isinstance(spec, PretrainSpec)
     rows = done.metrics(seed)
     score = next((row[SCORE] for row in reversed(rows) if SCORE in row), None)

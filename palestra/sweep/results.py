@@ -54,7 +54,7 @@ def comparison(summary: Mapping[str, Any], out: Path) -> list[Path]:
 
 
 def roles(axes: Mapping[str, Sequence[Any]]) -> tuple[str, str | None, list[str]]:
-    """Which axis runs along, which makes the lines, and which make panels: numbers along, the shortest in colour."""
+    """Which axis runs along, which makes the lines, and which make panels: numbers along, the shortest in color."""
     numeric = [name for name, settings in axes.items() if _are_numbers(settings) and len(settings) > 1]
     x = (numeric or list(axes))[-1]
     others = [name for name in axes if name != x and len(axes[name]) <= len(PALETTE)]
@@ -144,7 +144,7 @@ def sizes(spec: ExperimentSpec) -> dict[str, int | float]:
     return {name: value for name in order if isinstance(value := found.get(name), int | float)}
 
 
-def summarise(folder: Path) -> dict[str, Any]:
+def summarize(folder: Path) -> dict[str, Any]:
     """All runs of a group that have begun, by their names, and what they are compared by."""
     rows, metric, direction = [], None, None
     for path in sorted(folder.glob(f"*/{POINT}")):
@@ -165,14 +165,14 @@ def summarise(folder: Path) -> dict[str, Any]:
             }
         )
     scored = [row for row in rows if row["score"] is not None]
-    better = max if direction == "maximise" else min
+    better = max if direction == "maximize" else min
     best = better(scored, key=lambda row: row["score"])["run"] if scored else None
     return {"group": folder.name, "metric": metric, "direction": direction, "best": best, "runs": rows}
 
 
 def write_results(folder: Path) -> dict[str, Any]:
     """Write summary.json, runs.csv and, where runs have scores, plots/comparison.png and .svg; the summary."""
-    summary = summarise(folder)
+    summary = summarize(folder)
     with clear_write_errors(folder):
         write_json(folder / "summary.json", summary)
         write_bytes(folder / "runs.csv", _table(summary).encode())

@@ -1,7 +1,7 @@
 """The 25 checkable instructions of IFEval (arXiv:2311.07911), also under AllenAI's names, strict and loose.
 
 Each does what Google's published checker does, but for these points. Words are words, never patterns. A "letter" such
-as "#" is counted, not replaced by one drawn at random. English in capitals is recognised in small letters, because the
+as "#" is counted, not replaced by one drawn at random. English in capitals is recognized in small letters, because the
 detector takes it for German. A text in which no language can be told is in none. Sentences are counted by
 `palestra.tasks.verify.text`. Time is linear in the length of the text.
 
