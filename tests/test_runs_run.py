@@ -59,7 +59,9 @@ def test_new_trial_where_a_file_stands_is_a_clear_error(tmp_path):
 
 
 def fake_trial(root: Path, name: str, trial_id: str) -> Path:
-    write_json(root / name / trial_id / "trial.json", {"name": name, "id": trial_id, "seeds": [0], "created": "x"})
+    write_json(
+        root / name / trial_id / "trial.json", {"name": name, "id": trial_id, "seeds": [0], "created": "x", "spec": {}}
+    )
     return root / name / trial_id
 
 
