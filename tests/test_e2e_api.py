@@ -24,7 +24,7 @@ from PIL import Image
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
-from palestra.runs.recorder import Moment
+from palestra.runs.recorder import HookContext
 from palestra.spec.model import plain
 
 TINY: dict[str, Any] = {
@@ -294,7 +294,7 @@ def test_sampled_actions_follow_the_policy_not_only_its_mode(cartpole):
 # ---- hooks
 
 
-def count_and_stop(moment: Moment) -> dict[str, float]:
+def count_and_stop(moment: HookContext) -> dict[str, float]:
     if moment.step == 3:
         moment.stop = True
     return {"hook/twice": 2 * moment.metrics["episodes"], "hook/action": float(moment.policy.act(np.zeros(4)))}

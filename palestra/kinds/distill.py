@@ -12,14 +12,12 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.lm import check_data
 from palestra.kinds.models import Start, build_model, find_model, keep_start, model_copy, open_model, pinned_model
-from palestra.kinds.posttrain import assemble, run_tasks
+from palestra.kinds.posttrain import assemble, run_tasks, train_engine
 from palestra.kinds.trial import Launch, device_of
 from palestra.lm.datasets import Data, chat_data, mixture_of
-from palestra.lm.engine import TrainEngine, compile_for_training
+from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import has_tokenizer, read_folder
 from palestra.lm.hf_config import is_classifier
-from palestra.lm.optim import Optimizer
-from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import Distiller, Teacher, privileged
 from palestra.posttrain.trainer import PosttrainParts
 from palestra.rollout.episode import encode_problem
@@ -74,14 +72,7 @@ def _parts(
     spec: DistillSpec, session: Session, start: Start, launch: Launch, stack: ExitStack, folder: Path | None
 ) -> PosttrainParts:
     model = build_model(spec, start, session.seed, device_of(spec))
-    compile_for_training(model, spec.train, model.embed.device)
-    engine = TrainEngine(
-        model,
-        Optimizer(model, spec.optim, spec.train.steps),
-        Ranks(),
-        micro_tokens=spec.train.micro_tokens,
-        flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
-    )
+    engine = train_engine(spec, start, model, spec.train.steps)
     given = _given(spec, start, session.seed)
     if given is not None:
         check_data(session, given[0], start)

@@ -36,7 +36,7 @@ from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
 from palestra.rollout.workflows import make_workflow
-from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
+from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import write_bytes
@@ -149,7 +149,7 @@ class _Evaluation:
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
         if evaluation.records:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, evaluation.records)
-        call_hooks(load_hooks(self.spec.hooks), Moment(self.done, self.done, metrics, model, self.session.path))
+        call_hooks(load_hooks(self.spec.hooks), HookContext(self.done, self.done, metrics, model, self.session.path))
         headline = [
             "eval/accuracy",
             *(f"eval/pass@{k}" for k in self.spec.eval.k),

@@ -254,21 +254,26 @@ def _first(spec: TasksKind, judges: Judges, starter: Starter) -> Episode:
     return first
 
 
-def _learner(
-    spec: PosttrainSpec, start: Start, model: Transformer, seed: int, examples: Data[Example] | None
-) -> Learner:
-    algorithm, device = spec.algorithm, model.embed.device
-    frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
-    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
-    compile_for_training(model, spec.train, device)
-    updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
-    engine = TrainEngine(
+def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int) -> TrainEngine:
+    """The engine that trains the model in so many optimizer steps."""
+    compile_for_training(model, spec.train, model.embed.device)
+    return TrainEngine(
         model,
         Optimizer(model, spec.optim, updates),
         Ranks(),
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
     )
+
+
+def _learner(
+    spec: PosttrainSpec, start: Start, model: Transformer, seed: int, examples: Data[Example] | None
+) -> Learner:
+    algorithm = spec.algorithm
+    frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
+    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
+    updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
+    engine = train_engine(spec, start, model, updates)
     auxiliary = None
     if spec.sft is not None and examples is not None:
         mixture = mixture_of(examples, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)

@@ -126,19 +126,19 @@ class Lease:
         with self.store.unchanged(self.key):
             current = _parse(self.store.get(self.key))
             if current is None or current["token"] != token:
-                raise LeaseLost(f"lost the lease on {self.store.root} to {_taker(current)}")
+                raise LeaseLost(f"lost the lease on {self.store.root} to {_describe(current)}")
             yield
 
     def _renew(self) -> None:
         if self._held is None:
             raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
-        mine, found = self._content(), self.store.get(self.key)
-        current = _parse(found)
+        mine, stored = self._content(), self.store.get(self.key)
+        current = _parse(stored)
         # By its token: a renewal whose last fsync failed may still be on disk.
         ours = current is not None and current["token"] == self.token
-        if not ours or not self.store.swap(self.key, found, mine):
+        if not ours or not self.store.swap(self.key, stored, mine):
             raise LeaseLost(
-                f"lost the lease on {self.store.root}: it now belongs to {_taker(current)}. This process was silent "
+                f"lost the lease on {self.store.root}: it now belongs to {_describe(current)}. This process was silent "
                 f"for over {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
             )
         self._held = mine
@@ -147,10 +147,10 @@ class Lease:
         """Release the lease; one that was lost is left to its new owner."""
         with self._beating:
             if self._held is not None:
-                found = self.store.get(self.key)
-                current = _parse(found)
+                stored = self.store.get(self.key)
+                current = _parse(stored)
                 if current is not None and current["token"] == self.token:
-                    self.store.swap(self.key, found, None)
+                    self.store.swap(self.key, stored, None)
                 self._held = None
 
     def _content(self) -> bytes:
@@ -202,12 +202,8 @@ def _parse(lease: bytes | None) -> dict[str, Any] | None:
         return None
 
 
-def _describe(lease: dict[str, Any]) -> str:
-    return f"process {lease['pid']} on {lease['host']}"
-
-
-def _taker(lease: dict[str, Any] | None) -> str:
-    return "nobody" if lease is None else _describe(lease)
+def _describe(lease: dict[str, Any] | None) -> str:
+    return "no process" if lease is None else f"process {lease['pid']} on {lease['host']}"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from palestra.errors import Interrupted
 from palestra.runs.checkpoint import Checkpoint
 from palestra.runs.checkpoint import load as load_checkpoint
-from palestra.runs.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
+from palestra.runs.recorder import HookContext, Recorder, Silent, call_hooks, load_hooks
 from palestra.runs.session import Session
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.model import Cadence
@@ -183,10 +183,10 @@ class _Loop:
         if row:
             counters = self.trainer.counters
             seen = counters.get("frames", counters.get("tokens", 0))
-            moment = Moment(self.steps, seen, row, self.trainer.policy, self.session.path)
+            context = HookContext(self.steps, seen, row, self.trainer.policy, self.session.path)
             if self.ranks.first:
-                call_hooks(self.hooks, moment)
-            if self.ranks.from_first(moment.stop) and not last:
+                call_hooks(self.hooks, context)
+            if self.ranks.from_first(context.stop) and not last:
                 last = True
                 self.measure(row, before, last)
             self.record.row(row, counters, headline=self.trainer.headline)

@@ -97,8 +97,8 @@ class HookFailed(PalestraError):
 
 
 @dataclass
-class Moment:
-    """What a hook sees: the row about to be written, the policy as it is now, and where the run lives."""
+class HookContext:
+    """A hook's argument: the row about to be written, the current policy, and the run's folder."""
 
     step: int
     seen: int
@@ -107,10 +107,10 @@ class Moment:
     policy: Any
     folder: Path
     stop: bool = False
-    """Set it to True to end the run here, as if it had reached its end."""
+    """Set it to True to end the run after this step, as if it were the last."""
 
 
-Hook = Callable[[Moment], dict[str, float] | None]
+Hook = Callable[[HookContext], dict[str, float] | None]
 
 
 def load_hooks(names: list[str]) -> dict[str, Hook]:
@@ -118,10 +118,12 @@ def load_hooks(names: list[str]) -> dict[str, Hook]:
     return {name: load_function(name, "hooks") for name in names}
 
 
-def call_hooks(hooks: dict[str, Hook], moment: Moment) -> None:
-    """Call each hook; numbers that it returns join the row."""
+def call_hooks(hooks: dict[str, Hook], context: HookContext) -> None:
+    """Call each hook; numbers that it returns are added to the row."""
     for name, hook in hooks.items():
         try:
-            moment.metrics.update(hook(moment) or {})
+            context.metrics.update(hook(context) or {})
         except Exception as error:
-            raise HookFailed(f"the hook {name} raised {type(error).__name__} at step {moment.step}: {error}") from error
+            raise HookFailed(
+                f"the hook {name} raised {type(error).__name__} at step {context.step}: {error}"
+            ) from error

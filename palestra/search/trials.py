@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.errors import Interrupted, PalestraError
 from palestra.kinds.trial import Launch
-from palestra.runs.recorder import COLUMNS, Moment
+from palestra.runs.recorder import COLUMNS, HookContext
 from palestra.runs.run import Run
 from palestra.runs.run import make_trial as make_run
 from palestra.runs.session import read_status
@@ -37,7 +37,7 @@ def clear_rung(trial: Path) -> None:
     (trial / NAME).unlink(missing_ok=True)
 
 
-def pause_at_rung(moment: Moment) -> None:
+def pause_at_rung(moment: HookContext) -> None:
     """Ask the session to stop, as SIGTERM does, at the first row with the metric at or after its rung."""
     path = moment.folder.parent.parent / NAME
     if not path.exists():

@@ -26,6 +26,8 @@ WRITE_EVERY = 1.0  # seconds
 MAX_WAITING = 50_000  # events in memory; beyond that, the recording thread writes them itself
 TAIL = 1 << 20  # bytes; the last event of a killed run is not longer
 
+Event = tuple[str, str, int, int, int, dict[str, Any]]  # phase, name, track, start (ns), duration (ns), args
+
 logger = logging.getLogger("palestra.track")
 
 
@@ -43,15 +45,6 @@ class TraceEvent(NamedTuple):
     """Where they apply `step`, `version`, `group`, `tokens`."""
 
 
-class _Event(NamedTuple):
-    phase: str
-    name: str
-    track: int
-    start: int
-    duration: int
-    args: dict[str, Any]
-
-
 class _Track(threading.local):
     """Gives each thread its own small track number, on its first event."""
 
@@ -59,7 +52,7 @@ class _Track(threading.local):
         self.id = next(tracer._numbers)
         thread = threading.current_thread()
         name = tracer.track if thread is threading.main_thread() else thread.name
-        tracer._events.append(_Event("M", "thread_name", self.id, 0, 0, {"name": name}))
+        tracer._events.append(("M", "thread_name", self.id, 0, 0, {"name": name}))
 
 
 class _Span:
@@ -75,7 +68,7 @@ class _Span:
         tracer = self.tracer
         if tracer.enabled:
             now = time.perf_counter_ns()
-            tracer._events.append(_Event("X", self.name, tracer._track.id, self.start, now - self.start, self.args))
+            tracer._events.append(("X", self.name, tracer._track.id, self.start, now - self.start, self.args))
             if len(tracer._events) > MAX_WAITING:
                 tracer.flush()
 
@@ -88,7 +81,7 @@ class Tracer:
 
     def __init__(self, path: Path, enabled: bool = True, append: bool = False, track: str = "trainer/0") -> None:
         self.enabled, self.track = enabled, track
-        self._events: deque[_Event] = deque()
+        self._events: deque[Event] = deque()
         self._numbers = itertools.count(1)
         self._track = _Track(self)
         self._writing = threading.Lock()
@@ -153,11 +146,12 @@ class Tracer:
             self.enabled = False
             logger.warning("no more trace: cannot write %s (%s)", self._path, error.strerror)
 
-    def _line(self, event: _Event) -> str:
-        line = f',\n{{"ph":"{event.phase}","name":{_quoted(event.name)},"pid":{self._pid},"tid":{event.track}'
-        if event.phase == "X":  # µs
-            line += f',"ts":{(event.start - self._origin) / 1000:.3f},"dur":{event.duration / 1000:.3f}'
-        return line + (f',"args":{json.dumps(event.args, default=str)}}}' if event.args else "}")
+    def _line(self, event: Event) -> str:
+        phase, name, track, start, duration, args = event
+        line = f',\n{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{track}'
+        if phase == "X":  # µs
+            line += f',"ts":{(start - self._origin) / 1000:.3f},"dur":{duration / 1000:.3f}'
+        return line + (f',"args":{json.dumps(args, default=str)}}}' if args else "}")
 
 
 _quoted = functools.lru_cache(maxsize=1024)(json.dumps)

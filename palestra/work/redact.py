@@ -8,7 +8,7 @@ runs without site-packages: only the standard library is imported here.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SECRET = re.compile(
@@ -63,14 +63,23 @@ def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
     return sorted(forms, key=len, reverse=True)
 
 
-def redact(text: str) -> str:
-    """The text without secrets."""
-    return _redact(text, secrets())
+def redact(text: str, known: Iterable[str] | None = None) -> str:
+    """The text without secrets; `known` are values to hide, by default those of the environment."""
+    for secret in secrets() if known is None else known:
+        text = text.replace(secret, REDACTED)
+    return _without_likely_secrets(text)
 
 
-def redacted(value: Any) -> Any:
+def redacted(value: Any, known: Sequence[str] | None = None) -> Any:
     """Plain data without secrets, in keys and values at any depth."""
-    return _redacted(value, secrets())
+    known = secrets() if known is None else known
+    if isinstance(value, str):
+        return redact(value, known)
+    if isinstance(value, Mapping):
+        return {redacted(key, known): redacted(item, known) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, known) for item in value]
+    return value
 
 
 def hidden(value: Any, path: str = "") -> list[str]:
@@ -80,12 +89,6 @@ def hidden(value: Any, path: str = "") -> list[str]:
     if isinstance(value, list | tuple):
         return [place for index, item in enumerate(value) for place in hidden(item, f"{path}.{index}")]
     return [path] if isinstance(value, str) and redact(value) != value else []
-
-
-def _redact(text: str, known: Iterable[str]) -> str:
-    for secret in known:
-        text = text.replace(secret, REDACTED)
-    return _without_likely_secrets(text)
 
 
 def _without_likely_secrets(text: str) -> str:
@@ -98,16 +101,6 @@ def _without_likely_secrets(text: str) -> str:
 def _parameter(match: re.Match[str]) -> str:
     secret = SECRET.search(match[2]) or SIGNATURE.search(match[2])
     return match[1] + REDACTED if secret else match[0]
-
-
-def _redacted(value: Any, known: list[str]) -> Any:
-    if isinstance(value, str):
-        return _redact(value, known)
-    if isinstance(value, Mapping):
-        return {_redacted(key, known): _redacted(item, known) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted(item, known) for item in value]
-    return value
 
 
 class Terminal:
