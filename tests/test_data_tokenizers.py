@@ -389,7 +389,7 @@ def test_load_decoder_that_cannot_stream_is_refused_by_name(decoder: dict[str, A
 
 def test_load_added_tokens_with_a_gap_are_refused():
     written = document(bpe_model({"a": 0}, []), [("<s>", 7)])
-    with pytest.raises(UsageError, match="'<s>' is said to have the id 7 but gets 1"):
+    with pytest.raises(UsageError, match="'<s>' is listed with the id 7 but gets 1"):
         Tokenizer(written, {}, name="gap")
 
 

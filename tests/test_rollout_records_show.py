@@ -42,7 +42,7 @@ def answers(text: str) -> list[str]:
     for line in text.splitlines():
         if head := re.match(r"── (\S+)", line):
             problem = head[1]
-        if answer := re.match(r"(\w+)  answer (\d+) of", line):
+        if answer := re.match(r"(\w+)  completion (\d+) of", line):
             found.append(f"{problem} {answer[2]} {answer[1]}")
     return found
 
@@ -102,7 +102,8 @@ def test_rollouts_show_prompt_answer_numbers_and_note(tmp_path: Path, capsys: py
         "── sums/train/1  number 0  step 7  trained",
         "  system: Be brief.",
         "  user: 2+3?",
-        "wrong  answer 1 of 1: reward 0.25, advantage +0.4, 3 tokens, length, versions 4 to 6, strict 0, flexible 1",
+        "wrong  completion 1 of 1: reward 0.25, advantage +0.4, 3 tokens, length, versions 4 to 6, "
+        "strict 0, flexible 1",
         "  note: took 7 for the answer",
         "  It is",
         "  7",

@@ -102,7 +102,7 @@ def test_plan_writes_nothing(tmp_path):
 
 
 def test_group_is_the_name_and_the_short_commit_unless_it_is_given(tmp_path):
-    assert re.fullmatch(r"olmoe_sizes_[0-9a-f]{7,12}", plan(SIZES).group) or default_group("x") == "x"
+    assert re.fullmatch(r"olmoe_sizes_[0-9a-f]{7,12}", plan(SIZES).folder.name) or default_group("x") == "x"
     assert plan(SIZES, group="mine", root=tmp_path).folder == tmp_path / "mine"
 
 

@@ -12,30 +12,26 @@ from typing import Any, TypeVar
 import torch
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.choices import Suite, load_suite
-from palestra.evaluate.completions import ROWS, Evaluation, Questions, answering_engine, ask, evaluate_tasks, pumped
+from palestra.evaluate.completions import Evaluation, Questions, ask, evaluate_model
 from palestra.evaluate.likelihood import (
     ScoredChoice,
-    Texts,
     TextScore,
     likelihood_metrics,
     likelihood_outcome,
-    load_texts,
-    score_suite,
+    score_choices,
     score_texts,
     text_metrics,
     text_outcome,
 )
+from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
 from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
-from palestra.evaluate.suites import SETUP, files_sha256, settled, write_report
-from palestra.generate.local import LocalGenerator
+from palestra.evaluate.suites import SETUP, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
-from palestra.rollout.workflows import make_workflow
 from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -43,7 +39,7 @@ from palestra.runs.store import write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.shape import precision
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.evaluate")
 
@@ -51,7 +47,7 @@ ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
 """What results depend on."""
 
-Source = TypeVar("Source", Suite, Texts)
+Source = TypeVar("Source", Choices, Texts)
 Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
@@ -61,7 +57,7 @@ class Asked:
 
     start: Start
     questions: list[Questions]
-    suites: list[Suite]
+    suites: list[Choices]
     texts: list[Texts]
     modes: int
     """Number of decoding modes: greedy, sampled, or both."""
@@ -69,7 +65,7 @@ class Asked:
     @property
     def count(self) -> int:
         """Problems in each mode, rows with given answers, and documents."""
-        rows = sum(len(suite.items) for suite in self.suites) + sum(len(texts.documents) for texts in self.texts)
+        rows = sum(len(suite.items) for suite in self.suites) + sum(len(texts.items) for texts in self.texts)
         return self.modes * sum(len(task.questions) for task in self.questions) + rows
 
 
@@ -81,7 +77,7 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
     init = pinned_model(spec.model.init, launch, SETUP, lambda setup: setup["model"]["folder"])
     launch = replace(launch, init=str(init))
     # A spec that cannot run is refused here, before it has a folder.
-    with Judges(spec.tasks, root=launch.root) as judges:
+    with Verifiers(spec.tasks, root=launch.root) as judges:
         asked = _asked(spec, launch, judges, spec.seed)
     return run_sessions(
         spec,
@@ -105,9 +101,9 @@ def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
     """Evaluate with one seed, from where an earlier process was stopped."""
     with session, ExitStack() as stack:
         session.restore()
-        judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+        judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
         asked = _asked(spec, launch, judges, session.seed)
-        setup = settled(session.path, _setup(spec, asked, launch, session.seed))
+        setup = check_setup(session.path, _setup(spec, asked, launch, session.seed))
         record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
         _Evaluation(spec, session, launch, asked, judges, record).run(setup)
 
@@ -120,7 +116,7 @@ class _Evaluation:
     session: Session
     launch: Launch
     asked: Asked
-    judges: Judges
+    judges: Verifiers
     record: Recorder
     done: int = 0
 
@@ -135,10 +131,10 @@ class _Evaluation:
         self.model = loaded.model.to(device_of(self.spec)) if asked.suites or asked.texts else loaded.model
         scores, texts = {}, {}
         if asked.suites:
-            found = self._scored(span("likelihood"), SCORES, asked.suites, score_suite, ScoredChoice.read)
+            found = self._scored(span("likelihood"), SCORES, asked.suites, score_choices, ScoredChoice.read)
             scores = {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in asked.suites}
         if asked.texts:
-            found = self._scored(span("texts"), TEXTS, asked.texts, score_texts, TextScore.read)
+            found = self._scored(span("texts"), TEXTS, asked.texts, score_texts, lambda row: TextScore(**row))
             texts = {source.label: text_outcome(source, found[source.label]) for source in asked.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = self.model.to("cpu")
@@ -187,7 +183,7 @@ class _Evaluation:
         return results
 
     def _answers(self, model: Transformer) -> Evaluation:
-        path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
+        path, start = self.session.path / ANSWERS, self.asked.start
         # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
         self._progress(self.done + len(done))
@@ -197,31 +193,20 @@ class _Evaluation:
                 append(line(record))
                 self._progress(self.done + 1)
 
-            engine = answering_engine(
+            return evaluate_model(
                 model,
                 start.tokenizer,
                 start.eos,
+                self.judges.verify,
                 self.asked.questions,
-                settings,
+                self.spec.eval,
                 device=device_of(self.spec),
                 dtype=named_dtype(_dtype(self.spec)),
-            )
-            generator = LocalGenerator(engine, drive="caller")
-            work = evaluate_tasks(
-                generator,
-                start.tokenizer,
-                self.judges.judge,
-                self.asked.questions,
-                settings,
-                context=engine.context,
-                max_new_tokens=settings.max_new_tokens,
                 seed=self.session.seed,
-                workflow=make_workflow(settings.workflow),
-                running=ROWS[device_of(self.spec).type],
                 done=done,
                 keep=keep,
+                look=self._stop_if_requested,
             )
-            return pumped(generator, work, self._stop_if_requested)
 
     def _progress(self, done: int) -> None:
         self.done = done
@@ -240,11 +225,11 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
+def _asked(spec: EvaluateSpec, launch: Launch, judges: Verifiers, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that completions end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
-    suites = [load_suite(use, seed) for use in spec.likelihood]
+    suites = [load_choices(use, seed) for use in spec.likelihood]
     texts = [load_texts(use) for use in spec.texts]
     return Asked(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
 

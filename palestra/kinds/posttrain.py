@@ -56,7 +56,7 @@ from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTurnSpec
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.posttrain")
 
@@ -102,7 +102,10 @@ def run_tasks(
     pinned = starting_from(spec, launch.init)
     start = trained_start(pinned.model, launch.root, chat=True)
     _context(pinned, start)
-    with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root) as held_out:
+    with (
+        Verifiers(spec.tasks.train, root=launch.root) as judges,
+        Verifiers(spec.tasks.eval, root=launch.root) as held_out,
+    ):
         Prompts(spec.tasks, judges.tasks, spec.seed)
         for uses, tasks in ((spec.tasks.train, judges.tasks), (spec.tasks.eval, held_out.tasks)):
             for use in uses:
@@ -158,7 +161,7 @@ def assemble(
     seed = session.seed
     judges, held_out = (
         stack.enter_context(
-            Judges(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
+            Verifiers(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
         )
         for uses in (spec.tasks.train, spec.tasks.eval)
     )
@@ -175,7 +178,7 @@ def assemble(
         tasks=judges.tasks,
         workflow=make_workflow(spec.rollout.workflow),
         generator=generator,
-        judge=judges.begin,
+        verify=judges.begin,
         tokenizer=start.tokenizer,
         sampling=Sampling(temperature=spec.rollout.temperature, max_new_tokens=spec.rollout.max_new_tokens),
         samples=spec.rollout.group,
@@ -209,7 +212,7 @@ def assemble(
         work = evaluate_tasks(
             generator,
             start.tokenizer,
-            held_out.judge,
+            held_out.verify,
             asked,
             spec.eval,
             context=eval_context,
@@ -240,7 +243,7 @@ def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
     return chat_data(spec.sft.data, start.tokenizer_folder)
 
 
-def _first(spec: TasksKind, judges: Judges, starter: Starter) -> Episode:
+def _first(spec: TasksKind, judges: Verifiers, starter: Starter) -> Episode:
     """The first problem of the first task whose prompt is not too long."""
     use = spec.tasks.train[0]
     problems = judges.tasks[use.label].problems(use.split)

@@ -32,12 +32,12 @@ def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **setti
 def chat(
     ref: str | Path,
     *,
-    system: str | None,
-    temperature: float,
-    max_new_tokens: int,
-    dtype: str,
-    device: str,
     root: Path,
+    system: str | None = None,
+    temperature: float = 0.7,
+    max_new_tokens: int = 512,
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """Chat with a model in the terminal."""
     engine = open_engine(ref, dtype=dtype, device=device, root=root, max_running=1)
@@ -50,9 +50,9 @@ def chat(
 def serve(
     ref: str | Path,
     *,
-    dtype: str,
-    device: str,
     root: Path,
+    dtype: str = "auto",
+    device: str = "auto",
     name: str | None = None,
     context: int | None = None,
     max_body: int = 4 * 2**20,

@@ -291,7 +291,7 @@ def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson
         read = teacher.prompt_of(group.problem)
         for t in group.trajectories:
             # The first turn begins where the prompt ends; without turns, at the first sampled token.
-            begin = t.turns[0][0] if t.turns else t.loss_mask.index(True) if t.drawn else len(t.tokens)
+            begin = t.turns[0][0] if t.turns else t.loss_mask.index(True) if t.sampled else len(t.tokens)
             prompt = t.tokens[:begin] if read is None else read
             mask = tuple(sampled and np.isfinite(x) for sampled, x in zip(t.loss_mask, t.logprobs, strict=True))
             completion = t.tokens[begin:]

@@ -57,19 +57,19 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
     missing = [f"{run.name}/{run.id}" for run in runs if run not in [other for other, _ in drawn]]
     if missing:
         log.warning("no values of %r in %s: left out of the plot", metric, ", ".join(missing))
-    figure = _figure(6.4, 4.0)
+    figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     names = [run.name for run, _ in drawn]
     for index, (run, curve) in enumerate(drawn):
         name = run.name if names.count(run.name) == 1 else f"{run.name} {run.id}"
         seeds = len(curve.ys)
         _draw(axes, curve, index, f"{name} ({seeds} seed{'s' if seeds > 1 else ''})")
-    _dress(axes, x)
-    axes.set_xlabel(AXES.get(x, _words(x)))
-    axes.set_ylabel(_words(metric))
+    style_axes(axes, x)
+    axes.set_xlabel(AXES.get(x, words(x)))
+    axes.set_ylabel(words(metric))
     meaning = "mean ± standard deviation" if any(len(curve.ys) > 1 for _, curve in drawn) else None
     axes.legend(frameon=False, fontsize=9, loc="best", title=meaning, title_fontsize=8, alignment="left")
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def trial_plots(run: Run) -> list[Path]:
@@ -90,7 +90,7 @@ def trial_plots(run: Run) -> list[Path]:
     changing = {key: curve for key, curve in drawn.items() if key in leading or curve.ys.min() < curve.ys.max()}
     shown = list((changing or drawn).items())[:GRID_LIMIT]
     if shown:
-        written += _save(_grid(shown, x, errors), run.path / "plots" / "metrics")
+        written += save_figure(_grid(shown, x, errors), run.path / "plots" / "metrics")
     return written + suite_plots(run)
 
 
@@ -108,12 +108,12 @@ def suite_plots(run: Run) -> list[Path]:
         }
         panels = {name: some for name, some in panels.items() if some}
         tasks = max(len({result.task for result in some}) for some in panels.values())
-        figure = _figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
+        figure = new_figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
         for place, (name, some) in enumerate(panels.items()):
             axes = figure.add_subplot(1, len(panels), place + 1)
             (_suite_curves if several else _suite_bars)(axes, some, name)
         figure.suptitle(f"{run.name}: suite {suite}", fontsize=10)
-        written += _save(figure, run.path / "plots" / f"suite_{suite}")
+        written += save_figure(figure, run.path / "plots" / f"suite_{suite}")
     return written
 
 
@@ -127,7 +127,7 @@ def _suite_curves(axes: "Axes", results: Sequence[Measured], name: str) -> None:
             axes.plot(curve.x, curve.ys.mean(0), color="#000000", linewidth=2.4, label="mean, centered", zorder=4)
         else:
             _draw(axes, curve, index, task)
-    _dress(axes, "step")
+    style_axes(axes, "step")
     axes.set_xlabel(AXES["step"])
     axes.set_ylabel(name)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -141,7 +141,7 @@ def _suite_bars(axes: "Axes", results: Sequence[Measured], name: str) -> None:
     for place, some in enumerate(values):
         if len(some) > 1:
             axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one per seed
-    _dress(axes, "value")
+    style_axes(axes, "value")
     axes.set_yticks(range(len(tasks)), ["mean, centered" if task == MEAN else task for task in tasks])
     axes.set_ylim(-0.6, len(tasks) - 0.4)
     axes.set_xlabel(name)
@@ -170,7 +170,7 @@ def _leading(metrics: Sequence[str]) -> list[str]:
 def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve]) -> "Figure":
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
-    figure = _figure(3.4 * columns, 2.4 * lines)
+    figure = new_figure(3.4 * columns, 2.4 * lines)
     for index, (metric, curve) in enumerate(metrics):
         axes = figure.add_subplot(lines, columns, index + 1)
         _draw(axes, curve, 0, None)
@@ -178,11 +178,11 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
             mean, (seeds, *_) = curve.ys.mean(0), curve.ys.shape
             spread = (errors[metric].ys ** 2).sum(0) ** 0.5 / seeds  # of the mean over independent seeds
             axes.errorbar(curve.x, mean, yerr=spread, fmt="o", color=PALETTE[0], markersize=3, capsize=2, linewidth=1)
-        _dress(axes, x)
-        title = f"{_words(metric)} ± SE" if metric in errors else _words(metric)
+        style_axes(axes, x)
+        title = f"{words(metric)} ± SE" if metric in errors else words(metric)
         axes.set_title(title, loc="left", fontsize=9)
         if index + columns >= len(metrics):  # the lowest plot of each column
-            axes.set_xlabel(AXES.get(x, _words(x)), fontsize=9)
+            axes.set_xlabel(AXES.get(x, words(x)), fontsize=9)
     return figure
 
 
@@ -219,14 +219,15 @@ def _draw(axes: "Axes", curve: Curve, index: int, label: str | None) -> None:
         axes.plot(curve.x, curve.ys.T, color=color, linewidth=0.6, alpha=0.3, zorder=2)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """A figure without pyplot's global state, so that this works in any thread."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _dress(axes: "Axes", x: str) -> None:
+def style_axes(axes: "Axes", x: str = "") -> None:
+    """Ticks, grid and spines as in all plots; `x` is the column of metrics.jsonl on the x-axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.margins(x=0.01)
@@ -250,7 +251,8 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _save(figure: "Figure", out: Path) -> list[Path]:
+def save_figure(figure: "Figure", out: Path) -> list[Path]:
+    """Write `out`.png and `out`.svg."""
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
@@ -274,5 +276,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _words(name: str) -> str:
+def words(name: str) -> str:
+    """The name of a metric as an axis label."""
     return name.replace("eval/", "evaluation ").replace("/", " ").replace("_", " ")
