@@ -52,7 +52,7 @@ Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Workload:
     """What a model is evaluated on; known before its weights are loaded."""
 
     start: Start
@@ -77,15 +77,15 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
     init = pinned_model(spec.model.init, launch, SETUP, lambda setup: setup["model"]["folder"])
     launch = replace(launch, init=str(init))
     # A spec that cannot run is refused here, before it has a folder.
-    with Verifiers(spec.tasks, root=launch.root) as judges:
-        asked = _asked(spec, launch, judges, spec.seed)
+    with Verifiers(spec.tasks, root=launch.root) as verifiers:
+        workload = _workload(spec, launch, verifiers, spec.seed)
     return run_sessions(
         spec,
         launch,
         partial(in_session, run_session),
         fixed=FIXED,
         threads=threads_each(spec),
-        total=asked.count,
+        total=workload.count,
         unit="steps",
         summary=summary,
         plots=False,
@@ -101,11 +101,11 @@ def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
     """Evaluate with one seed, from where an earlier process was stopped."""
     with session, ExitStack() as stack:
         session.restore()
-        judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
-        asked = _asked(spec, launch, judges, session.seed)
-        setup = check_setup(session.path, _setup(spec, asked, launch, session.seed))
-        record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
-        _Evaluation(spec, session, launch, asked, judges, record).run(setup)
+        verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+        workload = _workload(spec, launch, verifiers, session.seed)
+        setup = check_setup(session.path, _setup(spec, workload, launch, session.seed))
+        record = stack.enter_context(Recorder(session, spec, total=workload.count, unit="problems", show=launch.show))
+        _Evaluation(spec, session, launch, workload, verifiers, record).run(setup)
 
 
 @dataclass
@@ -115,32 +115,32 @@ class _Evaluation:
     spec: EvaluateSpec
     session: Session
     launch: Launch
-    asked: Asked
-    judges: Verifiers
+    workload: Workload
+    verifiers: Verifiers
     record: Recorder
     done: int = 0
 
     def run(self, setup: dict[str, Any]) -> None:
-        dtype, asked, span = named_dtype(_dtype(self.spec)), self.asked, self.record.span
-        assert asked.start.folder is not None
-        for task in asked.questions:
+        dtype, workload, span = named_dtype(_dtype(self.spec)), self.workload, self.record.span
+        assert workload.start.folder is not None
+        for task in workload.questions:
             prompt = setup["tasks"][task.label]
             shown = (task.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(asked.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
-        self.model = loaded.model.to(device_of(self.spec)) if asked.suites or asked.texts else loaded.model
+        loaded, _ = open_model(workload.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
+        self.model = loaded.model.to(device_of(self.spec)) if workload.suites or workload.texts else loaded.model
         scores, texts = {}, {}
-        if asked.suites:
-            found = self._scored(span("likelihood"), SCORES, asked.suites, score_choices, ScoredChoice.read)
-            scores = {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in asked.suites}
-        if asked.texts:
-            found = self._scored(span("texts"), TEXTS, asked.texts, score_texts, lambda row: TextScore(**row))
-            texts = {source.label: text_outcome(source, found[source.label]) for source in asked.texts}
+        if workload.suites:
+            rows = self._scored(span("likelihood"), SCORES, workload.suites, score_choices, ScoredChoice.read)
+            scores = {suite.label: likelihood_outcome(suite, rows[suite.label]) for suite in workload.suites}
+        if workload.texts:
+            rows = self._scored(span("texts"), TEXTS, workload.texts, score_texts, lambda row: TextScore(**row))
+            texts = {source.label: text_outcome(source, rows[source.label]) for source in workload.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        evaluation = self._answers(model) if asked.questions else Evaluation((), {}, {})
+        evaluation = self._answers(model) if workload.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics(scores) | text_metrics(texts)
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
         if evaluation.records:  # in the order of the problems, not in that of completion
@@ -174,7 +174,7 @@ class _Evaluation:
 
             for source in sources:
                 self._stop_if_requested()
-                scores = score(self.model, self.asked.start.tokenizer, source, done=done, keep=keep)
+                scores = score(self.model, self.workload.start.tokenizer, source, done=done, keep=keep)
                 results[source.label] = scores
                 before += len(scores)
                 self._progress(before)
@@ -183,7 +183,7 @@ class _Evaluation:
         return results
 
     def _answers(self, model: Transformer) -> Evaluation:
-        path, start = self.session.path / ANSWERS, self.asked.start
+        path, start = self.session.path / ANSWERS, self.workload.start
         # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
         self._progress(self.done + len(done))
@@ -197,8 +197,8 @@ class _Evaluation:
                 model,
                 start.tokenizer,
                 start.eos,
-                self.judges.verify,
-                self.asked.questions,
+                self.verifiers.verify,
+                self.workload.questions,
                 self.spec.eval,
                 device=device_of(self.spec),
                 dtype=named_dtype(_dtype(self.spec)),
@@ -216,7 +216,7 @@ class _Evaluation:
     def _stop_if_requested(self) -> None:
         if self.session.stop_requested:
             raise Interrupted(
-                f"stopped after {self.done} of {self.asked.count} with everything saved; continue with: "
+                f"stopped after {self.done} of {self.workload.count} with everything saved; continue with: "
                 f"palestra train --resume {self.session.path.parent.parent}"
             )
 
@@ -225,24 +225,24 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _asked(spec: EvaluateSpec, launch: Launch, judges: Verifiers, seed: int) -> Asked:
+def _workload(spec: EvaluateSpec, launch: Launch, verifiers: Verifiers, seed: int) -> Workload:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that completions end at the same tokens
-    questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
+    questions = ask(spec.tasks, verifiers.tasks, start.tokenizer, spec.eval.problems)
     suites = [load_choices(use, seed) for use in spec.likelihood]
     texts = [load_texts(use) for use in spec.texts]
-    return Asked(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
+    return Workload(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
 
 
-def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[str, Any]:
+def _setup(spec: EvaluateSpec, workload: Workload, launch: Launch, seed: int) -> dict[str, Any]:
     """Everything the results depend on, as plain data: what makes them comparable with others."""
-    start, decoding = asked.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
+    start, decoding = workload.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
     model = {
         "init": spec.model.init,
         "folder": launch.init,
         "sha256": files_sha256(_weights(str(launch.init), launch.root)),
         "tokenizer_sha256": start.tokenizer.fingerprint,
-        "chat_template": start.tokenizer.chat_template if any(one.chat for one in asked.questions) else None,
+        "chat_template": start.tokenizer.chat_template if any(task.chat for task in workload.questions) else None,
         "end_tokens": list(start.eos),
         "context": start.shape.context,
         "dtype": _dtype(spec),
@@ -252,19 +252,19 @@ def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[
         "model": model,
         "decoding": {**decoding, "top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"},
         "seed": seed,
-        "tasks": {one.label: one.identity(start.tokenizer) for one in asked.questions},
-        "likelihood": {suite.label: suite.identity() for suite in asked.suites},
-        "texts": {texts.label: texts.identity() for texts in asked.texts},
+        "tasks": {task.label: task.identity(start.tokenizer) for task in workload.questions},
+        "likelihood": {suite.label: suite.identity() for suite in workload.suites},
+        "texts": {texts.label: texts.identity() for texts in workload.texts},
     }
 
 
 def _weights(folder: str, root: Path) -> list[Path]:
     """The config and weight files of a model, and of the models below it if it is adapters."""
-    found, paths = find_model(folder, root), []
-    while found.base is not None:
-        paths += [found.folder / CONFIG, found.folder / WEIGHTS]
-        found = find_model(found.base, root)
-    return [*paths, *(found.folder / name for name in ("config.json", *weight_files(found.folder)))]
+    model, paths = find_model(folder, root), []
+    while model.base is not None:
+        paths += [model.folder / CONFIG, model.folder / WEIGHTS]
+        model = find_model(model.base, root)
+    return [*paths, *(model.folder / name for name in ("config.json", *weight_files(model.folder)))]
 
 
 def _scored_line(scored: ScoredChoice | TextScore) -> str:

@@ -37,9 +37,9 @@ def check_suites(uses: Sequence[SuiteUse], start: Start, root: Path) -> None:
     """Refuse suites that cannot be read or scored, before a run has a folder."""
     for use in uses:
         spec = suite_spec(use)
-        with Verifiers(spec.tasks, root=root) as judges:
+        with Verifiers(spec.tasks, root=root) as verifiers:
             check_suite(
-                open_suite(use.label, spec, judges.tasks, start.tokenizer), start.tokenizer, start.shape.context
+                open_suite(use.label, spec, verifiers.tasks, start.tokenizer), start.tokenizer, start.shape.context
             )
 
 
@@ -61,8 +61,8 @@ class Suites:
             return
         for use in uses:
             spec = suite_spec(use)
-            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
-            self.opened[use.label] = (open_suite(use.label, spec, judges.tasks, start.tokenizer), judges)
+            verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
+            self.opened[use.label] = (open_suite(use.label, spec, verifiers.tasks, start.tokenizer), verifiers)
         with clear_write_errors(session.path):
             begin_results(
                 session.path, {label: suite.identity(start.tokenizer) for label, (suite, _) in self.opened.items()}
@@ -89,8 +89,8 @@ class Suites:
         # of the next training step.
         model, row = model_copy(self.start, self.engine, weights, torch.float32), {}
         for label in labels:
-            suite, judges = self.opened[label]
-            result = measure(suite, model, self.start.tokenizer, judges.verify, eos=self.start.eos, look=look)
+            suite, verifiers = self.opened[label]
+            result = measure(suite, model, self.start.tokenizer, verifiers.verify, eos=self.start.eos, look=look)
             with clear_write_errors(self.session.path):
                 add_result(self.session.path, label, counters, result)
             row |= suite_metrics(label, result)

@@ -96,19 +96,19 @@ def open_model(
     device: torch.device | str = "cpu",
 ) -> tuple[Pretrained, Tokenizer]:
     """A model with its adapters merged into its weights, and its tokenizer."""
-    found = find_model(ref, root)
-    if not has_tokenizer(found.tokenizer):
-        raise UsageError(f"{found.tokenizer} has no tokenizer: put a tokenizer.json beside its weights")
-    if found.base is None:
-        loaded = load_pretrained(found.folder, dtype, param_dtype, device)
+    place = find_model(ref, root)
+    if not has_tokenizer(place.tokenizer):
+        raise UsageError(f"{place.tokenizer} has no tokenizer: put a tokenizer.json next to its weights")
+    if place.base is None:
+        loaded = load_pretrained(place.folder, dtype, param_dtype, device)
     else:
-        loaded, _ = open_model(found.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
-        load_peft(found.folder, loaded.model)
+        loaded, _ = open_model(place.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
+        load_peft(place.folder, loaded.model)
         plain = empty_model(loaded.model.shape, dtype, param_dtype, device)
         plain.load_state_dict(merged_weights(loaded.model))
-        eos = read_eos(found.generation, loaded.config)
-        loaded = replace(loaded, model=plain, tokenizer=found.tokenizer, eos=eos)
-    return loaded, Tokenizer.load(found.tokenizer)
+        eos = read_eos(place.generation, loaded.config)
+        loaded = replace(loaded, model=plain, tokenizer=place.tokenizer, eos=eos)
+    return loaded, Tokenizer.load(place.tokenizer)
 
 
 def _folder(ref: str, root: Path) -> Path:
@@ -221,11 +221,11 @@ def start_of(spec: LmSpec, root: Path) -> Start:
 def trained_start(model: ModelSpec, root: Path, *, chat: bool, scores: bool = False) -> Start:
     """The shape, tokenizer and weights of `model.init`, which may be a reward model only if `scores`."""
     assert model.init is not None
-    found = find_model(model.init, root)
-    config, shape = read_folder(found.weights)
+    place = find_model(model.init, root)
+    config, shape = read_folder(place.weights)
     if is_classifier(config) and not scores:
         raise UsageError(f"model.init: {model.init} is a reward model, which cannot generate text")
-    return _start(model, shape, found.tokenizer, read_eos(found.generation, config), found.folder, config, chat)
+    return _start(model, shape, place.tokenizer, read_eos(place.generation, config), place.folder, config, chat)
 
 
 def _start(

@@ -103,11 +103,11 @@ def run_tasks(
     start = trained_start(pinned.model, launch.root, chat=True)
     _context(pinned, start)
     with (
-        Verifiers(spec.tasks.train, root=launch.root) as judges,
+        Verifiers(spec.tasks.train, root=launch.root) as verifiers,
         Verifiers(spec.tasks.eval, root=launch.root) as held_out,
     ):
-        Prompts(spec.tasks, judges.tasks, spec.seed)
-        for uses, tasks in ((spec.tasks.train, judges.tasks), (spec.tasks.eval, held_out.tasks)):
+        Prompts(spec.tasks, verifiers.tasks, spec.seed)
+        for uses, tasks in ((spec.tasks.train, verifiers.tasks), (spec.tasks.eval, held_out.tasks)):
             for use in uses:
                 encode_problem(tasks[use.label].problems(use.split)[0], start.tokenizer)
     make_workflow(spec.rollout.workflow)
@@ -159,7 +159,7 @@ def assemble(
 ) -> PosttrainParts:
     """Everything the trainer needs; a batch has the groups of `prompts` prompts; `stack` closes it."""
     seed = session.seed
-    judges, held_out = (
+    verifiers, held_out = (
         stack.enter_context(
             Verifiers(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
         )
@@ -167,18 +167,18 @@ def assemble(
     )
     # After the verifiers, so that it ends before them: its tasks may be waiting for one.
     loop = stack.enter_context(LoopThread())
-    asked = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
-    context, max_prompt = _context(spec, start, judges.tasks)
-    longest = max((len(question.prompt) for each in asked for question in each.questions), default=0)
+    questions = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
+    context, max_prompt = _context(spec, start, verifiers.tasks)
+    longest = max((len(question.prompt) for task in questions for question in task.questions), default=0)
     new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
     eval_context = max(context, min(start.shape.context, longest + new))
     writer = _writer(spec, start, learner.engine, eval_context)
     generator = LocalGenerator(writer, drive="caller")
     starter = Starter(
-        tasks=judges.tasks,
+        tasks=verifiers.tasks,
         workflow=make_workflow(spec.rollout.workflow),
         generator=generator,
-        verify=judges.begin,
+        verify=verifiers.begin,
         tokenizer=start.tokenizer,
         sampling=Sampling(temperature=spec.rollout.temperature, max_new_tokens=spec.rollout.max_new_tokens),
         samples=spec.rollout.group,
@@ -187,7 +187,7 @@ def assemble(
         max_prompt=max_prompt,
     )
     executor = _replay(spec, session, start, launch.root) or Executor(
-        Prompts(spec.tasks, judges.tasks, seed),
+        Prompts(spec.tasks, verifiers.tasks, seed),
         starter,
         loop=loop,
         batch=prompts,
@@ -204,16 +204,16 @@ def assemble(
     )
     if isinstance(executor, Executor):
         executor.wake = generator.wake
-    first = _first(spec, judges, starter)
+    first = _first(spec, verifiers, starter)
 
     def evaluate(look: Callable[[], None]) -> dict[str, float]:
-        if not asked:
+        if not questions:
             return {}
         work = evaluate_tasks(
             generator,
             start.tokenizer,
             held_out.verify,
-            asked,
+            questions,
             spec.eval,
             context=eval_context,
             max_new_tokens=new,
@@ -243,12 +243,12 @@ def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
     return chat_data(spec.sft.data, start.tokenizer_folder)
 
 
-def _first(spec: TasksKind, judges: Verifiers, starter: Starter) -> Episode:
+def _first(spec: TasksKind, verifiers: Verifiers, starter: Starter) -> Episode:
     """The first problem of the first task whose prompt is not too long."""
     use = spec.tasks.train[0]
-    problems = judges.tasks[use.label].problems(use.split)
-    found = (starter.episode(problems[index], 0) for index in range(min(len(problems), SCANNED)))
-    first = next((episode for episode in found if len(episode.prompt) <= starter.max_prompt), None)
+    problems = verifiers.tasks[use.label].problems(use.split)
+    episodes = (starter.episode(problems[index], 0) for index in range(min(len(problems), SCANNED)))
+    first = next((episode for episode in episodes if len(episode.prompt) <= starter.max_prompt), None)
     if first is None:
         raise UsageError(
             f"the first prompts of {use.label} (as many as {SCANNED}) have more than {starter.max_prompt} tokens: "
@@ -322,8 +322,8 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Roll
         return None
     pinned = session.path / REPLAY
     if not pinned.exists():
-        found = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
-        write_json(pinned, {"rollouts": str(found)})
+        path = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
+        write_json(pinned, {"rollouts": str(path)})
     return RolloutReplay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
 
 
