@@ -113,8 +113,10 @@ def save(
         if old is not None:
             _delete(old)
     except OSError as error:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**20
         raise CheckpointFailed(
-            f"could not write the checkpoint {final}: {error.strerror or error} ({_free(folder)}). "
+            f"could not write the checkpoint {final}: {error.strerror or error} ({free:,.0f} MiB free there). "
             "Earlier checkpoints are intact: make room, then resume the run."
         ) from error
     finally:
@@ -284,8 +286,3 @@ def _crc_of_file(path: Path) -> int:
         while chunk := file.read(1 << 20):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _free(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free there"

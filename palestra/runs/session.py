@@ -152,7 +152,9 @@ class Session:
         with clear_write_errors(path):
             (path / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
             (path / "plots").mkdir(exist_ok=True)
-            _write_identity(path, spec_yaml, spec_data, {**manifest, "id": _new_id(path)})
+            # At most 64 characters, which is what tracking services accept.
+            id = f"{path.absolute().parent.parent.name[:40]}-{path.name[:14]}-{uuid.uuid4().hex[:8]}"
+            _write_identity(path, spec_yaml, spec_data, {**manifest, "id": id})
         return cls(path)
 
     @classmethod
@@ -321,15 +323,12 @@ class Session:
 
         A field at or under a `fixed` path cannot be allowed: the checkpoints would not fit.
         """
-        changed = differences(self.spec_data, redacted(_plain(spec_data)))
-        stuck = [change for change in changed if any(_covers(path, change.path) for path in fixed)]
-        if stuck:
+        # As it is read back from manifest.json, so that a tuple equals its list.
+        changed = differences(self.spec_data, redacted(json.loads(json.dumps(spec_data))))
+        if stuck := [change for change in changed if any(_covers(path, change.path) for path in fixed)]:
             lines = "\n".join(f"  {change}" for change in stuck)
-            raise UsageError(
-                f"the checkpoints of {self.path} do not fit a spec changed like this:\n{lines}\nStart a new run for it."
-            )
-        refused = [change for change in changed if not any(_covers(path, change.path) for path in allow)]
-        if refused:
+            raise UsageError(f"the checkpoints of {self.path} do not fit the changed spec:\n{lines}\nStart a new run.")
+        if refused := [change for change in changed if not any(_covers(path, change.path) for path in allow)]:
             lines = "\n".join(f"  {change}" for change in refused)
             flags = " ".join(f"--allow {change.path}" for change in refused)
             raise UsageError(
@@ -357,16 +356,6 @@ def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], ma
     if diff:
         write_bytes(path / "git.diff", redact(diff).encode())
     write_json(path / "manifest.json", redacted({**content, "spec": spec_data}))
-
-
-def _new_id(path: Path) -> str:
-    """`trial-seed-random`; of at most 64 characters, which is what services take."""
-    return f"{path.absolute().parent.parent.name[:40]}-{path.name[:14]}-{uuid.uuid4().hex[:8]}"
-
-
-def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    """As it is read back from manifest.json, so that a tuple equals its list."""
-    return json.loads(json.dumps(data))
 
 
 def _covers(allowed: str, path: str) -> bool:

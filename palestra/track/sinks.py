@@ -33,7 +33,9 @@ class JsonlSink:
     def __init__(self, path: Path, append: bool = False) -> None:
         self.path = path
         if append and path.exists():
-            _cut_torn_line(path)
+            data = path.read_bytes()
+            if not data.endswith(b"\n"):
+                os.truncate(path, data.rfind(b"\n") + 1)
         self._file: IO[bytes] = open(path, "ab" if append else "wb")  # noqa: SIM115 (open until close)
 
     def write(self, *rows: dict[str, Any]) -> None:
@@ -59,12 +61,6 @@ class JsonlSink:
 def json_line(row: dict[str, Any]) -> str:
     """A row as a line of JSON."""
     return json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
-
-
-def _cut_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True)
