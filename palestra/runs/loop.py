@@ -154,7 +154,7 @@ class _Loop:
         # The row of a step and the counters before it, until it is reported: a run stopped before that resumes with it.
         self.pending: list[Any] | None = None if saved is None else saved.state.get("pending")
         self.measured: set[str] = set()
-        self.saved, self.stopping = self.steps, False
+        self.saved, self.stopping, record.step = self.steps, False, self.steps
 
     @property
     def steps(self) -> int:

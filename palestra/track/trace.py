@@ -171,7 +171,7 @@ def read_traces(*paths: Path) -> list[TraceEvent]:
                 origin = args["unix_ns"]
             elif event["name"] == "thread_name":
                 tracks[where] = args["name"]
-            else:
+            elif event["ph"] == "X":
                 start, duration = origin + round(event["ts"] * 1000), round(event["dur"] * 1000)
                 spans.append(TraceEvent(event["name"], tracks[where], start, duration, args))
     return sorted(spans, key=lambda span: span.start)
