@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no_such_model": ({"model__init": "runs/nowhere"}, "nowhere"),
     "group_of_one": (
         {"rollout__group": 1, "algorithm": {"preset": "grpo"}},
-        "rollout.group.*expected at least 2, because grpo compares answers to one prompt",
+        "rollout.group.*expected at least 2, because grpo compares completions of one prompt",
     ),
     "filter_of_one": (
         {"rollout__group": 1, "algorithm": {"preset": "reinforce_pp", "filters": {"zero_variance": True}}},
