@@ -4,10 +4,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
-from palestra.work.fanout import Processes, Resources, Stop, WorkItem, run
+from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, run
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"inline": Inline, "processes": lambda: Processes("test")}
+"""Every backend passes the whole contract of tests/test_work_fanout.py: another one is one more entry here."""
+PARALLEL = [name for name in BACKENDS if name != "inline"]
+"""Those whose items run while the fan-out does something else, and can be killed."""
 
 
 def value(x: int) -> int:
@@ -81,10 +87,16 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def main(pids: str) -> None:
-    """A fan-out as a process of its own, to be killed."""
+def note(path: Path) -> None:
+    """Leave a line."""
+    with path.open("a") as file:
+        file.write("ran\n")
+
+
+def main(pids: str, backend: str) -> None:
+    """A fan-out in a process of its own, to be killed."""
     items = [WorkItem(str(index), never_end, (Path(pids),)) for index in range(2)]
-    list(run(items, Resources(2), Processes("test"), stop=Stop()))
+    list(run(items, Resources(2), BACKENDS[backend](), stop=Stop()))
 
 
 def killed(error: BaseException | None) -> bool:

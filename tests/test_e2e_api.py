@@ -24,7 +24,7 @@ from PIL import Image
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.control import enjoy
-from palestra.runs.recorder import Moment
+from palestra.runs.recorder import HookContext
 from palestra.spec.model import plain
 
 TINY: dict[str, Any] = {
@@ -294,7 +294,7 @@ def test_sampled_actions_follow_the_policy_not_only_its_mode(cartpole):
 # ---- hooks
 
 
-def count_and_stop(moment: Moment) -> dict[str, float]:
+def count_and_stop(moment: HookContext) -> dict[str, float]:
     if moment.step == 3:
         moment.stop = True
     return {"hook/twice": 2 * moment.metrics["episodes"], "hook/action": float(moment.policy.act(np.zeros(4)))}
@@ -463,5 +463,5 @@ def test_enjoy_of_a_language_model_names_chat(cartpole, tmp_path):
     spec = plain(palestra.check("examples/lm/shakespeare.yaml", variables={"text": __file__}).spec)
     for path in folder.glob("sessions/*/manifest.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"spec": spec}))
-    with pytest.raises(UsageError, match="is of kind pretrain, which plays no episodes: use palestra chat"):
+    with pytest.raises(UsageError, match="is of kind pretrain, which has no episodes: use palestra chat"):
         palestra.enjoy(folder)

@@ -12,8 +12,7 @@ from tiny_lm import write_rows
 
 from palestra.cli.show import show_evaluation
 from palestra.errors import UsageError
-from palestra.runs.folder import new_trial
-from palestra.runs.run import Run, open_run
+from palestra.runs.run import Run, new_trial, open_run
 
 ARITHMETIC = ("--task", "arithmetic", "-a", "digits=1", "--max-new-tokens", "4", "--dtype", "fp32")
 

@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, SHORT, Scratch, last_step, numbers, wait_until
 
 import palestra
 from palestra.runs.checkpoint import load, metas
-from palestra.runs.folder import new_trial
+from palestra.runs.run import new_trial
 from palestra.runs.session import state_of
 from palestra.spec.model import plain
 

@@ -14,7 +14,7 @@ from posttrain_lab import Lab
 
 import palestra
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.recorder import Moment
+from palestra.runs.recorder import HookContext
 from palestra.tasks.rewards.rewards import reward
 from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
@@ -127,7 +127,7 @@ def test_task_given_as_a_class_trains_and_evaluates(lab):
 def test_hooks_given_as_functions_are_called_after_those_of_the_spec(tmp_path):
     seen: list[int] = []
 
-    def note(moment: Moment) -> dict[str, float]:
+    def note(moment: HookContext) -> dict[str, float]:
         seen.append(moment.step)
         return {"noted": moment.metrics["doubled"]}
 

@@ -257,7 +257,7 @@ def test_resume_refuses_another_model_and_other_rows(tmp_path, model):
     save_model(model, seed=1)
     with pytest.raises(UsageError, match=r"model.sha256 is not what .* was started with"):
         run(tmp_path, resume="scores")
-    with pytest.raises(UsageError, match=r"do not fit a spec changed like this:\n.*eval\.max_new_tokens"):
+    with pytest.raises(UsageError, match=r"do not fit the changed spec:\n.*eval\.max_new_tokens"):
         run(tmp_path, resume="scores", overrides=["eval.max_new_tokens=9"], allow=["eval"])
 
 

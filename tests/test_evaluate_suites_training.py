@@ -211,7 +211,7 @@ def test_readers_show_suites_of_all_seeds(tmp_path):
         o.value for o in numbers if o.suite == "end" and o.task == "centred"
     )
     other = lab.run("pretrain", name="one", suites=some[:1], **{**changes, "max_session": 1, "seed": 5})
-    compared = {one.metric: (one.a, one.b) for one in diff(run, other).results}
+    compared = diff(run, other).results
     assert compared["summary.suite/mine/tales"] == (last, other.summary()["suite/mine/tales"])
     drawn = suite_plots(run)
     assert {path.name for path in drawn} == {

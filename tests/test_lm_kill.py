@@ -155,7 +155,7 @@ def test_run_stopped_by_sigterm_saves_there_and_resumes_equal(lab):
 def test_resume_with_another_model_or_batch_is_refused_and_more_steps_are_allowed(lab):
     run = lab.run("sft", train__steps=4)
     for field, value in (("train.batch", 3), ("model.shape.layers", 1), ("data.context", 40)):
-        with pytest.raises(UsageError, match="do not fit a spec changed like this"):
+        with pytest.raises(UsageError, match="do not fit the changed spec"):
             palestra.run(resume=run, root=lab.root, quiet=True, overrides={field: value}, allow=[field])
     longer = lab.resume(run.name, overrides={"train.steps": 6}, allow=["train.steps"])
     assert [row["step"] for row in rows_of(longer)] == [1, 2, 3, 4, 5, 6]

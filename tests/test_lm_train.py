@@ -314,7 +314,7 @@ def test_reward_model_goes_on_from_a_reward_model_with_its_head_and_nothing_else
     best = int(before.checkpoint("best").name.removeprefix("step_"))
     margin = next(row["eval/margin"] for row in rows_of(before) if row["step"] == best)
     assert rows_of(run)[-1]["eval/margin"] == pytest.approx(margin, rel=1e-4)
-    with pytest.raises(UsageError, match="is a reward model, which scores texts and writes none"):
+    with pytest.raises(UsageError, match="is a reward model, which cannot generate text"):
         lab.run("sft", model__init=str(before.path))
 
 

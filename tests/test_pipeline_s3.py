@@ -109,7 +109,7 @@ def test_lease_in_a_bucket_has_one_holder(s3):
 
 
 def test_file_system_without_writes_on_a_condition_is_refused():
-    with pytest.raises(UsageError, match=r"memory:// has no write on a condition"):
+    with pytest.raises(UsageError, match=r"memory:// has no conditional write"):
         open_outputs("memory://somewhere")
 
 
@@ -170,7 +170,7 @@ def test_service_that_fails_for_good_is_a_clear_failure_and_nothing_is_done(s3, 
     monkeypatch.setattr(remote_store, "WAITS", (0.01, 0.01))
     outputs = open_outputs(f"s3://{s3.bucket}/prefix")
     s3.fail_every = 1
-    with pytest.raises(PalestraError, match=r"reading s3://.* failed 3 times, at last with .*Check the network"):
+    with pytest.raises(PalestraError, match=r"reading s3://.* failed 3 times, last with .*Check the network"):
         run([number(value=1)], outputs)
     s3.fail_every = 0
     assert outputs.done(address(number(value=1))) is None

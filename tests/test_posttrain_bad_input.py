@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no_such_model": ({"model__init": "runs/nowhere"}, "nowhere"),
     "group_of_one": (
         {"rollout__group": 1, "algorithm": {"preset": "grpo"}},
-        "rollout.group.*expected at least 2, because grpo compares answers to one prompt",
+        "rollout.group.*expected at least 2, because grpo compares completions of one prompt",
     ),
     "filter_of_one": (
         {"rollout__group": 1, "algorithm": {"preset": "reinforce_pp", "filters": {"zero_variance": True}}},
@@ -59,7 +59,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "coefficient.*expected 0, or `where: loss` or `where: reward`",
     ),
     "critic_nobody_asks": ({"algorithm": {"preset": "dr_grpo", "critic": {}}}, "critic.*expected null"),
-    "too_many_new_tokens": ({"rollout__max_new_tokens": 96}, "96 leave no room for a prompt: the model reads 96"),
+    "too_many_new_tokens": (
+        {"rollout__max_new_tokens": 96},
+        "96 leave no room for a prompt",
+    ),
     "pass_of_too_many": ({"eval": {"samples": 2, "k": [1, 4]}}, r"eval.k.*expected at most samples = 2"),
     "nothing_to_evaluate": ({"eval": {"greedy": False}}, "eval.samples.*expected at least 1"),
     "too_many_minibatches": ({"train__minibatches": 5}, "minibatches.*expected at most train.prompts_per_step = 4"),
@@ -79,7 +82,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "expected exactly one of function, judge and model",
     ),
     "lost_lessons": ({"sft": lessons("nowhere.jsonl")}, "nowhere.jsonl"),
-    "long_lessons": ({"sft": lessons("x.jsonl", context=97)}, "sft.data.context: 97 tokens are more than the 96"),
+    "long_lessons": (
+        {"sft": lessons("x.jsonl", context=97)},
+        "sft.data.context: 97 tokens exceed",
+    ),
     "lessons_held_out": ({"sft": lessons("x.jsonl", holdout=0.1)}, "sft.data: expected neither `eval` nor `holdout`"),
     "replay_of_nothing": ({"rollout__replay": "runs/nowhere"}, "nowhere"),
 }

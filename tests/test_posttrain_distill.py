@@ -23,8 +23,8 @@ from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import (
     Teacher,
     divergence_loss,
+    divergence_of,
     given_lessons,
-    measure_of,
     own_lessons,
     policy_loss,
     policy_terms,
@@ -69,7 +69,7 @@ def plain(spec, student, unembed, taught, teacher) -> Tensor:
     log_p, log_q = (
         (h @ u[:rows].t() / spec.temperature).log_softmax(-1) for h, u in ((student, unembed), (taught, teacher))
     )
-    return measure_of(spec).value(log_p, log_q)
+    return divergence_of(spec).value(log_p, log_q)
 
 
 def with_gradients(spec, given, function) -> list[Tensor]:
@@ -80,7 +80,7 @@ def with_gradients(spec, given, function) -> list[Tensor]:
 
 
 def ours(spec, *given) -> Tensor:
-    return token_divergences(*given, measure_of(spec), spec.temperature)[0]
+    return token_divergences(*given, divergence_of(spec), spec.temperature)[0]
 
 
 @settings(max_examples=25)
@@ -109,7 +109,7 @@ def test_token_divergences_pass_gradcheck_and_send_nothing_to_the_teacher(name, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_divergences_in_lower_precision_are_summed_in_fp32(dtype):
     given = states(dtype)
-    found, entropies = token_divergences(*given, measure_of(LOSSES["jsd"]))
+    found, entropies = token_divergences(*given, divergence_of(LOSSES["jsd"]))
     assert found.dtype == entropies.dtype == torch.float32
     exact = plain(LOSSES["jsd"], *(x.double() for x in given))
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
@@ -130,7 +130,7 @@ def test_token_divergences_never_hold_more_than_a_chunk_of_logits(monkeypatch):
     unembed, teacher = (torch.randn(vocab, 4, generator=draw) for _ in range(2))
     student.requires_grad_(), unembed.requires_grad_()
     with Largest() as largest:
-        token_divergences(student, unembed, taught, teacher, measure_of(LOSSES["jsd"]))[0].sum().backward()
+        token_divergences(student, unembed, taught, teacher, divergence_of(LOSSES["jsd"]))[0].sum().backward()
     assert largest.elements <= 4 * vocab < tokens * vocab
 
 
@@ -287,7 +287,7 @@ def test_privileged_prompt_of_a_conversation_is_its_last_message():
 
 
 def test_privileged_prompt_with_a_field_that_is_not_there_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"\{answr\} is not there for test/train/0, which has answer, prompt"):
+    with pytest.raises(UsageError, match=r"test/train/0 has no field \{answr\}; it has answer, prompt"):
         privileged(problem(answer="4"), "{answr} {prompt}")
 
 
@@ -318,5 +318,5 @@ def test_answers_that_the_teacher_cannot_read_are_left_out_and_counted():
     assert batch.per_sequence["unread"].tolist() == [0.0, 1.0, 1.0]
     assert batch.loss_mask.tolist() == [0.0, 1.0] + [0.0] * 9
     assert batch.per_token["own"].tolist() == batch.loss_mask.tolist()
-    with pytest.raises(PalestraError, match="can read none of the 2 answers"):
+    with pytest.raises(PalestraError, match="can read none of the 2 completions"):
         with_teacher(own_lessons([group(long, unknown)], teacher), teacher, **READ, hidden=True)

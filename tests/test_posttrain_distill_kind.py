@@ -71,14 +71,14 @@ def problems(root: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"teacher": {}}, "expected a model, or `prompt` for a student that teaches itself"),
+        ({"teacher": {}}, "expected a model, or `prompt` for self-distillation"),
         ({"teacher": {"init": "x", "refresh": 2}}, "expected null, because `init` names another model"),
-        ({"on_policy": 0.5, "data": None}, "expected given answers, because on_policy is 0.5"),
-        ({**SHARED, "loss": {"type": "policy"}}, "expected 1, because `policy` learns from the student's own"),
+        ({"on_policy": 0.5, "data": None}, "expected completions, because on_policy is 0.5"),
+        ({**SHARED, "loss": {"type": "policy"}}, "expected 1, because `policy` trains on the student's completions"),
         ({**SHARED, "teacher": ITSELF}, "expected 1, because `teacher.prompt` is made of the tasks' rows"),
         (
             {"on_policy": 0.0, "rollout": {"replay": "x"}},
-            "expected null, because `on_policy: 0` takes none of it",
+            "expected null, because `on_policy: 0` samples nothing",
         ),
         ({"on_policy": 0.01}, "at least one, and not all"),
         ({"on_policy": 0.99}, "at least one, and not all"),
@@ -92,7 +92,7 @@ def test_spec_with_settings_that_do_not_fit_is_refused(tmp_path, changes, reason
 
 def test_spec_with_given_answers_that_nobody_uses_is_refused(tmp_path):
     data = {"train": {"right": {"path": "x.jsonl"}}, "context": 24, "format": "plain"}
-    assert "expected null, because `on_policy: 1` uses no given answers" in problems(tmp_path, data=data)
+    assert "expected null, because `on_policy: 1` uses no off-policy completions" in problems(tmp_path, data=data)
 
 
 def test_spec_shares_a_batch_between_drawn_and_given_answers(tmp_path):
@@ -119,7 +119,7 @@ def test_teacher_without_a_tokenizer_is_refused(tmp_path):
 
 
 def test_teachers_prompt_with_an_unknown_field_is_refused_before_there_is_a_folder(tmp_path):
-    with pytest.raises(UsageError, match=r"\{hint\} is not there for reverse/train/"):
+    with pytest.raises(UsageError, match=r"reverse/train/\S+ has no field \{hint\}"):
         quietly(random_spec(tmp_path, teacher={"prompt": "{hint} {prompt}"}), tmp_path)
     assert not (tmp_path / "runs").exists()
 

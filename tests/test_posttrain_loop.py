@@ -188,7 +188,7 @@ def test_replay_that_cannot_be_is_refused_before_there_is_a_folder(lab):
     row["trajectories"][0]["tokens"][0] = 10**6
     other = lab.path / "other.jsonl"
     other.write_text(json.dumps(row) + "\n")
-    with pytest.raises(PalestraError, match="hold tokens that this model does not have"):
+    with pytest.raises(PalestraError, match="have tokens that this model does not have"):
         lab.run(name="other", rollout__replay=str(other), train__steps=1)
 
 
@@ -217,9 +217,9 @@ def test_self_test_with_another_model_in_the_generator_ends_the_run(lab, monkeyp
 @pytest.mark.parametrize(
     ("task", "args", "expected"),
     [
-        ("Letters", {"score": 0.0}, "every answer has the reward 0, so none is better than another: the task may be"),
-        ("Letters", {"score": 1.0}, "every answer has the reward 1, so none is better than another: it is learned"),
-        ("Halves", {}, "all answers to a prompt have the same reward, in every group"),
+        ("Letters", {"score": 0.0}, "all rewards equal 0, so all advantages are zero: the task is too hard"),
+        ("Letters", {"score": 1.0}, "all rewards equal 1, so all advantages are zero: the task is solved"),
+        ("Halves", {}, "all rewards within each group are equal"),
     ],
 )
 def test_log_when_all_rewards_are_equal_says_why_nothing_is_learned(lab, task, args, expected):

@@ -11,7 +11,7 @@ from rollout_groups import group, trajectory
 from palestra.cli.show import show_rollouts
 from palestra.errors import UsageError
 from palestra.rollout.records import FILE, RolloutRecord, write
-from palestra.runs.folder import new_trial
+from palestra.runs.run import new_trial
 from palestra.runs.session import Session
 from palestra.tasks.task import Problem, Status, Verdict
 from palestra.track.sinks import JsonlSink
@@ -19,9 +19,9 @@ from palestra.track.sinks import JsonlSink
 
 def make_run(root: Path, *by_seed: list[RolloutRecord], kind: str = "posttrain") -> Path:
     seeds = list(range(len(by_seed)))
-    trial = new_trial(root, "lesson", seeds=seeds, command=["palestra"])
+    trial = new_trial(root, "lesson", seeds=seeds, command=["palestra"], spec={})
     for seed, given in enumerate(by_seed):
-        folder = trial.session(seed).path
+        folder = trial.session(seed)
         Session.create(folder, spec_yaml="", spec_data={"kind": kind}, manifest={"seed": seed, "diff": ""})
         if given:
             sink = JsonlSink(folder / FILE)

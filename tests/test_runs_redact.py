@@ -248,7 +248,7 @@ SESSION = """
 import logging, os, sys
 from pathlib import Path
 from palestra.runs.session import Session
-from palestra.track.sinks import Tracker
+from palestra.track.sinks import SinkPlace, Tracker
 secret = os.environ["MY_TOKEN"]
 path = Path(sys.argv[1])
 session = Session.create(
@@ -258,7 +258,7 @@ session = Session.create(
     manifest={"seed": 0, "command": ["train", f"key={secret}"], "diff": f"+{secret}"},
 )
 assert session.check_resume({"key": secret}) == []
-with session, Tracker(path, ["tensorboard"], project="p", name="n", id="i", config={"key": secret}) as tracker:
+with session, Tracker(SinkPlace(path, "p", "n", "i", {"key": secret}), ["tensorboard"]) as tracker:
     logging.getLogger("palestra.x").warning("the key is %s", secret)
     tracker.log({"text": secret, "loss": 1.0}, 1)
     raise RuntimeError(f"bad key {secret}")

@@ -14,9 +14,8 @@ from s3_server import s3_server
 from palestra import api
 from palestra.data.remote import open_filesystem
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import new_trial
 from palestra.runs.manifest import manifest
-from palestra.runs.run import Run, open_run
+from palestra.runs.run import Run, new_trial, open_run
 from palestra.runs.session import Session
 from palestra.runs.share import LISTING, place, pull_run, push_run
 
@@ -53,7 +52,7 @@ def push(run: Run, folder: Path, published: bool = False) -> tuple[int, int]:
 def unfinished(root: Path) -> Run:
     trial = new_trial(root, "half", seeds=[0], command=["x"], spec={"kind": "control"})
     made = manifest(spec_hash="0", seed=0, command=["x"])
-    Session.create(trial.session(0).path, spec_yaml="", spec_data={"kind": "control"}, manifest=made)
+    Session.create(trial.session(0), spec_yaml="", spec_data={"kind": "control"}, manifest=made)
     return Run(trial.path)
 
 
@@ -89,7 +88,7 @@ def test_push_that_broke_off_is_no_run_and_the_next_one_goes_on(run, tmp_path, m
         original(source, target, **options)
 
     monkeypatch.setattr(files, "put_file", breaking)
-    with pytest.raises(PalestraError, match=r"broke off.*the line is dead.*again"):
+    with pytest.raises(PalestraError, match=r"failed.*the line is dead.*again"):
         push_run(run, files, path, published=False)
     with pytest.raises(UsageError, match="no run"):
         pull_run(run.name, *at(tmp_path / "shared"), root=tmp_path / "other")

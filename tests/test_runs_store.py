@@ -128,7 +128,7 @@ def test_lease_of_a_zombie_is_taken_at_once(tmp_path):
 def test_lease_of_another_machine_is_taken_only_when_its_heartbeat_is_old(tmp_path):
     other = replace(dead_owner(), host="elsewhere", machine="elsewhere")
     put_lease(LocalStore(tmp_path), other, time.time() - 5)
-    with pytest.raises(RunBusy, match=f"process {other.pid} on elsewhere, last heard of 5 s ago"):
+    with pytest.raises(RunBusy, match=f"process {other.pid} on elsewhere, last heartbeat 5 s ago"):
         Lease(LocalStore(tmp_path), ttl=30).acquire()
     Lease(LocalStore(tmp_path), ttl=4).acquire()
 

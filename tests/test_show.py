@@ -12,9 +12,8 @@ from example_specs import FILES, specs_of
 from palestra.api import check
 from palestra.cli.main import app
 from palestra.errors import UsageError
-from palestra.runs.folder import new_trial
 from palestra.runs.plot import _leading, trial_plots
-from palestra.runs.run import Run
+from palestra.runs.run import Run, new_trial
 from palestra.spec.model import plain
 from palestra.spec.source import read_text
 
@@ -60,7 +59,7 @@ def root(tmp_path: Path) -> Path:
     for name, step in (("ppo_one", 3), ("ppo_two", 7), ("dqn", None)):
         trial = new_trial(root, name, seeds=[0], command=[], spec={"kind": "control"})
         if step is not None:
-            folder = trial.session(0).path
+            folder = trial.session(0)
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text(json.dumps({"spec": {"kind": "control"}}))
             headline = {"return": 10.0 - step}
@@ -111,7 +110,7 @@ def test_metrics_picture_of_post_training_begins_with_reward_and_evaluation_with
     assert _leading(["reward", *many, "eval/accuracy"]) == ["reward", "eval/accuracy"]
 
     trial = new_trial(tmp_path, "grpo", seeds=[0], command=[], spec={"kind": "posttrain"})
-    folder = trial.session(0).path
+    folder = trial.session(0)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"spec": {"kind": "posttrain"}}))
     (folder / "status.json").write_text(json.dumps({"state": "done", "progress": {"headline": {"reward": 1.0}}}))

@@ -113,19 +113,11 @@ def test_quiet_writes_nothing():
     stream = io.StringIO()
     with Progress(total=10, stream=stream, enabled=False) as shown:
         shown.update(5)
-        shown.message("saved")
     assert stream.getvalue() == ""
 
 
-def test_message_plain_is_a_line():
-    stream = io.StringIO()
-    shown = Progress(total=10, stream=stream)
-    shown.message("saved [step_3]")
-    assert stream.getvalue() == "saved [step_3]\n"
-
-
 @pytest.mark.parametrize("columns", [80, 110])
-def test_terminal_live_line_fits_and_message_stays_above(monkeypatch, columns):
+def test_terminal_live_line_fits(monkeypatch, columns):
     monkeypatch.setattr(progress, "LIVE_EVERY", 0.0)
     monkeypatch.setenv("TERM", "xterm")
 
@@ -134,12 +126,10 @@ def test_terminal_live_line_fits_and_message_stays_above(monkeypatch, columns):
             shown.update(0)
             time.sleep(0.05)
             shown.update(100_000, "return 312.4")
-            shown.message("evaluated [bold]475[/bold]")
             shown.update(200_000, "return 500.0")
 
     text = on_terminal(show, columns)
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert "evaluated [bold]475[/bold]" in text
     assert all(len(line) <= columns for line in lines)
     assert "ppo_cartpole" in lines[-1]
     assert "200,000/200,000 frames" in lines[-1]

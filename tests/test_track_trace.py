@@ -1,11 +1,10 @@
-"""Tracer: a file that parses after a kill, nesting spans, several threads, resumed files."""
+"""The trace file: it parses after a kill, survives torn ends and a full disk, and keeps memory bounded."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,52 +14,13 @@ from palestra.track import trace
 from palestra.track.trace import Tracer
 
 
+def record(tracer: Tracer, name: str) -> None:
+    with tracer.span(name):
+        pass
+
+
 def events(path: Path, closing: str = "") -> list[dict]:
     return [event for event in json.loads(path.read_text() + closing) if event["ph"] != "M"]
-
-
-def test_span_nested_lies_within_outer_with_args(tmp_path):
-    with Tracer(tmp_path / "t.json") as tracer, tracer.span("step", number=3), tracer.span("learn"):
-        time.sleep(0.002)
-    inner, outer = events(tmp_path / "t.json")
-    assert (inner["name"], outer["name"], outer["args"]) == ("learn", "step", {"number": 3})
-    assert outer["ts"] <= inner["ts"]
-    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-    assert 2_000 <= inner["dur"] < 1_000_000  # µs
-
-
-def test_span_left_by_exception_is_recorded(tmp_path):
-    with Tracer(tmp_path / "t.json") as tracer, pytest.raises(KeyError), tracer.span("fails"):
-        raise KeyError
-    assert [event["name"] for event in events(tmp_path / "t.json")] == ["fails"]
-
-
-def test_counter_is_written_and_nan_left_out(tmp_path):
-    with Tracer(tmp_path / "t.json") as tracer:
-        tracer.counter("fps", 5.0)
-        tracer.counter("fps", float("nan"))
-    (counter,) = events(tmp_path / "t.json")
-    assert (counter["ph"], counter["args"]) == ("C", {"value": 5.0})
-
-
-def test_threads_have_own_named_tracks_and_lose_nothing(tmp_path):
-    tracer = Tracer(tmp_path / "t.json")
-
-    def work() -> None:
-        for _ in range(500):
-            with tracer.span("busy"):
-                pass
-
-    threads = [threading.Thread(target=work, name=f"worker {i}") for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    tracer.close()
-    everything = json.loads((tmp_path / "t.json").read_text())
-    names = {e["tid"]: e["args"]["name"] for e in everything if e["name"] == "thread_name"}
-    counts = {name: sum(e["ph"] == "X" and names[e["tid"]] == name for e in everything) for name in names.values()}
-    assert counts == {"MainThread": 0, "worker 0": 500, "worker 1": 500, "worker 2": 500, "worker 3": 500}
 
 
 def test_file_process_killed_parses_with_bracket_and_continues_in_order(tmp_path):
@@ -100,10 +60,10 @@ def test_append_any_torn_ending_keeps_whole_events(tmp_path, ending):
     path = tmp_path / "t.json"
     with Tracer(path) as tracer:
         for i in range(3):
-            tracer.counter(f"before {i}", 1.0)
+            record(tracer, f"before {i}")
     path.write_text(path.read_text().removesuffix("\n]\n") + ending)
     with Tracer(path, append=True) as tracer:
-        tracer.counter("after", 1.0)
+        record(tracer, "after")
     assert [e["name"] for e in events(path)] == ["before 0", "before 1", "before 2", "after"]
 
 
@@ -112,7 +72,7 @@ def test_append_file_cut_inside_header_starts_anew(tmp_path, start):
     path = tmp_path / "t.json"
     path.write_text(start)
     with Tracer(path, append=True) as tracer:
-        tracer.counter("x", 1.0)
+        record(tracer, "x")
     assert [e["name"] for e in events(path)] == ["x"]
 
 
@@ -129,7 +89,7 @@ def test_memory_more_events_than_may_wait_are_written_by_the_recorder(tmp_path, 
 
 def test_disabled_writes_no_file(tmp_path):
     with Tracer(tmp_path / "t.json", enabled=False) as tracer, tracer.span("x"):
-        tracer.counter("y", 1)
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,7 +97,7 @@ def test_disabled_writes_no_file(tmp_path):
 def test_full_disk_warns_once_and_goes_on(caplog):
     with Tracer(Path("/dev/full")) as tracer:
         for _ in range(3):
-            tracer.counter("x", 1.0)
+            record(tracer, "x")
             tracer.flush()
     assert [record.message for record in caplog.records] == [
         "no more trace: cannot write /dev/full (No space left on device)"

@@ -21,7 +21,7 @@ from palestra.runs.recorder import Recorder
 from palestra.runs.session import Session
 from palestra.spec.load import resolved
 from palestra.track import sinks
-from palestra.track.sinks import Background, JsonlSink, SinkPlace, Stats, Tracker
+from palestra.track.sinks import Background, JsonlSink, Sink, SinkPlace, Tracker
 
 
 def session(tmp_path: Path) -> Path:
@@ -32,7 +32,7 @@ def session(tmp_path: Path) -> Path:
 
 def tracker(folder: Path, names: list[str], **more) -> Tracker:
     config = {"algorithm": {"lr": 1e-3}}
-    return Tracker(folder, names, project="tests", name="cartpole", id="a1b2-0", config=config, **more)
+    return Tracker(SinkPlace(folder, "tests", "cartpole", "a1b2-0", config, **more), names)
 
 
 def rows(path: Path) -> list[dict]:
@@ -40,10 +40,8 @@ def rows(path: Path) -> list[dict]:
 
 
 def test_log_row_is_in_the_file_at_once_in_order(tmp_path):
-    stats = Stats()
-    stats.last("loss", 2.0)
-    with tracker(tmp_path, [], stats=stats) as track:
-        track.log({"return": np.float32(1.5)}, step=1, frame=64)
+    with tracker(tmp_path, []) as track:
+        track.log({"loss": 2.0, "return": np.float32(1.5)}, step=1, frame=64)
         assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "frame": 64, "loss": 2.0, "return": 1.5}]
         track.log({}, step=2)
         assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 2}
@@ -85,8 +83,8 @@ def test_jsonl_full_disk_raises_error_naming_the_file():
 def test_jsonl_process_killed_keeps_every_logged_row(tmp_path):
     code = f"""
 from pathlib import Path
-from palestra.track.sinks import Tracker
-track = Tracker(Path({str(tmp_path)!r}), [], project="p", name="n", id="i", config={{}})
+from palestra.track.sinks import SinkPlace, Tracker
+track = Tracker(SinkPlace(Path({str(tmp_path)!r}), "p", "n", "i", {{}}))
 for step in range(10**9):
     track.log({{"x": step / 3}}, step)
     print(step, flush=True)
@@ -131,8 +129,8 @@ def test_tensorboard_sink_imports_neither_torch_nor_tensorflow(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-from palestra.track.sinks import Tracker
-with Tracker(Path({str(tmp_path)!r}), ["tensorboard"], project="p", name="n", id="i", config={{}}) as track:
+from palestra.track.sinks import SinkPlace, Tracker
+with Tracker(SinkPlace(Path({str(tmp_path)!r}), "p", "n", "i", {{}}), ["tensorboard"]) as track:
     track.log({{"x": 1.0}}, 1)
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
@@ -170,10 +168,9 @@ def test_trackio_rows_are_in_its_database(tmp_path):
     folder = session(tmp_path)
     code = f"""
 from pathlib import Path
-from palestra.track.sinks import Tracker
-about = dict(project="tests", name="n", id="a1b2-0", config={{}})
+from palestra.track.sinks import SinkPlace, Tracker
 for append in (False, True):
-    with Tracker(Path({str(folder)!r}), ["trackio"], append=append, **about) as track:
+    with Tracker(SinkPlace(Path({str(folder)!r}), "tests", "n", "a1b2-0", {{}}, append), ["trackio"]) as track:
         track.log({{"return": 12.5}}, step=1 + append, frame=64)
 import trackio
 (run,) = trackio.Api().runs("tests")
@@ -193,7 +190,7 @@ def test_sink_package_not_installed_names_the_extra_before_anything_is_written(t
     assert list(tmp_path.iterdir()) == []
 
 
-class Failing:
+class Failing(Sink):
     """A service that breaks at the chosen moment."""
 
     def __init__(self, when: str) -> None:

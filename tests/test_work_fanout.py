@@ -1,4 +1,7 @@
-"""The contract of the fan-out, the same for every backend: values, tracebacks, retries, resources, stop, leases."""
+"""The contract of the fan-out, the same for every backend: values, tracebacks, retries, resources, stop, leases.
+
+The backends are `fanout_tasks.BACKENDS`.
+"""
 
 import os
 import signal
@@ -16,20 +19,20 @@ from test_work_pool import LINUX, gone
 from test_work_tasks import pids_from
 
 from palestra.errors import LeaseLost, PalestraError, RunBusy
+from palestra.runs.lease import Lease
+from palestra.runs.store import LocalStore
 from palestra.work import fanout
-from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome, run
-
-BACKENDS: dict[str, Callable[[], Backend]] = {"inline": Inline, "processes": lambda: Processes("test")}
+from palestra.work.fanout import Backend, Resources, Stop, WorkItem, WorkOutcome, run
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=fanout_tasks.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[request.param]()
+    return fanout_tasks.BACKENDS[request.param]()
 
 
-@pytest.fixture
-def processes() -> Backend:
-    return Processes("test")
+@pytest.fixture(params=fanout_tasks.PARALLEL)
+def parallel(request: pytest.FixtureRequest) -> Backend:
+    return fanout_tasks.BACKENDS[request.param]()
 
 
 class Held:
@@ -69,10 +72,10 @@ def test_values_of_a_list_come_as_they_end(backend):
     assert all(outcome.seconds > 0 for outcome in outcomes.values())
 
 
-def test_outcomes_are_in_the_order_of_their_end(processes, tmp_path):
+def test_outcomes_are_in_the_order_of_their_end(parallel, tmp_path):
     source = iter([of("late", fanout_tasks.wait_for, tmp_path / "go"), of("early", fanout_tasks.value, 1)])
     names = []
-    for outcome in run(source, Resources(2), processes):
+    for outcome in run(source, Resources(2), parallel):
         names.append(outcome.item.name)
         (tmp_path / "go").touch()
     assert names == ["early", "late"]
@@ -118,7 +121,18 @@ def test_no_more_cores_are_used_than_there_are(backend, tmp_path):
     assert most["3"] == 3  # more than there is: alone
 
 
-def test_shares_of_gpus_are_given_out_and_seen_by_the_worker(processes, tmp_path):
+def test_no_more_memory_is_used_than_there_is(backend, tmp_path):
+    items = [
+        of(str(i), fanout_tasks.overlap, tmp_path, size, i, memory=size * 2**30) for i, size in enumerate([1, 2, 1, 3])
+    ]
+    outcomes = list(run(items, Resources(4, memory=2 * 2**30), backend))
+    most = {outcome.item.name: max(outcome.value) for outcome in outcomes}
+    assert len(most) == 4
+    assert all(most[name] <= 2 for name in ("0", "1", "2"))
+    assert most["3"] == 3  # more than there is: alone
+
+
+def test_shares_of_gpus_are_given_out_and_seen_by_the_worker(parallel, tmp_path):
     items = [of(str(index), fanout_tasks.visible, tmp_path / "go", gpu=0.5) for index in range(6)]
     most = 0
 
@@ -128,7 +142,7 @@ def test_shares_of_gpus_are_given_out_and_seen_by_the_worker(processes, tmp_path
         if most == 4:
             (tmp_path / "go").touch()
 
-    outcomes = by_name(run(items, Resources(6, ["3", "7"]), processes, progress=progress))
+    outcomes = by_name(run(items, Resources(6, ["3", "7"]), parallel, progress=progress))
     assert sorted(outcomes[str(index)].value for index in range(4)) == ["3", "3", "7", "7"]
     assert {outcomes[name].value for name in ("4", "5")} <= {"3", "7"}
     assert most == 4  # two halves of each
@@ -142,7 +156,7 @@ def test_stop_begins_no_more(backend):
     assert ended == [0]
 
 
-def test_stop_asks_then_kills(processes, tmp_path):
+def test_stop_asks_then_kills(parallel, tmp_path):
     stop = Stop()
     items = [
         of("saves", fanout_tasks.save_when_asked, tmp_path / "saves"),
@@ -154,7 +168,7 @@ def test_stop_asks_then_kills(processes, tmp_path):
         if (tmp_path / "saves").exists() and (tmp_path / "stays").exists():
             stop()
 
-    outcomes = by_name(run(items, Resources(2), processes, stop=stop, grace=0.3, progress=progress))
+    outcomes = by_name(run(items, Resources(2), parallel, stop=stop, grace=0.3, progress=progress))
     assert list(outcomes) == ["saves", "stays"]
     assert (tmp_path / "saves.saved").exists()
     assert "SystemExit: asked" in str(outcomes["saves"].error)
@@ -162,11 +176,11 @@ def test_stop_asks_then_kills(processes, tmp_path):
     assert gone(pids_from(tmp_path / "stays", 1)[0])
 
 
-def test_iterator_closed_in_the_middle_asks_what_runs_to_end(processes, tmp_path):
+def test_iterator_closed_in_the_middle_asks_what_runs_to_end(parallel, tmp_path):
     items = [of("saves", fanout_tasks.save_when_asked, tmp_path / "saves"), of("go", fanout_tasks.value, 1)]
     lease = Held()
     items.append(of("third", fanout_tasks.save_when_asked, tmp_path / "third", lease=lease))
-    with suppress(KeyError), closing(run(items, Resources(3), processes)) as outcomes:
+    with suppress(KeyError), closing(run(items, Resources(3), parallel)) as outcomes:
         next(outcomes)
         pids = [*pids_from(tmp_path / "saves", 1), *pids_from(tmp_path / "third", 1)]
         raise KeyError
@@ -175,9 +189,9 @@ def test_iterator_closed_in_the_middle_asks_what_runs_to_end(processes, tmp_path
     assert not lease.ours
 
 
-def test_failure_of_one_that_the_others_must_follow_ends_them(processes, tmp_path):
+def test_failure_of_one_that_the_others_must_follow_ends_them(parallel, tmp_path):
     items = [of("rank 0", fanout_tasks.never_end, tmp_path / "pid"), of("rank 1", fanout_tasks.fail, "first")]
-    outcomes = list(run(items, Resources(2), processes, follow=0.1))
+    outcomes = list(run(items, Resources(2), parallel, follow=0.1))
     assert [outcome.item.name for outcome in outcomes] == ["rank 1", "rank 0"]
     assert fanout_tasks.killed(outcomes[1].error)
 
@@ -190,6 +204,47 @@ def test_lease_is_held_around_the_item_until_the_outcome_was_taken(backend):
         held.append((outcome.value, lease.ours))
     assert held == [True, (2, True)]
     assert (lease.calls[0], lease.calls[-1], lease.ours) == ("acquire", "release", False)
+
+
+def test_arguments_are_made_with_the_lease_held_for_every_attempt(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(fanout, "RETRY_SECONDS", 0.01)
+    lease, made = Held(), []
+
+    def arguments() -> tuple[Path, int]:
+        made.append(lease.ours)
+        return tmp_path / "calls", 2
+
+    (outcome,) = run([WorkItem("a", fanout_tasks.nth_time, arguments, lease=lease, retries=1)], Resources(1), backend)
+    assert (outcome.value, outcome.attempts, made) == ("at last", 2, [True, True])
+
+
+def test_item_that_is_done_takes_no_lease(backend):
+    lease = Held()
+    (outcome,) = run([of("a", fanout_tasks.fail, "ran", lease=lease, done=lambda held: True)], Resources(1), backend)
+    assert (outcome.error, outcome.attempts, lease.calls) == (None, 0, [])
+
+
+@pytest.mark.parametrize("name", fanout_tasks.BACKENDS)
+def test_two_fanouts_that_share_leases_run_each_item_once(name, tmp_path):
+    def items() -> list[WorkItem]:
+        paths = [tmp_path / str(index) for index in range(4)]
+        leases = [Lease(LocalStore(tmp_path / f"leases/{index}")) for index in range(4)]
+        return [
+            WorkItem(path.name, fanout_tasks.note, (path,), lease=lease, done=lambda held, path=path: path.exists())
+            for path, lease in zip(paths, leases, strict=True)
+        ]
+
+    def work() -> None:
+        outcomes.extend(run(items(), Resources(2), fanout_tasks.BACKENDS[name](), look=0.01))
+
+    outcomes: list[WorkOutcome] = []
+    others = threading.Thread(target=work)
+    others.start()
+    work()
+    others.join()
+    assert [outcome.error for outcome in outcomes] == [None] * 8
+    assert sum(outcome.attempts for outcome in outcomes) == 4
+    assert [(tmp_path / str(index)).read_text() for index in range(4)] == ["ran\n"] * 4
 
 
 def test_item_that_another_holds_is_waited_for_and_not_run_again(backend):
@@ -221,14 +276,14 @@ def test_item_that_another_gives_up_is_taken_over(backend):
     assert (outcome.value, outcome.attempts) == (8, 1)
 
 
-def test_item_whose_lease_is_lost_is_killed_and_the_loss_is_its_outcome(processes, tmp_path):
+def test_item_whose_lease_is_lost_is_killed_and_the_loss_is_its_outcome(parallel, tmp_path):
     lease = Held()
 
     def progress(states: object) -> None:
         lease.others = (tmp_path / "pid").exists()
 
     item = of("a", fanout_tasks.never_end, tmp_path / "pid", lease=lease, retries=3)
-    (outcome,) = run([item], Resources(1), processes, renew=0.01, progress=progress)
+    (outcome,) = run([item], Resources(1), parallel, renew=0.01, progress=progress)
     assert isinstance(outcome.error, LeaseLost)
     assert gone(pids_from(tmp_path / "pid", 1)[0])
 
@@ -249,12 +304,12 @@ def test_source_gives_more_as_outcomes_come_and_ends_when_none_is_to_come(backen
     assert results == [2, 4, 8, 16, 32, 64, 128]
 
 
-def test_error_of_completing_fails_the_attempt_and_what_cannot_be_sent_is_an_outcome(processes):
+def test_error_of_completing_fails_the_attempt_and_what_cannot_be_sent_is_an_outcome(parallel):
     def complete(outcome: WorkOutcome) -> None:
         raise OSError("no room")
 
     items = [of("a", fanout_tasks.value, 1, complete=complete), of("b", fanout_tasks.value, threading.Lock())]
-    outcomes = by_name(run(items, Resources(1), processes))
+    outcomes = by_name(run(items, Resources(1), parallel))
     assert str(outcomes["a"].error) == "no room"
     assert outcomes["a"].value is None
     assert "Cannot send" in str(outcomes["b"].error)
@@ -266,8 +321,8 @@ def test_log_of_an_item_takes_what_it_prints(backend, tmp_path):
     assert (tmp_path / "log.txt").read_text() == "said\n"
 
 
-def test_timeout_kills_the_item(processes, tmp_path):
-    (outcome,) = run([of("a", fanout_tasks.never_end, tmp_path / "pid", timeout=0.1)], Resources(1), processes)
+def test_timeout_kills_the_item(parallel, tmp_path):
+    (outcome,) = run([of("a", fanout_tasks.never_end, tmp_path / "pid", timeout=0.1)], Resources(1), parallel)
     assert "killed after 0.1 s" in str(outcome.error)
 
 
@@ -280,8 +335,9 @@ def test_progress_tells_the_state_of_each_until_all_have_ended(backend):
 
 
 @LINUX
-def test_parent_that_is_killed_leaves_no_orphan(tmp_path):
-    code = f"import fanout_tasks; fanout_tasks.main({str(tmp_path / 'pids')!r})"
+@pytest.mark.parametrize("name", fanout_tasks.PARALLEL)
+def test_parent_that_is_killed_leaves_no_orphan(name, tmp_path):
+    code = f"import fanout_tasks; fanout_tasks.main({str(tmp_path / 'pids')!r}, {name!r})"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
     pids = pids_from(tmp_path / "pids", 2)
     os.kill(parent.pid, signal.SIGKILL)

@@ -14,8 +14,7 @@ import numpy as np
 from palestra.bench.suites import SEEDS, Entry
 from palestra.control.trial_metrics import score
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import Trial, trials
-from palestra.runs.run import Run
+from palestra.runs.run import Run, list_runs
 from palestra.runs.session import state_of
 from palestra.runs.store import read_json, write_bytes
 from palestra.spec.base import ExperimentSpec
@@ -52,7 +51,7 @@ class Found:
     """The sessions of one spec, by seed, and how many others are there that another version of it made."""
 
     done: dict[int, Path]
-    open: dict[int, Trial]
+    open: dict[int, Run]
     """Begun, not done, and not being worked on: to be resumed."""
     running: set[int]
     stale: int
@@ -66,11 +65,11 @@ def identity(spec: ExperimentSpec) -> str:
 def find(root: Path, name: str, wanted: str) -> Found:
     """What there is under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
     done: dict[int, Path] = {}
-    begun: dict[int, Trial] = {}
+    begun: dict[int, Run] = {}
     running: set[int] = set()
     stale = 0
-    for trial in [one for one in trials(root) if one.path.parent.name == name]:  # newest first
-        for session in trial.sessions():
+    for trial in [one for one in list_runs(root) if one.path.parent.name == name]:  # newest first
+        for session in trial.sessions:
             if identity_today(read_json(session.path / "manifest.json")["spec"]) != wanted:
                 stale += 1
                 continue

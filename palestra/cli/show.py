@@ -248,7 +248,7 @@ def show_diff(a: str, b: str, root: Path) -> None:
     left, right = open_run(a, root), open_run(b, root)
     difference = diff(left, right)
     spec = [(field.path, _inline(field.before), _inline(field.after)) for field in difference.spec]
-    results = [(row.metric, _number(row.a), _number(row.b)) for row in difference.results]
+    results = [(metric, _number(a), _number(b)) for metric, (a, b) in difference.results.items()]
     for what, rows in (("spec", spec), ("results", results)):
         columns = (what, f"{left.name}/{left.id}", f"{right.name}/{right.id}")
         console().print(table(columns, rows) if rows else f"{what}: no difference")

@@ -32,7 +32,7 @@ from palestra.data.cache import (
 )
 from palestra.data.remote import Bucket, Hub, Kind, at_url, open_filesystem
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import ROOT
+from palestra.runs.run import ROOT
 from palestra.runs.store import read_json
 
 if TYPE_CHECKING:

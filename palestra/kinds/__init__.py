@@ -1,1 +1,1 @@
-"""One small file for each kind of experiment: what a kind is made of, and how its sessions are run as one trial."""
+"""One file per kind of experiment: what it is assembled from, and how its sessions are run as one trial."""

@@ -3,6 +3,7 @@
 import os
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,14 @@ from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarize
 from palestra.control.video import has_display, play, video_path, write_video
 from palestra.errors import UsageError
-from palestra.kinds.trial import Launch, run_sessions
+from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions
 from palestra.lm.native import settle_products
 from palestra.runs.checkpoint import load as load_checkpoint
-from palestra.runs.plot import trial_plots
-from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import clear_write_errors
 from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
-from palestra.track.sinks import require_sinks
 
 RANDOM_EPISODES = 100
 
@@ -38,51 +35,42 @@ RANDOM_EPISODES = 100
 def run(spec: ControlSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarize and plot the trial."""
     factory = _factory(spec, launch)
-    if factory is not None:  # sent to other processes, where a made environment may not be able to go
+    if factory is not None:  # picklable, which an environment may not be
         launch = replace(launch, objects={**launch.objects, "env": factory})
-    # A spec that cannot run ends here, before there is a folder for it.
-    if spec.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
+    # A spec that cannot run is refused here, before it has a folder.
+    device_of(spec)
     probe = make_single(spec.env, factory)
     check_actions(spec, ActionHead.of(probe.action_space))
     probe.close()
-    load_hooks(spec.hooks)
-    require_sinks(spec.track.sinks)
+    check_spec(spec)
+
+    def summary(trial: Run) -> dict[str, Any]:
+        rows = {seed: trial.metrics(seed) for seed in trial.seeds}
+        return summarize(rows, _random_return(spec, factory), f"{spec.algorithm.name}/updates")
+
     # One thread by default: networks this small gain nothing from a second, and lose a lot where its core is busy.
-    trial = run_sessions(
+    return run_sessions(
         spec,
         launch,
-        run_session,
+        partial(in_session, run_session),
         fixed=("kind", "env", "algorithm.name", "algorithm.horizon", "net"),
         threads=spec.threads or 1,
         total=spec.steps * spec.frames_per_step,
         unit="frames",
+        summary=summary,
     )
-    rows = {seed: trial.metrics(seed) for seed in trial.seeds}
-    updates = f"{spec.algorithm.name}/updates"
-    trial.trial.write_summary(summarize(rows, _random_return(spec, factory), updates))
-    with clear_write_errors(trial.path):
-        trial_plots(trial)
-    return trial
 
 
-def run_session(folder: Path, launch: Launch) -> None:
-    """Train the one seed whose session folder this is."""
-    session = Session.open(folder)
-    spec = resolved(launch.spec)
-    assert isinstance(spec, ControlSpec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(session.manifest["threads"])
+def run_session(session: Session, spec: ControlSpec, launch: Launch) -> None:
+    """Train one seed."""
     settle_products()  # on ARM the products of one library depend on what else the process has computed before
-    # The moments of a unit that has died decay through numbers too small to be normal, with which a CPU computes ten
-    # times as slowly: they are 0 instead.
+    # Adam's moments of a dead unit decay into denormals, with which a CPU computes ten times as slowly.
     torch.set_flush_denormal(True)
     try:
         with session:
             train(spec, session, factory=_factory(spec, launch), show=launch.show)
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
 
 
 def load(run: Run, which: str = "best") -> Policy:
@@ -97,10 +85,10 @@ def load(run: Run, which: str = "best") -> Policy:
 
 
 def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, env: Any = None) -> str:
-    """Show a run's policy in a window, or as a video where there is none or `out` is given; says what was seen."""
+    """Show a run's policy in a window, or as a video without a display or with `out`; the mean return as text."""
     spec = resolved(run.spec)
     if not isinstance(spec, ControlSpec):
-        raise UsageError(f"{run.path} is of kind {spec.kind}, which plays no episodes: use palestra chat")
+        raise UsageError(f"{run.path} is of kind {spec.kind}, which has no episodes: use palestra chat")
     if env is None and spec.env.id.startswith(OBJECT):
         raise UsageError(
             f"{run.path} was trained in the Python object {spec.env.id.removeprefix(OBJECT)}: "
@@ -116,11 +104,11 @@ def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, e
         returns, frames = play(load(run, which), made, episodes, seed)
     finally:
         made.close()
-    seen = f"return {sum(returns) / len(returns):.1f} over {len(returns)} episode{'s' if len(returns) > 1 else ''}"
+    result = f"return {sum(returns) / len(returns):.1f} over {len(returns)} episode{'s' if len(returns) > 1 else ''}"
     if window:
-        return seen
+        return result
     write_video(frames, path, made.metadata.get("render_fps", 30))
-    return f"{seen}: {path}"
+    return f"{result}: {path}"
 
 
 def _random_return(spec: ControlSpec, factory: Any) -> float:
@@ -130,10 +118,10 @@ def _random_return(spec: ControlSpec, factory: Any) -> float:
 
 
 def _factory(spec: ControlSpec, launch: Launch) -> Any:
-    given = launch.objects.get("env")
-    if given is None and spec.env.id.startswith(OBJECT):
+    env = launch.objects.get("env")
+    if env is None and spec.env.id.startswith(OBJECT):
         raise UsageError(
             f"env: this run's environment is the Python object {spec.env.id.removeprefix(OBJECT)}: "
             "resume it from Python, palestra.run(resume=…, env=…), with that object"
         )
-    return None if given is None else factory_of(given)
+    return None if env is None else factory_of(env)

@@ -1,13 +1,13 @@
-"""The kind `evaluate`: how good a model is at tasks, and how likely it finds given answers."""
+"""The kind `evaluate`: a model's accuracy on tasks and the likelihood it assigns to given answers and texts."""
 
 import json
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,136 +23,129 @@ from palestra.evaluate.likelihood import (
     text_metrics,
     text_outcome,
 )
-from palestra.evaluate.likelihood_data import Choices, ScoredSet, Texts, load_choices, load_texts
+from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
 from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
 from palestra.evaluate.suites import SETUP, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
-from palestra.kinds.models import Start, device_of, find_model, named_dtype, open_model, trained_start
-from palestra.kinds.trial import Launch, run_sessions
+from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
+from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
-from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
+from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import read_json, write_bytes
+from palestra.runs.store import write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
-from palestra.spec.load import resolved
 from palestra.spec.shape import precision
 from palestra.tasks.verify.workers import Verifiers
-from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
 
 ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
-"""What answers depend on."""
+"""What results depend on."""
+
+Source = TypeVar("Source", Choices, Texts)
+Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked of which model; known before its weights are read."""
+class Workload:
+    """What a model is evaluated on; known before its weights are loaded."""
 
     start: Start
     questions: list[Questions]
     suites: list[Choices]
     texts: list[Texts]
     modes: int
-    """Ways of decoding: greedy, samples, or both."""
+    """Number of decoding modes: greedy, sampled, or both."""
 
     @property
     def count(self) -> int:
         """Problems in each mode, rows with given answers, and documents."""
-        rows = sum(len(one.items) for one in self.suites) + sum(len(one.items) for one in self.texts)
-        return self.modes * sum(len(one.questions) for one in self.questions) + rows
+        rows = sum(len(suite.items) for suite in self.suites) + sum(len(texts.items) for texts in self.texts)
+        return self.modes * sum(len(task.questions) for task in self.questions) + rows
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
     """Evaluate with every seed of the spec, then summarize."""
-    device = device_of(spec)
-    load_hooks(spec.hooks)
-    require_sinks(spec.track.sinks)
-    launch = replace(launch, init=str(_model_folder(spec, launch)))
-    # A spec that cannot run ends here, before it has a folder.
-    with Verifiers(spec.tasks, root=launch.root) as judges:
-        asked = _asked(spec, launch, judges, spec.seed)
-    trial = run_sessions(
+    device_of(spec)
+    check_spec(spec)
+    # Pinned by the setup that a session writes at its start.
+    init = pinned_model(spec.model.init, launch, SETUP, lambda setup: setup["model"]["folder"])
+    launch = replace(launch, init=str(init))
+    # A spec that cannot run is refused here, before it has a folder.
+    with Verifiers(spec.tasks, root=launch.root) as verifiers:
+        workload = _workload(spec, launch, verifiers, spec.seed)
+    return run_sessions(
         spec,
         launch,
-        run_session,
+        partial(in_session, run_session),
         fixed=FIXED,
-        threads=spec.threads or max(1, (os.cpu_count() or 1) // (1 if device.type == "cuda" else spec.max_session)),
-        total=asked.count,
+        threads=threads_each(spec),
+        total=workload.count,
         unit="steps",
+        summary=summary,
+        plots=False,
     )
-    trial.trial.write_summary(summary(trial))
-    return trial
 
 
 def load(run: Run, which: str = "best") -> Any:
-    """An evaluation has trained nothing."""
+    """An evaluation has no model of its own."""
     raise UsageError(f"{run.path} is an evaluation: load the model that it evaluated, {run.spec['model']['init']}")
 
 
-def run_session(folder: Path, launch: Launch) -> None:
-    """Evaluate with the one seed whose session folder this is, from where an earlier process was stopped."""
-    session = Session.open(folder)
-    spec = resolved(launch.spec)
-    assert isinstance(spec, EvaluateSpec)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(session.manifest["threads"])
-    try:
-        with session, ExitStack() as stack:
-            session.restore()
-            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
-            asked = _asked(spec, launch, judges, session.seed)
-            setup = check_setup(session.path, _setup(spec, asked, launch, session.seed))
-            record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
-            _Evaluating(spec, session, launch, asked, judges, record).run(setup)
-    finally:
-        torch.set_num_threads(threads)
+def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
+    """Evaluate with one seed, from where an earlier process was stopped."""
+    with session, ExitStack() as stack:
+        session.restore()
+        verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+        workload = _workload(spec, launch, verifiers, session.seed)
+        setup = check_setup(session.path, _setup(spec, workload, launch, session.seed))
+        record = stack.enter_context(Recorder(session, spec, total=workload.count, unit="problems", show=launch.show))
+        _Evaluation(spec, session, launch, workload, verifiers, record).run(setup)
 
 
-class _Evaluating:
-    """One session at work: counts what is done, and stops when it is asked to."""
+@dataclass
+class _Evaluation:
+    """One session: counts what is done, and stops on request."""
 
-    def __init__(
-        self,
-        spec: EvaluateSpec,
-        session: Session,
-        launch: Launch,
-        asked: Asked,
-        judges: Verifiers,
-        record: Recorder,
-    ):
-        self.spec, self.session, self.launch, self.asked = spec, session, launch, asked
-        self.judges, self.record, self.done = judges, record, 0
+    spec: EvaluateSpec
+    session: Session
+    launch: Launch
+    workload: Workload
+    verifiers: Verifiers
+    record: Recorder
+    done: int = 0
 
     def run(self, setup: dict[str, Any]) -> None:
-        """All of it; the report comes last."""
-        dtype, start = _dtype(self.spec), self.asked.start
-        assert start.folder is not None
-        for one in self.asked.questions:
-            prompt = setup["tasks"][one.label]
-            shown = (one.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
+        dtype, workload, span = named_dtype(_dtype(self.spec)), self.workload, self.record.span
+        assert workload.start.folder is not None
+        for task in workload.questions:
+            prompt = setup["tasks"][task.label]
+            shown = (task.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(start.folder, self.launch.root, dtype=named_dtype(dtype), param_dtype=named_dtype(dtype))
-        model = loaded.model.to(device_of(self.spec))
-        scored = self._scored(model, SCORES, self.asked.suites, ScoredChoice.read, score_choices)
-        scores = {choices.label: likelihood_outcome(choices, scored[choices.label]) for choices in self.asked.suites}
-        scored = self._scored(model, TEXTS, self.asked.texts, lambda row: TextScore(**row), score_texts)
-        texts = {source.label: text_outcome(source, scored[source.label]) for source in self.asked.texts}
+        loaded, _ = open_model(workload.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
+        self.model = loaded.model.to(device_of(self.spec)) if workload.suites or workload.texts else loaded.model
+        scores, texts = {}, {}
+        if workload.suites:
+            rows = self._scored(span("likelihood"), SCORES, workload.suites, score_choices, ScoredChoice.read)
+            scores = {suite.label: likelihood_outcome(suite, rows[suite.label]) for suite in workload.suites}
+        if workload.texts:
+            rows = self._scored(span("texts"), TEXTS, workload.texts, score_texts, lambda row: TextScore(**row))
+            texts = {source.label: text_outcome(source, rows[source.label]) for source in workload.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
-        model = model.to("cpu")
+        model = self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
+        evaluation = self._answers(model) if workload.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics(scores) | text_metrics(texts)
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
-        if evaluation.records:  # in the order of the problems, not in that of their ends
+        if evaluation.records:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, evaluation.records)
-        call_hooks(load_hooks(self.spec.hooks), Moment(self.done, self.done, metrics, model, self.session.path))
+        call_hooks(load_hooks(self.spec.hooks), HookContext(self.done, self.done, metrics, model, self.session.path))
         headline = [
             "eval/accuracy",
             *(f"eval/pass@{k}" for k in self.spec.eval.k),
@@ -163,68 +156,67 @@ class _Evaluating:
 
     def _scored(
         self,
-        model: Transformer,
-        file: str,
-        sets: Sequence[ScoredSet[Any, Any]],
-        read: Callable[[Mapping[str, Any]], Any],
-        score: Callable[..., list[Any]],
-    ) -> dict[str, list[Any]]:
-        """The scores of the items of each set; those of an earlier process are in the file, which grows by chunks."""
-        if not sets:
-            return {}
-        path, scores, before = self.session.path / file, {}, self.done
+        span: AbstractContextManager[None],
+        name: str,
+        sources: Sequence[Source],
+        score: Callable[..., list[Score]],
+        read: Callable[[Any], Score],
+    ) -> dict[str, list[Score]]:
+        """The scores of each source by its label, from where the file of that name ends."""
+        path, results, before = self.session.path / name, {}, self.done
         done = [read(row) for row in json_lines(path)]
-        with self.record.span(path.stem), growing(path, map(_scored_line, done)) as append:
+        with span, growing(path, map(_scored_line, done)) as append:
 
-            def keep(chunk: Sequence[Any]) -> None:
+            def keep(chunk: Sequence[Score]) -> None:
                 append("".join(map(_scored_line, chunk)))
-                self._tell(self.done + len(chunk))
-                self._look()
+                self._progress(self.done + len(chunk))
+                self._stop_if_requested()
 
-            for source in sets:
-                self._look()
-                scores[source.label] = score(model, self.asked.start.tokenizer, source, done=done, keep=keep)
-                before += len(source.items)
-                self._tell(before)
-        # Once each, and in order: a chunk that a kill cut in two was scored again.
-        write_bytes(path, "".join(_scored_line(row) for rows in scores.values() for row in rows).encode())
-        return scores
+            for source in sources:
+                self._stop_if_requested()
+                scores = score(self.model, self.workload.start.tokenizer, source, done=done, keep=keep)
+                results[source.label] = scores
+                before += len(scores)
+                self._progress(before)
+        # Once each, and in order: a chunk that a kill tore was scored again.
+        write_bytes(path, "".join(_scored_line(row) for rows in results.values() for row in rows).encode())
+        return results
 
     def _answers(self, model: Transformer) -> Evaluation:
-        path, start = self.session.path / ANSWERS, self.asked.start
-        # A judge that failed may have been out of memory: it is asked again.
+        path, start = self.session.path / ANSWERS, self.workload.start
+        # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
-        self._tell(self.done + len(done))
+        self._progress(self.done + len(done))
         with self.record.span("answers"), growing(path, map(line, done)) as append:
 
             def keep(record: EvaluationRecord) -> None:
                 append(line(record))
-                self._tell(self.done + 1)
+                self._progress(self.done + 1)
 
             return evaluate_model(
                 model,
                 start.tokenizer,
                 start.eos,
-                self.judges.verify,
-                self.asked.questions,
+                self.verifiers.verify,
+                self.workload.questions,
                 self.spec.eval,
                 device=device_of(self.spec),
                 dtype=named_dtype(_dtype(self.spec)),
                 seed=self.session.seed,
                 done=done,
                 keep=keep,
-                look=self._look,
+                look=self._stop_if_requested,
             )
 
-    def _tell(self, done: int) -> None:
+    def _progress(self, done: int) -> None:
         self.done = done
         self.record.progress.update(self.done)
         self.session.progress(step=self.done)
 
-    def _look(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self.session.stop_requested:
             raise Interrupted(
-                f"stopped after {self.done} of {self.asked.count} with everything saved; continue with: "
+                f"stopped after {self.done} of {self.workload.count} with everything saved; continue with: "
                 f"palestra train --resume {self.session.path.parent.parent}"
             )
 
@@ -233,24 +225,24 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _asked(spec: EvaluateSpec, launch: Launch, judges: Verifiers, seed: int) -> Asked:
+def _workload(spec: EvaluateSpec, launch: Launch, verifiers: Verifiers, seed: int) -> Workload:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
-    start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
-    questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
+    start = trained_start(model, launch.root, chat=True)  # as in training, so that completions end at the same tokens
+    questions = ask(spec.tasks, verifiers.tasks, start.tokenizer, spec.eval.problems)
     suites = [load_choices(use, seed) for use in spec.likelihood]
     texts = [load_texts(use) for use in spec.texts]
-    return Asked(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
+    return Workload(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
 
 
-def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[str, Any]:
-    """All that makes the numbers comparable with others; plain data."""
-    start, decoding = asked.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
+def _setup(spec: EvaluateSpec, workload: Workload, launch: Launch, seed: int) -> dict[str, Any]:
+    """Everything the results depend on, as plain data: what makes them comparable with others."""
+    start, decoding = workload.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
     model = {
         "init": spec.model.init,
         "folder": launch.init,
         "sha256": files_sha256(_weights(str(launch.init), launch.root)),
         "tokenizer_sha256": start.tokenizer.fingerprint,
-        "chat_template": start.tokenizer.chat_template if any(one.chat for one in asked.questions) else None,
+        "chat_template": start.tokenizer.chat_template if any(task.chat for task in workload.questions) else None,
         "end_tokens": list(start.eos),
         "context": start.shape.context,
         "dtype": _dtype(spec),
@@ -260,26 +252,19 @@ def _setup(spec: EvaluateSpec, asked: Asked, launch: Launch, seed: int) -> dict[
         "model": model,
         "decoding": {**decoding, "top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"},
         "seed": seed,
-        "tasks": {one.label: one.identity(start.tokenizer) for one in asked.questions},
-        "likelihood": {suite.label: suite.identity() for suite in asked.suites},
-        "texts": {texts.label: texts.identity() for texts in asked.texts},
+        "tasks": {task.label: task.identity(start.tokenizer) for task in workload.questions},
+        "likelihood": {suite.label: suite.identity() for suite in workload.suites},
+        "texts": {texts.label: texts.identity() for texts in workload.texts},
     }
 
 
-def _model_folder(spec: EvaluateSpec, launch: Launch) -> Path:
-    """The very model that was meant when the trial began: a name goes on to newer runs."""
-    begun = [] if launch.resume is None else [one.path / SETUP for one in launch.resume.sessions()]
-    pinned = next((read_json(path)["model"]["folder"] for path in begun if path.exists()), None)
-    return find_model(pinned or spec.model.init, launch.root).folder.absolute()
-
-
 def _weights(folder: str, root: Path) -> list[Path]:
-    """The files of a model's config and weights, and of the models below it where these are adapters."""
-    found, paths = find_model(folder, root), []
-    while found.base is not None:
-        paths += [found.folder / CONFIG, found.folder / WEIGHTS]
-        found = find_model(found.base, root)
-    return [*paths, *(found.folder / name for name in ("config.json", *weight_files(found.folder)))]
+    """The config and weight files of a model, and of the models below it if it is adapters."""
+    model, paths = find_model(folder, root), []
+    while model.base is not None:
+        paths += [model.folder / CONFIG, model.folder / WEIGHTS]
+        model = find_model(model.base, root)
+    return [*paths, *(model.folder / name for name in ("config.json", *weight_files(model.folder)))]
 
 
 def _scored_line(scored: ScoredChoice | TextScore) -> str:

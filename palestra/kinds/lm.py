@@ -1,14 +1,14 @@
 """The kinds `pretrain`, `sft`, `dpo` and `reward_model`: each is its data and its objective; the rest is shared."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import torch
 
 from palestra.data.mixture import Mixture
 from palestra.errors import UsageError
@@ -18,7 +18,6 @@ from palestra.kinds.models import (
     ModelCheckpoint,
     Start,
     build_model,
-    device_of,
     find_model,
     keep_start,
     open_model,
@@ -28,8 +27,8 @@ from palestra.kinds.models import (
     starting_from,
     with_model,
 )
-from palestra.kinds.ranks import check_ranks, done, follow, following, threads_each, together
-from palestra.kinds.trial import Launch, run_sessions
+from palestra.kinds.ranks import check_ranks, done, follow, following, together
+from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
@@ -38,29 +37,25 @@ from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
 from palestra.lm.trainer import LmParts, Objective, train
-from palestra.runs.plot import trial_plots
-from palestra.runs.recorder import load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import clear_write_errors, read_json, write_json
+from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.lm import DpoSpec, RewardModelSpec
 from palestra.spec.lm import LmSpec, WritingSpec
-from palestra.spec.load import resolved
 from palestra.spec.model import plain
 from palestra.spec.tasks import SuiteUse
-from palestra.track.sinks import require_sinks
 
 CONTENTS = "data.json"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one kind trains on and for."""
+    """The data and the objective of one kind."""
 
     data: Callable[[Any, Path], Data]
-    """The data of a spec, ready to be read, in the tokens of the tokenizer in this folder."""
+    """The data of a spec, tokenized by the tokenizer in this folder."""
     objective: Callable[[Any, Start, Data, int, Transformer], Objective]
-    """What a spec trains for: with its data, its seed and its model as it starts."""
+    """From a spec, its data, its seed and its initial model."""
     scalar: bool = False
     """Whether the model ends in a scalar head."""
 
@@ -70,72 +65,61 @@ def run(spec: LmSpec, launch: Launch) -> Run:
     device = device_of(spec)
     ranks = Ranks.join(device)
     check_ranks(spec, ranks, device)
-    load_hooks(spec.hooks)
-    require_sinks(spec.track.sinks)
+    check_spec(spec)
+    session = partial(in_session, run_session)
     if not ranks.first:
-        return follow(run_session, ranks, replace(launch, spec=plain(spec)))
+        return follow(session, ranks, replace(launch, spec=plain(spec)))
     launch = with_model(spec, launch)
-    # A spec that cannot run ends here, before it has a folder.
-    meant = starting_from(spec, launch.init)
-    start = start_of(meant, launch.root)
-    _mixture(meant, RECIPES[spec.kind].data(meant.data, start.tokenizer_folder), spec.seed)
-    sample_prompts(meant, start)
+    # A spec that cannot run is refused here, before it has a folder.
+    pinned = starting_from(spec, launch.init)
+    start = start_of(pinned, launch.root)
+    _mixture(pinned, RECIPES[spec.kind].data(pinned.data, start.tokenizer_folder), spec.seed)
+    sample_prompts(pinned, start)
     check_suites(_suites(spec), start, launch.root)
     keep_start(launch.init)
-    threads = threads_each(spec, device)
+    threads = threads_each(spec, int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1))
     trial = run_sessions(
         spec,
         launch,
-        together(run_session, spec, ranks, threads),
+        together(session, spec, ranks, threads),
         fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
         threads=threads,
         total=spec.train.steps,
         unit="steps",
+        summary=summary,
     )
-    trial.trial.write_summary(summary(trial))
-    with clear_write_errors(trial.path):
-        trial_plots(trial)
     return done(ranks, trial)
 
 
-def run_session(folder: Path, launch: Launch) -> None:
-    """Train the one seed whose session folder this is."""
-    session = Session.open(folder)
-    spec = resolved(launch.spec)
-    assert isinstance(spec, LmSpec)
-    recipe = RECIPES[spec.kind]
-    device = device_of(spec)
+def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
+    """Train one seed."""
+    recipe, device = RECIPES[spec.kind], device_of(spec)
     ranks = Ranks.join(device)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(session.manifest["threads"])
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(session if ranks.first else following(folder, ranks.rank))
-            stack.enter_context(compile_cache(spec.train.compile_cache))
-            spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
-            start = start_of(spec, launch.root)
-            data = recipe.data(spec.data, start.tokenizer_folder)
-            if ranks.first:
-                check_data(session, data, start)
-            model = build_model(spec, start, session.seed, device)
-            objective = recipe.objective(spec, start, data, session.seed, model)
-            trained = scored_model(model, start) if recipe.scalar else model
-            ranks.shard(trained)
-            compile_for_training(model, spec.train, device)
-            keeper = ModelCheckpoint(trained, start, ranks)
-            engine = TrainEngine(
-                trained,
-                Optimizer(trained, spec.optim, spec.train.steps),
-                ranks,
-                micro_tokens=spec.train.micro_tokens,
-                flops_per_token=start.shape.flops_per_token(spec.data.context),
-                ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
-            )
-            sampler = Samples(spec, engine, start, session)
-            suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
-            train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
-    finally:
-        torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        stack.enter_context(session if ranks.first else following(session.path, ranks.rank))
+        stack.enter_context(compile_cache(spec.train.compile_cache))
+        spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
+        start = start_of(spec, launch.root)
+        data = recipe.data(spec.data, start.tokenizer_folder)
+        if ranks.first:
+            check_data(session, data, start)
+        model = build_model(spec, start, session.seed, device)
+        objective = recipe.objective(spec, start, data, session.seed, model)
+        trained = scored_model(model, start) if recipe.scalar else model
+        ranks.shard(trained)
+        compile_for_training(model, spec.train, device)
+        engine = TrainEngine(
+            trained,
+            Optimizer(trained, spec.optim, spec.train.steps),
+            ranks,
+            micro_tokens=spec.train.micro_tokens,
+            flops_per_token=start.shape.flops_per_token(spec.data.context),
+            ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
+        )
+        keeper = ModelCheckpoint(trained, start, ranks)
+        sampler = Samples(spec, engine, start, session)
+        suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
+        train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
 
 
 def next_token(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer) -> NextToken:
@@ -180,22 +164,22 @@ def _suites(spec: LmSpec) -> list[SuiteUse]:
 
 
 def check_data(session: Session, data: Data, start: Start) -> None:
-    """Refuse to go on with other data than the session began with, which are written down at its first start."""
+    """Refuse to resume with other data than the session started with; its fingerprint is written at the first start."""
     now = {"model.tokenizer": start.tokenizer.fingerprint, **data.contents}
     path = session.path / CONTENTS
     if not path.exists():
         write_json(path, now)
     before = read_json(path)
-    changed = [place for place, content in now.items() if before.get(place) != content]
+    changed = [field for field, content in now.items() if before.get(field) != content]
     if changed:
         raise UsageError(
-            f"{' and '.join(changed)}: not what {session.path} was started with: resuming would train on other tokens. "
-            "Restore the files as they were, or start a new run"
+            f"{' and '.join(changed)}: not what {session.path} was started with: a resumed run would train on other "
+            "tokens. Restore the files as they were, or start a new run"
         )
 
 
 def load(run: Run, which: str = "best") -> LanguageModel | Scorer:
-    """The model of a run's checkpoint, ready to write, or where it is a reward model to score."""
+    """The model of a run's checkpoint: a generator of text, or a scorer if it is a reward model."""
     if run.spec["kind"] == "reward_model":
         return Scorer.load(find_model(run.checkpoint(which)).folder)
     loaded, tokenizer = open_model(run.checkpoint(which), run.trial.path.parent.parent)
@@ -204,15 +188,15 @@ def load(run: Run, which: str = "best") -> LanguageModel | Scorer:
 
 def summary(trial: Run) -> dict[str, Any]:
     """The last value of every metric of an evaluation or a suite: its mean over the seeds, and by seed."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     last = {seed: _last_evaluation(trial.metrics(seed)) for seed in trial.seeds}
     for metric in sorted({metric for row in last.values() for metric in row}):
         by_seed = {str(seed): row[metric] for seed, row in last.items() if metric in row}
-        found |= {metric: fmean(by_seed.values()), f"{metric}_by_seed": by_seed}
-    return found
+        numbers |= {metric: fmean(by_seed.values()), f"{metric}_by_seed": by_seed}
+    return numbers
 
 
 def _last_evaluation(rows: list[dict[str, Any]]) -> dict[str, float]:
     evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
-    found = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")} if evaluated else {}
-    return found | {key: value for row in rows for key, value in row.items() if key.startswith("suite/")}
+    last = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")} if evaluated else {}
+    return last | {key: value for row in rows for key, value in row.items() if key.startswith("suite/")}

@@ -1,8 +1,8 @@
-"""What a language model is measured by while it trains: suites that are due, and samples for people to read."""
+"""What is measured of a language model while it trains: evaluation suites, and sampled text."""
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,10 +21,8 @@ from palestra.evaluate.suites import (
 )
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
-from palestra.kinds.models import Start, writes_chat
+from palestra.kinds.models import Start, model_copy, writes_chat
 from palestra.lm.engine import TrainEngine
-from palestra.lm.hf import empty_model
-from palestra.lm.model import Transformer
 from palestra.runs.loop import Counters, due
 from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
@@ -39,14 +37,14 @@ def check_suites(uses: Sequence[SuiteUse], start: Start, root: Path) -> None:
     """Refuse suites that cannot be read or scored, before a run has a folder."""
     for use in uses:
         spec = suite_spec(use)
-        with Verifiers(spec.tasks, root=root) as judges:
+        with Verifiers(spec.tasks, root=root) as verifiers:
             check_suite(
-                open_suite(use.label, spec, judges.tasks, start.tokenizer), start.tokenizer, start.shape.context
+                open_suite(use.label, spec, verifiers.tasks, start.tokenizer), start.tokenizer, start.shape.context
             )
 
 
 class Suites:
-    """Measures a copy of the weights: nothing of what is trained or drawn for it is touched."""
+    """Measures a copy of the weights, without any effect on training or its randomness."""
 
     def __init__(
         self,
@@ -59,64 +57,56 @@ class Suites:
     ):
         self.uses, self.engine, self.start, self.session = uses, engine, start, session
         self.opened: dict[str, tuple[Suite, Verifiers]] = {}
-        if not engine.ranks.first:  # which measures, while the others wait
+        if not engine.ranks.first:  # rank 0 measures, while the others wait
             return
         for use in uses:
             spec = suite_spec(use)
-            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
-            self.opened[use.label] = (open_suite(use.label, spec, judges.tasks, start.tokenizer), judges)
+            verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
+            self.opened[use.label] = (open_suite(use.label, spec, verifiers.tasks, start.tokenizer), verifiers)
         with clear_write_errors(session.path):
             begin_results(
                 session.path, {label: suite.identity(start.tokenizer) for label, (suite, _) in self.opened.items()}
             )
 
     def due(self, before: Counters, after: Counters, last: bool) -> list[str]:
-        """The names of those that are due on the way from `before` to `after`, which may be the last step."""
+        """The names of those that are due between `before` and `after`, which may be the last step."""
         ended = {use.label for use in self.uses if last and use.mode != "during"}
         return [use.label for use in self.uses if use.label in ended or due(use.cadence, before, after)]
 
     def measure(
         self, labels: Sequence[str], counters: Counters, look: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """`suite/<name>/<task>` of some suites by the weights as they are, also added to results.json.
+        """`suite/<name>/<task>` of some suites with the current weights, also added to results.json.
 
-        Every rank calls it, and gets them. `look` is called now and then and may raise to end it.
+        Every rank calls it, and gets them. `look` is called repeatedly and may raise to end it.
         """
         if not labels:
             return {}
         weights, ranks = self.engine.weights(), self.engine.ranks
         if not ranks.first:
             return ranks.from_first(None)
-        model, found = self._copy(weights), {}
+        # A copy: another length of the input of a compiled model can lead to other kernels, and with them to other bits
+        # of the next training step.
+        model, row = model_copy(self.start, self.engine, weights, torch.float32), {}
         for label in labels:
-            suite, judges = self.opened[label]
-            result = measure(suite, model, self.start.tokenizer, judges.verify, eos=self.start.eos, look=look)
+            suite, verifiers = self.opened[label]
+            result = measure(suite, model, self.start.tokenizer, verifiers.verify, eos=self.start.eos, look=look)
             with clear_write_errors(self.session.path):
                 add_result(self.session.path, label, counters, result)
-            found |= suite_metrics(label, result)
-            log.info("step %d: suite %s: %s", counters["steps"], label, _told(result["tasks"]))
-        if model.embed.device.type == "cuda":  # training had this memory before, and needs it again
+            row |= suite_metrics(label, result)
+            shown = ", ".join(f"{task} {one['value']:.4f}" for task, one in result["tasks"].items())
+            log.info("step %d: suite %s: %s", counters["steps"], label, shown)
+        if model.embed.device.type == "cuda":  # training needs this memory again
             del model
             torch.cuda.empty_cache()
-        return ranks.from_first(found)
-
-    def _copy(self, weights: Mapping[str, torch.Tensor]) -> Transformer:
-        # Not the model that is trained, which may have adapters, be split over ranks, or be compiled: another length of
-        # its input can lead to other kernels, and with them to other bits of the next step.
-        model = empty_model(self.start.shape, self.engine.transformer.dtype, torch.float32, self.engine.device)
-        model.load_state_dict(weights)
-        return model
-
-
-def _told(tasks: Mapping[str, Mapping[str, float]]) -> str:
-    return ", ".join(f"{label} {found['value']:.4f}" for label, found in tasks.items())
+        return ranks.from_first(row)
 
 
 SAMPLES = "samples.jsonl"
 
 
 class Samples:
-    """What the model writes during training, in samples.jsonl of the session."""
+    """Text that the model generates during training, in samples.jsonl of the session."""
 
     def __init__(self, spec: LmSpec, engine: TrainEngine, start: Start, session: Session):
         self.spec = spec.samples if isinstance(spec, WritingSpec) else SampleSpec()
@@ -126,22 +116,19 @@ class Samples:
         session.follow(SAMPLES, lambda: None)
 
     def due(self, before: Counters, after: Counters) -> bool:
-        """Whether it is time to write."""
+        """Whether samples are due."""
         return bool(self.prompts) and due(self.spec.every, before, after)
 
     def write(self, step: int) -> None:
-        """One text for each prompt, by the weights as they are."""
+        """One text for each prompt, with the current weights."""
         if not self.prompts:
             return
         weights = self.engine.weights()
         if not self.engine.ranks.first:
             return
         if self.writer is None:
-            # Not the model that is trained, which may have adapters or be split over ranks.
-            model = empty_model(self.start.shape, self.engine.transformer.dtype, torch.float32, self.engine.device)
-            model.load_state_dict(weights)
             self.writer = Engine(
-                model,
+                model_copy(self.start, self.engine, weights, torch.float32),
                 eos=frozenset(self.start.eos),
                 tokenizer=self.start.tokenizer,
                 context=max(map(len, self.prompts)) + self.spec.max_new_tokens,
@@ -160,18 +147,16 @@ class Samples:
 
 
 def sample_prompts(spec: LmSpec, start: Start) -> list[list[int]]:
-    """The tokens of the prompts that samples begin with, written as the training data are."""
+    """The tokens of the sample prompts, in the format of the training data."""
     if not isinstance(spec, WritingSpec):
         return []
-    tokenizer, chat, found = start.tokenizer, writes_chat(spec), []
+    tokenizer, most, prompts = start.tokenizer, start.shape.context - 1, []
     for text in spec.samples.prompts:
-        turn = [{"role": "user", "content": text}]
-        found.append(
-            encode_chat(tokenizer, turn, add_generation_prompt=True).tokens if chat else tokenizer.encode_prompt(text)
-        )
-        if not 0 < len(found[-1]) < start.shape.context:
-            raise UsageError(
-                f"samples.prompts: {text!r:.100} is {len(found[-1])} tokens; the model reads 1 to "
-                f"{start.shape.context - 1} before it writes"
-            )
-    return found
+        if writes_chat(spec):
+            turn = [{"role": "user", "content": text}]
+            prompts.append(encode_chat(tokenizer, turn, add_generation_prompt=True).tokens)
+        else:
+            prompts.append(tokenizer.encode_prompt(text))
+        if not 0 < (tokens := len(prompts[-1])) <= most:
+            raise UsageError(f"samples.prompts: {text!r:.100} is {tokens} tokens; expected 1 to {most}")
+    return prompts

@@ -1,7 +1,6 @@
-"""Models by what people call them, what a run starts from, and how a model is kept in checkpoints."""
+"""Models by name or path, what a run starts from, and how a model is stored in checkpoints."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
 from palestra.lm.datasets import kept_tokenizer, made_tokenizer
+from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import (
     GENERATION_CONFIG,
     Pretrained,
@@ -37,7 +37,6 @@ from palestra.runs.checkpoint import is_checkpoint, keep
 from palestra.runs.run import open_run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
-from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import LanguageModelSpec, LmSpec, ModelSpec
 from palestra.spec.shape import Shape, precision
@@ -46,7 +45,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The precision that people call by a short name."""
+    """A torch dtype by its short name."""
     if name not in DTYPES:
         raise UsageError(f"--dtype {name}: expected {', '.join(DTYPES)}, or to leave it out")
     return DTYPES[name]
@@ -54,23 +53,38 @@ def named_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model folder that was asked for."""
+    """A model folder, and the folders that it depends on."""
 
     folder: Path
     """With weights, or with adapters for the model in `base`."""
     base: Path | None
-    """The folder of the model that adapters belong to; it may have adapters itself."""
+    """The model that adapters belong to; it may have adapters itself."""
     weights: Path
-    """The folder with the weights that all of it rests on."""
+    """The base model below all adapters."""
     tokenizer: Path
-    """The folder with the tokenizer: that of the adapters, where they have one of their own."""
+    """With the tokenizer: that of the adapters if they have one."""
     generation: Path
-    """The folder whose generation_config.json holds, or config.json where there is none."""
+    """With the generation_config.json that applies, or config.json."""
 
 
-def find_model(ref: str | Path, root: Path | str = "runs") -> FoundModel:
-    """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
-    return _found(str(ref), Path(root), ())
+def find_model(ref: str | Path, root: Path | str = "runs", seen: tuple[Path, ...] = ()) -> FoundModel:
+    """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub.
+
+    `seen` are the folders of the adapters above it.
+    """
+    folder = _folder(str(ref), Path(root))
+    if not (folder / ADAPTER_CONFIG).exists():
+        return FoundModel(folder, None, folder, folder, folder)
+    if folder.resolve() in seen:
+        raise UsageError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path leads back to these adapters themselves")
+    base = find_model(read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"], root, (*seen, folder.resolve()))
+    return FoundModel(
+        folder,
+        base.folder,
+        base.weights,
+        folder if has_tokenizer(folder) else base.tokenizer,
+        folder if (folder / GENERATION_CONFIG).exists() else base.generation,
+    )
 
 
 def open_model(
@@ -81,37 +95,20 @@ def open_model(
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Pretrained, Tokenizer]:
-    """A model with its adapters put into its weights, and its tokenizer."""
-    found = find_model(ref, root)
-    if not has_tokenizer(found.tokenizer):
-        raise UsageError(f"{found.tokenizer} has no tokenizer: put a tokenizer.json beside its weights")
-    if found.base is None:
-        loaded = load_pretrained(found.folder, dtype, param_dtype, device)
+    """A model with its adapters merged into its weights, and its tokenizer."""
+    place = find_model(ref, root)
+    if not has_tokenizer(place.tokenizer):
+        raise UsageError(f"{place.tokenizer} has no tokenizer: put a tokenizer.json next to its weights")
+    if place.base is None:
+        loaded = load_pretrained(place.folder, dtype, param_dtype, device)
     else:
-        loaded, _ = open_model(found.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
-        load_peft(found.folder, loaded.model)
+        loaded, _ = open_model(place.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
+        load_peft(place.folder, loaded.model)
         plain = empty_model(loaded.model.shape, dtype, param_dtype, device)
         plain.load_state_dict(merged_weights(loaded.model))
-        eos = read_eos(found.generation, loaded.config)
-        loaded = replace(loaded, model=plain, tokenizer=found.tokenizer, eos=eos)
-    return loaded, Tokenizer.load(found.tokenizer)
-
-
-def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> FoundModel:
-    folder = _folder(ref, root)
-    if not (folder / ADAPTER_CONFIG).exists():
-        return FoundModel(folder, None, folder, folder, folder)
-    if folder.resolve() in seen:
-        raise UsageError(f"{folder / ADAPTER_CONFIG}: base_model_name_or_path leads back to these adapters themselves")
-    named = read_json(folder / ADAPTER_CONFIG)["base_model_name_or_path"]
-    base = _found(named, root, (*seen, folder.resolve()))
-    return FoundModel(
-        folder,
-        base.folder,
-        base.weights,
-        folder if has_tokenizer(folder) else base.tokenizer,
-        folder if (folder / GENERATION_CONFIG).exists() else base.generation,
-    )
+        eos = read_eos(place.generation, loaded.config)
+        loaded = replace(loaded, model=plain, tokenizer=place.tokenizer, eos=eos)
+    return loaded, Tokenizer.load(place.tokenizer)
 
 
 def _folder(ref: str, root: Path) -> Path:
@@ -127,7 +124,7 @@ def _folder(ref: str, root: Path) -> Path:
     except UsageError:
         if path.exists():
             raise UsageError(
-                f"{ref} is no model: it is neither a run, nor a checkpoint, nor a folder with a config.json"
+                f"{ref} is not a model: neither a run, nor a checkpoint, nor a folder with a config.json"
             ) from None
         if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
             raise
@@ -137,7 +134,7 @@ def _folder(ref: str, root: Path) -> Path:
 
 def _model_of(checkpoint: Path) -> Path:
     if not (checkpoint / "model").is_dir():
-        raise UsageError(f"{checkpoint} holds no language model")
+        raise UsageError(f"{checkpoint} has no language model")
     return checkpoint / "model"
 
 
@@ -151,45 +148,45 @@ Kind = TypeVar("Kind", bound=LanguageModelSpec)
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from, known before there is a model."""
+    """What a run starts from, known before any weights are loaded."""
 
     shape: Shape
     tokenizer: Tokenizer
     tokenizer_folder: Path
     eos: tuple[int, ...]
-    """Tokens that end what the model writes."""
+    """Tokens that end a generation."""
     folder: Path | None
-    """Where the first weights are; None draws new ones."""
+    """The initial weights; None initializes new ones."""
     config: dict[str, Any]
     """The config.json of the model that the weights come from."""
 
 
-def device_of(spec: ExperimentSpec) -> torch.device:
-    """The GPU where there is one, unless the spec says otherwise."""
-    if spec.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
-    cuda = torch.cuda.is_available() and spec.device != "cpu"
-    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
+def pinned_model(
+    init: str, launch: Launch, file: str, folder_in: Callable[[Any], str] = lambda content: content["model"]
+) -> Path:
+    """The folder of the model that `init` resolved to when the trial started: a run's name moves on to newer runs.
+
+    A session writes it to `file` at its first start.
+    """
+    files = [] if launch.resume is None else [session.path / file for session in launch.resume.sessions]
+    pinned = next((folder_in(read_json(path)) for path in files if path.exists()), None)
+    return find_model(pinned or init, launch.root).folder.absolute()
 
 
 def with_model(spec: LanguageModelSpec, launch: Launch) -> Launch:
-    """The launch with the very model that `model.init` meant when the trial began: a name goes on to newer runs."""
-    if spec.model.init is None:
-        return launch
-    begun = [] if launch.resume is None else [one.path / INIT for one in launch.resume.sessions()]
-    pinned = next((read_json(path)["model"] for path in begun if path.exists()), None)
-    folder = find_model(pinned or spec.model.init, launch.root).folder.absolute()
-    return replace(launch, init=str(folder))
+    """The launch with the folder of `model.init`, pinned when the trial started."""
+    init = spec.model.init
+    return launch if init is None else replace(launch, init=str(pinned_model(init, launch, INIT)))
 
 
 def keep_start(init: str | None) -> None:
-    """Let no run prune the checkpoint that this one starts from: resuming reads it again, and so do its adapters."""
+    """Mark the checkpoint this run starts from as kept: a resume reads it again, so its own run must not prune it."""
     if init is None or not is_checkpoint(Path(init).parent):
         return
     try:
         keep(Path(init).parent)
-    except OSError as error:  # somebody else's run
-        log.warning("%s cannot be marked as kept (%s): do not let its run go on", Path(init).parent, error.strerror)
+    except OSError as error:  # another user's run
+        log.warning("%s cannot be marked as kept (%s): its own run could delete it", Path(init).parent, error.strerror)
 
 
 def starting_from(spec: Kind, init: str | None) -> Kind:
@@ -198,7 +195,7 @@ def starting_from(spec: Kind, init: str | None) -> Kind:
 
 
 def settled(spec: Kind, session: Session, init: str | None) -> Kind:
-    """The spec with the model that the session began with, which is written down at its first start."""
+    """The spec with the model that the session started from, which is written to its folder at the first start."""
     path = session.path / INIT
     if init is not None and not path.exists():
         write_json(path, {"model": init})
@@ -206,16 +203,14 @@ def settled(spec: Kind, session: Session, init: str | None) -> Kind:
 
 
 def start_of(spec: LmSpec, root: Path) -> Start:
-    """The shape, the tokenizer and the first weights that a spec of training on examples names."""
+    """The shape, tokenizer and initial weights of a spec that trains on examples."""
     wanted = spec.model
     if wanted.init is not None:
-        found = trained_start(wanted, root, chat=writes_chat(spec), scores=spec.kind == "reward_model")
-        if spec.data.context > found.shape.context:
-            raise UsageError(
-                f"data.context: {spec.data.context} tokens are more than the {found.shape.context} that "
-                f"{wanted.init} reads"
-            )
-        return found
+        start = trained_start(wanted, root, chat=writes_chat(spec), scores=spec.kind == "reward_model")
+        if spec.data.context > start.shape.context:
+            context = start.shape.context
+            raise UsageError(f"data.context: {spec.data.context} tokens exceed {wanted.init}'s context of {context}")
+        return start
     assert wanted.shape is not None  # ModelSpec.problems
     assert wanted.tokenizer is not None
     pairs = spec.kind == "reward_model"
@@ -224,13 +219,13 @@ def start_of(spec: LmSpec, root: Path) -> Start:
 
 
 def trained_start(model: ModelSpec, root: Path, *, chat: bool, scores: bool = False) -> Start:
-    """The shape, the tokenizer and the weights of `model.init`, which may be a reward model only where it `scores`."""
+    """The shape, tokenizer and weights of `model.init`, which may be a reward model only if `scores`."""
     assert model.init is not None
-    found = find_model(model.init, root)
-    config, shape = read_folder(found.weights)
+    place = find_model(model.init, root)
+    config, shape = read_folder(place.weights)
     if is_classifier(config) and not scores:
-        raise UsageError(f"model.init: {model.init} is a reward model, which scores texts and writes none")
-    return _start(model, shape, found.tokenizer, read_eos(found.generation, config), found.folder, config, chat)
+        raise UsageError(f"model.init: {model.init} is a reward model, which cannot generate text")
+    return _start(model, shape, place.tokenizer, read_eos(place.generation, config), place.folder, config, chat)
 
 
 def _start(
@@ -263,24 +258,31 @@ def writes_chat(spec: LmSpec) -> bool:
 
 
 def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.device) -> Transformer:
-    """The model as it is before the first step."""
+    """The model before the first step."""
     dtype = named_dtype(precision(spec.train.precision, device.type))
-    draws = torch.Generator().manual_seed(stream_key(seed, "weights") >> 1)
+    generator = torch.Generator().manual_seed(stream_key(seed, "weights") >> 1)
     if start.folder is not None:
         model = open_model(start.folder, dtype=dtype, device=device)[0].model
     else:
         model = Transformer(start.shape, dtype)
-        model.initialize(draws)
+        model.initialize(generator)
         model.to(device)
     if spec.model.lora is not None:
-        add_lora(model, spec.model.lora, draws)
+        add_lora(model, spec.model.lora, generator)
     every = {"none": None, "selective": 2, "full": 1}[spec.train.checkpointing]
     model.checkpointing = lambda layer: every is not None and layer % every == 0
     return model
 
 
+def model_copy(start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Transformer:
+    """A model with a copy of `engine.weights()`: not compiled, not split over ranks, its adapters merged."""
+    model = empty_model(start.shape, engine.transformer.dtype, dtype, engine.device)
+    model.load_state_dict(weights)
+    return model
+
+
 def scored_model(model: Transformer, start: Start) -> ScalarModel:
-    """The model with a scalar head: that of the reward model it comes from, else one of zeros."""
+    """The model with a scalar head: that of the initial reward model, else zeros."""
     scored = ScalarModel(model)
     if is_classifier(start.config):
         assert start.folder is not None
@@ -290,14 +292,14 @@ def scored_model(model: Transformer, start: Start) -> ScalarModel:
 
 
 class ModelCheckpoint:
-    """The model in checkpoints: a Hugging Face folder with FP32 weights, or adapters alone where only they change."""
+    """The model in checkpoints: a Hugging Face folder with FP32 weights, or the adapters if only they are trained."""
 
     def __init__(self, model: Transformer | ScalarModel, start: Start, ranks: Ranks):
         self.model, self.start, self.ranks = model, start, ranks
         self.transformer = model.transformer if isinstance(model, ScalarModel) else model
 
     def writer(self) -> Callable[[Path], None]:
-        """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
+        """Gather the weights, on every rank; the returned function writes them into a folder, on rank 0."""
         if adapted(self.transformer):
             assert self.start.folder is not None  # ModelSpec.problems
             base = str(self.start.folder.absolute())  # adapters are read from anywhere
@@ -317,7 +319,7 @@ class ModelCheckpoint:
         )
 
     def load(self, folder: Path) -> None:
-        """Take the weights that were written there."""
+        """Load the weights of a folder that `writer` wrote."""
         if adapted(self.transformer):
             self.ranks.scatter(adapter_weights(folder, self.transformer), self.transformer)
             return

@@ -1,6 +1,5 @@
-"""Models put to use: served over HTTP, and talked with in the terminal."""
+"""Models in use: served over HTTP, and chat in the terminal."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from palestra.spec.shape import precision
 
 
 def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **settings: Any) -> Engine:
-    """An engine for a model by what people call it."""
+    """An engine for a model by name or path."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device {device}: expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -26,7 +25,7 @@ def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **setti
     # On the CPU first: the engine makes its own copy on the device, and takes what that leaves free for its cache.
     loaded, tokenizer = open_model(ref, root, dtype=chosen, param_dtype=chosen)
     if loaded.score is not None:
-        raise UsageError(f"{ref} is a reward model: it scores conversations and cannot write")
+        raise UsageError(f"{ref} is a reward model: it scores conversations and cannot generate text")
     return Engine(loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, dtype=chosen, device=where, **settings)
 
 
@@ -54,26 +53,13 @@ def serve(
     root: Path,
     dtype: str = "auto",
     device: str = "auto",
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_key: str | None = None,
     name: str | None = None,
     context: int | None = None,
     max_body: int = 4 * 2**20,
-    max_concurrent: int = 1024,
-    allowed_hosts: Sequence[str] = (),
+    **settings: Any,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM."""
+    """Serve a model until SIGINT or SIGTERM; `settings` are those of `serve_engine`."""
     from palestra.generate.serve.server import serve_engine  # needs the extra `serve`
 
     engine = open_engine(ref, dtype=dtype, device=device, root=root, context=context)
-    serve_engine(
-        engine,
-        name=name or Path(str(ref)).name,
-        host=host,
-        port=port,
-        api_key=api_key,
-        max_body_bytes=max_body,
-        max_concurrent=max_concurrent,
-        allowed_hosts=allowed_hosts,
-    )
+    serve_engine(engine, name=name or Path(str(ref)).name, max_body_bytes=max_body, **settings)

@@ -1,5 +1,6 @@
 """Runs the sessions of a trial: one in this process, several in parallel ones; new or resumed; stopped together."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -7,33 +8,38 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.runs.folder import Trial, new_trial
 from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
-from palestra.runs.recorder import COLUMNS, in_words
-from palestra.runs.run import Run
+from palestra.runs.plot import trial_plots
+from palestra.runs.recorder import COLUMNS, in_words, load_hooks
+from palestra.runs.run import Run, new_trial
 from palestra.runs.session import Session, log, read_status, state_of, stop_signals
-from palestra.runs.store import LocalStore
+from palestra.runs.store import LocalStore, clear_write_errors, write_json
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.imports import known_objects
-from palestra.spec.load import spec_hash, to_yaml
+from palestra.spec.load import resolved, spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
+from palestra.track.sinks import require_sinks
 from palestra.work import fanout
 from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
 from palestra.work.pool import TaskFailed
+from palestra.work.redact import redacted
+
+if TYPE_CHECKING:
+    import torch  # loaded where it is used: the commands do without it
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run was asked for, besides its spec."""
+    """How a run was started, apart from its spec."""
 
     root: Path
     command: Sequence[str]
-    resume: Trial | None = None
+    resume: Run | None = None
     allow: Sequence[str] = ()
     show: bool = True
     objects: dict[str, Any] = field(default_factory=dict)
@@ -41,58 +47,107 @@ class Launch:
     spec: dict[str, Any] = field(default_factory=dict)
     """The spec as plain data, for the sessions: the one in their folders is without secrets."""
     init: str | None = None
-    """The folder of the model to start from, once it is found: all seeds start from the same."""
+    """The folder of the initial model, once it is found: all seeds start from the same."""
+
+
+SessionRunner = Callable[[Path, Launch], None]
+"""Trains the seed whose session folder this is."""
 
 
 class TrialFailed(PalestraError):
     """Some sessions of a trial failed; the others ran to their end."""
 
 
+def check_spec(spec: ExperimentSpec) -> None:
+    """Refuse hooks that cannot be loaded and sinks that are not installed."""
+    load_hooks(spec.hooks)
+    require_sinks(spec.track.sinks)
+
+
+def device_of(spec: ExperimentSpec) -> "torch.device":
+    """The GPU where there is one, unless the spec says otherwise."""
+    import torch
+
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: cuda, but torch sees no GPU here: use `device: cpu`, or a torch built for your GPU")
+    cuda = torch.cuda.is_available() and spec.device != "cpu"
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu")
+
+
+def threads_each(spec: ExperimentSpec, ranks: int = 1) -> int:
+    """Torch threads of one process: this machine's cores are shared by the ranks on it, or by the seeds.
+
+    On a GPU a seed takes all of them, so that the seeds are trained one after the other: they would share its memory.
+    """
+    seeds = 1 if device_of(spec).type == "cuda" else spec.max_session
+    return spec.threads or max(1, (os.cpu_count() or 1) // (ranks * seeds))
+
+
+def in_session(train: Callable[[Session, Any, Launch], None], folder: Path, launch: Launch) -> None:
+    """Call `train(session, spec, launch)` for one seed, with the torch threads of its manifest."""
+    import torch
+
+    session, threads = Session.open(folder), torch.get_num_threads()
+    torch.set_num_threads(session.manifest["threads"])
+    try:
+        train(session, resolved(launch.spec), launch)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run_sessions(
     spec: ExperimentSpec,
     launch: Launch,
-    session: Callable[[Path, Launch], None],
+    session: SessionRunner,
     *,
     fixed: Sequence[str],
     threads: int,
     total: int,
     unit: str,
+    summary: Callable[[Run], Mapping[str, Any]],
+    plots: bool = True,
 ) -> Run:
-    """Run `session(folder, launch)` for every seed that is not done, with `threads` torch threads each.
+    """Run `session(folder, launch)` for every seed that is not done, then write the trial's summary and plots.
 
-    `fixed` are the fields that a checkpoint depends on: no resume can change them. `total` and `unit` are for the
-    progress line.
+    `fixed` are the fields that checkpoints depend on: no resume can change them. Each session has `threads` torch
+    threads. `total` and `unit` are for the progress line.
     """
-    launch = replace(launch, spec=plain(spec))
-    trial = launch.resume or new_trial(
-        launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=plain(spec)
-    )
-    # The sessions have leases of their own, but only once they have begun.
+    data = plain(spec)
+    launch = replace(launch, spec=data)
+    trial = launch.resume or new_trial(launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=data)
+    # The sessions have leases of their own, but only once they have started.
     with kept(Lease(LocalStore(trial.path))):
         folders = _prepare(spec, launch, trial, fixed, threads)
-        if launch.resume is not None:
-            trial.amend(seeds=spec.seeds, spec=plain(spec))  # an allowed change may have added seeds
+        info = redacted(trial.info | {"seeds": spec.seeds, "spec": data})
+        if info != trial.info:  # an allowed change of the spec, which may have added seeds
+            with clear_write_errors(trial.path):
+                write_json(trial.path / "trial.json", info)
         if len(folders) == 1:
             session(folders[0], launch)
         elif folders:
             progress = Progress(total, unit, enabled=launch.show)
             _run_in_parallel(spec.name, launch, session, trial, folders, threads, progress)
-    return Run(trial.path)
+    numbers = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in summary(trial).items()}
+    with clear_write_errors(trial.path):
+        write_json(trial.path / "summary.json", numbers)
+        if plots:
+            trial_plots(trial)
+    return trial
 
 
-def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, fixed: Sequence[str], threads: int) -> list[Path]:
+def _prepare(spec: ExperimentSpec, launch: Launch, trial: Run, fixed: Sequence[str], threads: int) -> list[Path]:
     """Make or check every session's folder; the folders of those that have work to do."""
     data, text = plain(spec), to_yaml(spec)
-    made = {seed: path for seed in spec.seeds if ((path := trial.session(seed).path) / "manifest.json").exists()}
+    made = {seed: path for seed in spec.seeds if ((path := trial.session(seed)) / "manifest.json").exists()}
     # All are checked before any is changed.
     changes = {seed: Session.open(path).check_resume(data, launch.allow, fixed) for seed, path in made.items()}
-    dropped = {one.seed for one in trial.sessions()} - set(spec.seeds)
+    dropped = {session.seed for session in trial.sessions} - set(spec.seeds)
     if dropped:
-        raise UsageError(f"{trial.path} has seeds {sorted(dropped)} that the changed spec has not: start a new run")
+        raise UsageError(f"{trial.path} has seeds {sorted(dropped)} that the changed spec lacks: start a new run")
     todo = []
     for seed in spec.seeds:
         now = manifest(spec_hash=spec_hash(spec), seed=seed, command=launch.command) | {"threads": threads}
-        path = trial.session(seed).path
+        path = trial.session(seed)
         if seed not in made:
             Session.create(path, spec_yaml=text, spec_data=data, manifest=now)
             todo.append(path)
@@ -111,15 +166,15 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Trial, fixed: Sequence
 def _run_in_parallel(
     name: str,
     launch: Launch,
-    session: Callable[[Path, Launch], None],
-    trial: Trial,
+    session: SessionRunner,
+    trial: Run,
     folders: list[Path],
     threads: int,
     progress: Progress,
 ) -> None:
     quiet, stop = replace(launch, show=False), Stop()
     items = [
-        WorkItem(folder.name, _session, (session, folder, quiet), cores=threads, log=folder / "log.txt")
+        WorkItem(folder.name, _in_worker, (session, folder, quiet), cores=threads, log=folder / "log.txt")
         for folder in folders
     ]
     show = partial(_show, progress, folders)
@@ -129,24 +184,32 @@ def _run_in_parallel(
     failures = {folder: errors[folder.name] for folder in folders if folder.name in errors}
     if stop.requested:
         raise Interrupted(_stopped(failures) + f" Continue with: palestra train --resume {trial.path}")
-    _raise_failures(failures, len(folders))
+    if failures:
+        # The message alone: the worker's traceback is in each session's status.json and log.txt.
+        lines = [f"  seed {folder.name}: {getattr(error, 'message', error)}" for folder, error in failures.items()]
+        failed = TrialFailed(
+            f"{len(failures)} of {len(folders)} sessions failed:\n"
+            + "\n".join(lines)
+            + f"\nTheir tracebacks are in {folders[0].parent}/*/log.txt"
+        )
+        failed.exit_code = max(getattr(error, "exit_code", 1) or 1 for error in failures.values())
+        raise failed from next(iter(failures.values()))
 
 
-def _session(session: Callable[[Path, Launch], None], folder: Path, launch: Launch) -> None:
-    """In a worker."""
+def _in_worker(session: SessionRunner, folder: Path, launch: Launch) -> None:
     with known_objects(launch.objects):
         session(folder, launch)
 
 
 def _stopped(failures: dict[Path, BaseException]) -> str:
-    """What became of the sessions that were asked to stop: saved, killed as they took too long, or failed before."""
+    """The outcome of a requested stop: all saved, or which seeds failed before it or did not save in time."""
     lines = []
     for folder, error in failures.items():
         if isinstance(error, TaskFailed) and error.exit_code != Interrupted.exit_code:
             lines.append(f"seed {folder.name} failed: {error.message}")
         elif isinstance(error, CancelledError):
             lines.append(
-                f"seed {folder.name} did not save within {STOP_SECONDS:g} s: it goes on from its last checkpoint"
+                f"seed {folder.name} did not save within {STOP_SECONDS:g} s: it resumes from its last checkpoint"
             )
     return "; ".join(lines) + "." if lines else "stopped with everything saved."
 
@@ -154,28 +217,13 @@ def _stopped(failures: dict[Path, BaseException]) -> str:
 def _show(progress: Progress, folders: list[Path], states: Mapping[str, str]) -> None:
     for folder in folders:
         if (status := read_status(folder)) is not None:
-            told = status["progress"]
-            headline = in_words(told.get("headline", {}))
-            progress.update(told.get(COLUMNS[progress.unit], 0), headline, row=f"seed {folder.name}")
+            row = status["progress"]
+            headline = in_words(row.get("headline", {}))
+            progress.update(row.get(COLUMNS[progress.unit], 0), headline, row=f"seed {folder.name}")
 
 
-def _raise_failures(failures: dict[Path, BaseException], sessions: int) -> None:
-    if not failures:
-        return
-    # The message alone: the worker's traceback is in each session's status.json and log.txt.
-    lines = [f"  seed {folder.name}: {getattr(error, 'message', error)}" for folder, error in failures.items()]
-    where = next(iter(failures)).parent
-    failed = TrialFailed(
-        f"{len(failures)} of {sessions} sessions failed:\n"
-        + "\n".join(lines)
-        + f"\nTheir tracebacks are in {where}/*/log.txt"
-    )
-    failed.exit_code = max(getattr(error, "exit_code", 1) or 1 for error in failures.values())
-    raise failed from next(iter(failures.values()))
-
-
-def resumed_trial(run: Run) -> Trial:
+def resumed_trial(run: Run) -> Run:
     """The trial to resume; a session is resumed as part of its trial."""
     if run.path != run.trial.path:
         raise UsageError(f"{run.path} is one session: resume its trial, {run.trial.path}")
-    return run.trial
+    return run

@@ -13,8 +13,7 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.pipeline.data import data_step
 from palestra.pipeline.step import Output, Step, step
-from palestra.runs.folder import Trial, find
-from palestra.runs.run import Run
+from palestra.runs.run import Run, open_run
 from palestra.runs.store import write_bytes
 from palestra.spec.imports import typed_arguments
 from palestra.spec.kinds.pipeline import REFERENCE, PipelineSpec, step_function
@@ -51,7 +50,7 @@ def run_spec(
     begun = _begun(out / whole.name)
     found = run(
         whole,
-        resume=None if begun is None else Run(begun.path),
+        resume=begun,
         allow=[".".join(path) for path, _ in execution],
         root=out,
         quiet=True,
@@ -72,13 +71,9 @@ def with_outputs(value: Any, output_of: Callable[[str], Output]) -> Any:
     return value
 
 
-def _begun(folder: Path) -> Trial | None:
+def _begun(folder: Path) -> Run | None:
     """The run of an attempt that was killed."""
-    if not folder.is_dir() or not any(folder.glob("*/trial.json")):
-        return None
-    found = find(folder)
-    assert isinstance(found, Trial)
-    return found
+    return open_run(folder) if folder.is_dir() and any(folder.glob("*/trial.json")) else None
 
 
 PREFIX = "outputs"

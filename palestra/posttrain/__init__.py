@@ -1,1 +1,1 @@
-"""Language models trained on their own judged answers: the batch, the algorithms, the loop."""
+"""RL of language models with verifiable rewards, and distillation: the batch, the losses, the trainer."""

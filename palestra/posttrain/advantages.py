@@ -1,7 +1,7 @@
-"""How much better an answer, or a token of it, was than expected: baselines and scales of an algorithm.
+"""Advantages of completions and of their tokens: the baselines and scales of an algorithm.
 
-Batches are packed: `(T)` tokens of B sequences, `(B)` one number each. A sequence's reward belongs to its last
-*trainable* token, whatever follows that, and credit flows back over trainable tokens alone. All is computed in float64.
+Batches are packed: `(T)` tokens of B sequences, `(B)` one number each. A sequence's reward is on its last *trainable*
+token, whatever follows that, and credit flows back over trainable tokens only. Everything is computed in float64.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from palestra.rl.returns import discounted_returns, gae
 from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenalizeSpec
 
 EPS = 1e-6
-"""Added to standard deviations. One that is no larger is that of equal rewards, and nothing is divided by it."""
+"""Added to standard deviations. One that is not larger is that of equal rewards, and is not divided by."""
 
 
 class Advantages(NamedTuple):
-    """What a batch teaches; 0 where a token is not trained."""
+    """0 where a token is not trained."""
 
     advantages: Tensor
     """(T)."""
     returns: Tensor
-    """(T) what came after each token, discounted: what a critic should have expected."""
+    """(T) discounted returns after each token: the targets of a value model."""
 
 
 def token_advantages(
@@ -36,11 +36,11 @@ def token_advantages(
     token_rewards: Tensor | None = None,
     values: Tensor | None = None,
 ) -> Advantages:
-    """Of rewards (B) in groups (B, ids), for tokens with the ids of their sequences (T), of which some are trained (T).
+    """From rewards (B), group ids (B), and of each token its sequence (T) and whether it is trained (T).
 
-    `token_rewards` (T) come on top, such as a KL penalty: an advantage is then of what follows the token. `values` (T)
-    is what a critic expects before each token. A group may be of any size and lie anywhere; one of a single answer
-    says nothing.
+    `token_rewards` (T) are added, such as a KL penalty: an advantage is then of what follows the token. `values` (T)
+    are a value model's before each token. A group may have any size and lie anywhere; one of a single completion has
+    advantage 0.
     """
     zeros = torch.zeros(len(trained), dtype=torch.float64, device=trained.device)
     index = trained.nonzero()[:, 0]
@@ -56,17 +56,17 @@ def token_advantages(
         if values is None:
             raise ValueError("an algorithm with a critic needs its values")
         counts = torch.bincount(places, minlength=len(rewards))[places]
-        found, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
+        advantages, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
     else:
         never = torch.zeros_like(last)[:, None]
         returns = discounted_returns(per_token[:, None], terminated=last[:, None], truncated=never, gamma=1.0)[:, 0]
-        found = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
+        advantages = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
     of_tokens = algorithm.baseline in ("batch", "critic") and algorithm.scale == "batch_std"
     if of_tokens or algorithm.advantage_norm == "batch":  # REINFORCE++, PPO, the second stage of AReaL
-        found = batch_normalize(found, eps=EPS, correction=_correction(algorithm))
-    if algorithm.ratio == "sequence":  # an answer has one ratio, so it has one advantage
-        found = sequence_means(found, places, len(rewards))[places]
-    return Advantages(zeros.index_copy(0, index, found), zeros.index_copy(0, index, returns))
+        advantages = batch_normalize(advantages, eps=EPS, correction=_correction(algorithm))
+    if algorithm.ratio == "sequence":  # a completion has one ratio, so it has one advantage
+        advantages = sequence_means(advantages, places, len(rewards))[places]
+    return Advantages(zeros.index_copy(0, index, advantages), zeros.index_copy(0, index, returns))
 
 
 def sequence_means(values: Tensor, places: Tensor, sequences: int) -> Tensor:
@@ -77,9 +77,9 @@ def sequence_means(values: Tensor, places: Tensor, sequences: int) -> Tensor:
 
 
 def overlong_penalty(spec: PenalizeSpec, tokens: Tensor, truncated: Tensor, max_new_tokens: int) -> Tensor:
-    """What answers of so many tokens (B) gain, which is at most 0 (DAPO, Yu et al. 2025, eq. 13).
+    """The reward penalty, at most 0, of completions with so many tokens (B) (DAPO, Yu et al. 2025, eq. 13).
 
-    An answer that was cut off loses all of `factor`, also where the model's context cut it and not `max_new_tokens`.
+    A truncated completion gets the full `factor`, also if the model's context and not `max_new_tokens` truncated it.
     """
     buffer = spec.buffer * max_new_tokens
     over = ((tokens - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
@@ -87,7 +87,7 @@ def overlong_penalty(spec: PenalizeSpec, tokens: Tensor, truncated: Tensor, max_
 
 
 def _correction(algorithm: AlgorithmSpec) -> int:
-    """What n is lowered by in the variances of the algorithm."""
+    """Bessel's correction of the algorithm's variances."""
     return 1 if algorithm.std == "sample" else 0
 
 
@@ -101,10 +101,10 @@ def _normalized_rewards(algorithm: AlgorithmSpec, rewards: Tensor, groups: Tenso
 
 
 def _lam(critic: CriticSpec, counts: Tensor) -> float | Tensor:
-    """λ, the same for all tokens (N) of answers with so many trained tokens each."""
+    """λ, or one per token (N) from the number of trained tokens of its completion."""
     if critic.lam_strategy == "length":  # VAPO, Yue et al. 2025, eq. 9
         return (1 - 1 / (critic.lam * counts.double())).clamp_min(0.0)
-    if critic.lam_strategy == "position":  # of a reward at the end, the first token gets the share lam
+    if critic.lam_strategy == "position":  # the first token gets the share lam of a reward at the end
         return critic.lam ** (1 / (counts.double() - 1).clamp_min(1.0))
     return critic.lam
 
@@ -112,10 +112,10 @@ def _lam(critic: CriticSpec, counts: Tensor) -> float | Tensor:
 def _with_critic(
     critic: CriticSpec, rewards: Tensor, values: Tensor, last: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE over trainable tokens (N) of answers with `counts` (N) of them, and what the critic should have said.
+    """GAE over trainable tokens (N), of which their completion has `counts` (N), and the value targets.
 
-    The end of an answer is the end of the episode, also where the limit on new tokens was: nothing follows it, and a
-    value in its place would reward answers for being long.
+    The end of a completion is the end of the episode, also if it was truncated: a bootstrap value there would reward
+    completions for being long.
     """
     following = torch.cat((values[1:], values.new_zeros(1)))
     never = torch.zeros_like(last)
@@ -123,19 +123,19 @@ def _with_critic(
     def estimated(lam: float | Tensor) -> tuple[Tensor, Tensor]:
         return gae(rewards, values, following, terminated=last, truncated=never, gamma=critic.gamma, lam=lam)
 
-    found, returns = estimated(_lam(critic, counts))
-    return found, returns if critic.returns_lam is None else estimated(critic.returns_lam)[1]
+    advantages, returns = estimated(_lam(critic, counts))
+    return advantages, returns if critic.returns_lam is None else estimated(critic.returns_lam)[1]
 
 
 def _with_baseline(
     algorithm: AlgorithmSpec, rewards: Tensor, groups: Tensor, places: Tensor, per_token: Tensor, returns: Tensor
 ) -> Tensor:
-    """What follows each trainable token (N), less a baseline that does not depend on it, divided by a scale."""
+    """The return after each trainable token (N), minus a baseline that does not depend on it, divided by a scale."""
     if algorithm.baseline == "none":
         return returns
     if algorithm.baseline == "batch":  # REINFORCE++: over all tokens
         return returns if algorithm.scale == "batch_std" else returns - returns.mean()
-    # The baseline is of whole answers: their rewards and all that their tokens got.
+    # The baseline is of whole completions: their rewards and all their token rewards.
     extra = per_token.new_zeros(len(rewards)).index_add(0, places, per_token)
     seen = torch.zeros_like(rewards, dtype=torch.bool).index_fill(0, places, True)
     totals = torch.where(seen, extra, rewards)
@@ -143,13 +143,13 @@ def _with_baseline(
         centred = leave_one_out(totals, groups)
     else:
         centred = group_normalize(totals, groups, scale="none")
-    # What came before a token is no consequence of it. Without rewards of tokens this adds exactly 0.
-    found = centred[places] + (returns - totals[places])
-    return found / _divisor(algorithm, rewards, centred, groups)[places]
+    # What came before a token is not its consequence. Without token rewards this adds exactly 0.
+    advantages = centred[places] + (returns - totals[places])
+    return advantages / _divisor(algorithm, rewards, centred, groups)[places]
 
 
 def _divisor(algorithm: AlgorithmSpec, rewards: Tensor, centred: Tensor, groups: Tensor) -> Tensor:
-    """What the advantages of each sequence (B) are divided by."""
+    """The advantage scale of each sequence (B)."""
     if algorithm.scale == "none":
         return torch.ones_like(rewards)
     if algorithm.scale == "group_std":

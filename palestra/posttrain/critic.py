@@ -1,4 +1,4 @@
-"""The critic: what it expects before each token, and how it learns from what came."""
+"""The value model of post-training: its predictions before each token, and its loss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from palestra.spec.lm import AdamWSpec
 
 
 class Critic:
-    """A model of its own with a value head, and its optimizer."""
+    """A separate model with a value head, and its optimizer."""
 
     def __init__(self, transformer: Transformer, algorithm: AlgorithmSpec, train: PosttrainTrain):
         if algorithm.critic is None:
@@ -40,22 +40,22 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """What it expects (T) before each trained token of a batch: the `values` of `with_advantages`."""
-        engine, found = self.engine, torch.zeros(len(batch.tokens), device=batch.tokens.device)
+        """Its values (T) before each trained token of a batch, for `with_advantages`."""
+        engine, values = self.engine, torch.zeros(len(batch.tokens), device=batch.tokens.device)
         assert isinstance(engine.model, ScalarModel)
         for part in micro_batches(batch.lengths, max(engine.micro_tokens, max(batch.lengths))):
-            values, _ = expected(engine.model, batch.select(part).to(engine.device))
-            found[batch.token_index(part)] = values.to(found.device)
-        return found
+            predicted, _ = expected(engine.model, batch.select(part).to(engine.device))
+            values[batch.token_index(part)] = predicted.to(values.device)
+        return values
 
     def learn(self, batch: Batch, progress: float) -> dict[str, float]:
-        """One optimizer step on a (mini)batch of `with_advantages`; what people look at, under critic/."""
+        """One optimizer step on a (mini)batch of `with_advantages`; its metrics, under critic/."""
         sums = self.engine.forward_backward(batch, self._loss, value_denominator(batch))
         row = value_averages(sums) | self.engine.optim_step(progress)
         return {f"critic/{name}": value for name, value in row.items()}
 
     def state(self) -> dict[str, Any]:
-        """Its weights and those of its optimizer."""
+        """Its weights and its optimizer's state."""
         return {"model": dict(self.engine.model.state_dict()), "engine": self.engine.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -65,15 +65,15 @@ class Critic:
 
 
 def expected(model: ScalarModel, batch: Batch) -> tuple[Tensor, ModelOutput]:
-    """What the critic expects (T) before each token that is trained, 0 elsewhere; and the transformer's output.
+    """The values (T) before each trained token, 0 elsewhere; and the transformer's output.
 
-    Before token t it has read tokens up to t - 1. What it says after t knows t: as a baseline for t that would take
-    away the very difference that t made.
+    Before token t it has read tokens up to t - 1. A value after t knows t: as a baseline for t it would cancel the
+    difference that t made.
     """
     output = forward(model.transformer, batch)
-    asked = batch.predicted  # never the first of a sequence
-    values = model.value(output.hidden.index_select(0, asked - 1))
-    return values.new_zeros(len(batch.tokens)).index_copy(0, asked, values), output
+    predicted = batch.predicted  # never the first of a sequence
+    values = model.value(output.hidden.index_select(0, predicted - 1))
+    return values.new_zeros(len(batch.tokens)).index_copy(0, predicted, values), output
 
 
 def value_loss_function(critic: CriticSpec) -> LossFunction:
@@ -102,24 +102,24 @@ def value_loss_function(critic: CriticSpec) -> LossFunction:
 
 
 def value_denominator(batch: Batch) -> float:
-    """What the sum of a (mini)batch's value losses is divided by: its trained tokens, at least 1."""
+    """The divisor of the sum of a (mini)batch's value losses: its trained tokens, at least 1."""
     return max(1.0, float(len(batch.predicted)))
 
 
 def value_averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """What people look at, from what an engine gives for `value_loss_function`: sums, all divided by one number.
+    """Metrics from what an engine returns for `value_loss_function`: sums, all divided by one number.
 
     Means over the trained tokens of `value` and `return`, the share `clipped`, and `explained`: how much of the
-    returns' variance the critic foresaw, 1 being all of it and 0 what the best constant does, or where there is none.
-    The loss, and what routers say, stay as they are.
+    returns' variance the values explain, 1 being all of it and 0 that of the best constant, or if there is none.
+    The loss and router metrics stay as they are.
     """
-    found = {name: float(value) for name, value in sums.items()}
-    tokens = found.pop("tokens")
+    row = {name: float(value) for name, value in sums.items()}
+    tokens = row.pop("tokens")
     share = 1.0 / tokens if tokens else 0.0
     summed = ("value", "return", "return_squared", "error", "error_squared", "clipped")
-    mean = {name: found.pop(name) * share for name in summed}
+    mean = {name: row.pop(name) * share for name in summed}
     variance = mean["return_squared"] - mean["return"] ** 2
     unexplained = mean["error_squared"] - mean["error"] ** 2
     varied = variance > 1e-6 * mean["return_squared"]  # less is the rounding of equal returns
     explained = 1.0 - unexplained / variance if varied else 0.0
-    return {**found, "explained": explained, **{name: mean[name] for name in ("value", "return", "clipped")}}
+    return {**row, "explained": explained, **{name: mean[name] for name in ("value", "return", "clipped")}}

@@ -3,8 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,113 +31,99 @@ from palestra.tasks.task import Problem
 FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-class Said(NamedTuple):
-    """What a teacher says of the trained tokens of a batch, in their order."""
+class TeacherOutput(NamedTuple):
+    """Of the trained tokens of a batch, in their order."""
 
     logprobs: Tensor
     """(N) FP32."""
     hidden: Tensor | None
-    """(N, D): the states that its whole distributions are computed from, where they were asked for."""
+    """(N, D): the states that its whole distributions are computed from, if requested."""
 
 
 class Teacher:
-    """A frozen model, and what it reads in place of the student's prompt."""
+    """A frozen model, and the template of the prompt that it reads instead of the student's."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, *, prompt: str | None = None):
         self.model, self.tokenizer, self.prompt = model.requires_grad_(False), tokenizer, prompt
 
     def prompt_of(self, problem: Problem) -> tuple[int, ...] | None:
-        """The tokens it reads in place of a problem's prompt; None where it reads the same as the student."""
+        """The tokens it reads instead of a problem's prompt; None if it reads the student's."""
         if self.prompt is None:
             return None
-        found = encode_problem(privileged(problem, self.prompt), self.tokenizer)
-        if not found:
-            raise UsageError(f"teacher.prompt: nothing is left of it for {problem.id}")
-        return found
+        tokens = encode_problem(privileged(problem, self.prompt), self.tokenizer)
+        if not tokens:
+            raise UsageError(f"teacher.prompt: it is empty for {problem.id}")
+        return tokens
 
     def reads(self, tokens: tuple[int, ...]) -> bool:
-        """Whether it can read so many tokens, and knows all of them."""
+        """Whether the tokens fit its context and its vocabulary."""
         shape = self.model.shape
         return len(tokens) <= shape.context and max(tokens) < (shape.vocab or 0)
 
     @torch.no_grad()
-    def read(self, batch: Batch, *, micro_tokens: int, temperature: float, hidden: bool) -> Said:
-        """What it says of the trained tokens of a batch, where the batch lies."""
+    def read(self, batch: Batch, *, micro_tokens: int, temperature: float, hidden: bool) -> TeacherOutput:
+        """Its outputs for the trained tokens of a batch, on the batch's device."""
         count, where, device = len(batch.predicted), batch.tokens.device, self.model.embed.device
         rows = torch.full((len(batch.tokens),), -1, device=where)
         rows[batch.predicted] = torch.arange(count, device=where)
         logprobs = torch.empty(count, device=where)
-        kept = torch.empty(count if hidden else 0, self.model.shape.width, dtype=self.model.dtype, device=where)
+        taught = torch.empty(count if hidden else 0, self.model.shape.width, dtype=self.model.dtype, device=where)
         for part in micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths))):
             micro = batch.select(part).to(device)
             states = forward(self.model, micro).hidden.index_select(0, micro.predicted - 1)
             targets = micro.tokens[micro.predicted]
-            found, _ = token_logprobs(states, self.model.unembed, targets, temperature, entropy=False)
+            scored, _ = token_logprobs(states, self.model.unembed, targets, temperature, entropy=False)
             here = rows[batch.token_index(part)]
             here = here[here >= 0]
-            logprobs[here] = found.to(where)
+            logprobs[here] = scored.to(where)
             if hidden:
-                kept[here] = states.to(where)
-        return Said(logprobs, kept if hidden else None)
-
-    def learn(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over weights, as `TrainEngine.weights` gives them."""
-        self.model.load_state_dict(weights)
-
-    def state(self) -> dict[str, Any]:
-        """Its weights."""
-        return dict(self.model.state_dict())
+                taught[here] = states.to(where)
+        return TeacherOutput(logprobs, taught if hidden else None)
 
 
 def privileged(problem: Problem, template: str) -> Problem:
     """The problem with `template` for its prompt, or for the last message of its conversation.
 
-    {prompt} is what stood there, {name} the row's field of that name; in one pass, so that braces in what is put in
-    are never read.
+    {prompt} is the text that it replaces, {name} the row's field of that name. One pass, so that braces in inserted
+    text are never expanded.
     """
     if isinstance(problem.prompt, str):
         return replace(problem, prompt=_filled(problem, template, problem.prompt))
     *before, last = problem.prompt
-    said = {**last, "content": _filled(problem, template, last["content"])}
-    return replace(problem, prompt=(*before, said))
+    message = {**last, "content": _filled(problem, template, last["content"])}
+    return replace(problem, prompt=(*before, message))
 
 
 def _filled(problem: Problem, template: str, prompt: str) -> str:
-    values: Mapping[str, Any] = {**problem.row, "prompt": prompt}
+    values: dict[str, Any] = {**problem.row, "prompt": prompt}
 
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in values:
+    def expand(field: re.Match[str]) -> str:
+        if field[1] not in values:
             raise UsageError(
-                f"teacher.prompt: {{{found[1]}}} is not there for {problem.id}, which has {', '.join(sorted(values))}"
+                f"teacher.prompt: {problem.id} has no field {{{field[1]}}}; it has {', '.join(sorted(values))}"
             )
-        put = values[found[1]]
-        return put if isinstance(put, str) else json.dumps(put, ensure_ascii=False)
+        value = values[field[1]]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    return FIELD.sub(value, template)
-
-
-Of = Callable[[Tensor, Tensor], Tensor]
-"""Of log-probabilities (T, V) of the student and of the teacher."""
+    return FIELD.sub(expand, template)
 
 
-class Measure(NamedTuple):
-    """A divergence (T) and its slope (T, V) in the student's logits."""
+class Divergence(NamedTuple):
+    """Functions of the log-probabilities (T, V) of the student and of the teacher."""
 
-    value: Of
-    slope: Of
+    value: Callable[[Tensor, Tensor], Tensor]
+    """(T)."""
+    slope: Callable[[Tensor, Tensor], Tensor]
+    """(T, V): its gradient in the student's logits."""
 
 
-def measure_of(spec: DivergenceSpec) -> Measure:
+def divergence_of(spec: DivergenceSpec) -> Divergence:
     """The divergence that a spec names."""
     if isinstance(spec, ForwardKlSpec):
-        return Measure(kl.forward_kl, kl.forward_kl_slope)
+        return Divergence(kl.forward_kl, kl.forward_kl_slope)
     if isinstance(spec, ReverseKlSpec):
-        return Measure(kl.reverse_kl, kl.reverse_kl_slope)
-    beta = spec.beta
-    return Measure(
-        lambda student, teacher: kl.jensen_shannon(student, teacher, beta),
-        lambda student, teacher: kl.jensen_shannon_slope(student, teacher, beta),
-    )
+        return Divergence(kl.reverse_kl, kl.reverse_kl_slope)
+    return Divergence(partial(kl.jensen_shannon, beta=spec.beta), partial(kl.jensen_shannon_slope, beta=spec.beta))
 
 
 def token_divergences(
@@ -144,36 +131,42 @@ def token_divergences(
     student_unembed: Tensor,
     teacher: Tensor,
     teacher_unembed: Tensor,
-    measure: Measure,
+    divergence: Divergence,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Divergences with a gradient and the student's entropies without one, both (T) in FP32, in chunks of tokens.
 
-    Given are hidden states (T, D) and unembeddings (V, D), each model with a width of its own. Both distributions are
-    softmax(logits / temperature) over the tokens that both models have rows for. The backward pass computes each
-    chunk's logits again, and sends nothing to the teacher.
+    From hidden states (T, D) and unembeddings (V, D); the models may differ in width. Both distributions are
+    softmax(logits / temperature) over the tokens that both models have rows for. The backward pass recomputes each
+    chunk's logits; the teacher gets no gradient.
     """
     common = min(len(student_unembed), len(teacher_unembed))
     return _TokenDivergences.apply(
-        student, student_unembed[:common], teacher.detach(), teacher_unembed[:common].detach(), measure, temperature
+        student, student_unembed[:common], teacher.detach(), teacher_unembed[:common].detach(), divergence, temperature
     )
 
 
 class _TokenDivergences(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, unembed: Tensor, taught: Tensor, teacher: Tensor, measure: Measure, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        unembed: Tensor,
+        taught: Tensor,
+        teacher: Tensor,
+        divergence: Divergence,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         values = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
         entropies = torch.empty_like(values)
-        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
+        own, theirs = _cast(unembed, hidden), _cast(teacher, taught)
         for part in _parts(hidden, unembed):
             log_p = _log_softmax(hidden[part], own, temperature)
             log_q = _log_softmax(taught[part], theirs, temperature)
-            values[part] = measure.value(log_p, log_q)
+            values[part] = divergence.value(log_p, log_q)
             entropies[part] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(hidden, unembed, taught, teacher)
-        ctx.measure, ctx.temperature = measure, temperature
+        ctx.divergence, ctx.temperature = divergence, temperature
         ctx.mark_non_differentiable(entropies)
         return values, entropies
 
@@ -182,13 +175,13 @@ class _TokenDivergences(torch.autograd.Function):
         hidden, unembed, taught, teacher = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_unembed = torch.zeros_like(unembed, dtype=_sums(hidden)) if ctx.needs_input_grad[1] else None
-        own, theirs = _kept(unembed, hidden), _kept(teacher, taught)
+        own, theirs = _cast(unembed, hidden), _cast(teacher, taught)
         for part in _parts(hidden, unembed):
             log_p = _log_softmax(hidden[part], own, ctx.temperature)
             log_q = _log_softmax(taught[part], theirs, ctx.temperature)
-            slope = ctx.measure.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)
+            slope = ctx.divergence.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)
             slope = slope.to(hidden.dtype)
-            # `logits` is a product with the second matrix turned, in the precision that scores have.
+            # `logits(a, b)` is a @ b.T in the precision that scores have.
             if to_hidden is not None:
                 to_hidden[part] = logits(slope, own.t())
             if to_unembed is not None:
@@ -198,13 +191,13 @@ class _TokenDivergences(torch.autograd.Function):
 
 
 def _parts(hidden: Tensor, unembed: Tensor) -> list[slice]:
-    """Tokens whose logits, of both models, exist at one time."""
+    """Chunks of tokens whose logits of both models are in memory at one time."""
     rows = max(1, chunk_rows(len(unembed), hidden.device) // 2)
     return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
 
-def _kept(unembed: Tensor, hidden: Tensor) -> Tensor:
-    """The matrix in the precision that a GPU multiplies in, made once for all chunks."""
+def _cast(unembed: Tensor, hidden: Tensor) -> Tensor:
+    """The matrix in the compute dtype of a GPU, cast once for all chunks."""
     return unembed.to(hidden.dtype) if hidden.is_cuda else unembed
 
 
@@ -217,20 +210,20 @@ def _sums(hidden: Tensor) -> torch.dtype:
 
 
 class DistillLesson(NamedTuple):
-    """An answer as the student reads it and as the teacher does: they end alike."""
+    """A completion as the student reads it and as the teacher does; both end in the same tokens."""
 
     student: tuple[int, ...]
     teacher: tuple[int, ...]
     trained: int
-    """How many tokens at the end may be trained on; the others are a prompt, one token at least."""
+    """How many tokens at the end may be trained on; the others are a prompt of at least one token."""
     mask: tuple[bool, ...]
-    """Which of those are."""
+    """Which of those are trained on."""
     behavior: tuple[float, ...] | None
-    """Their log-probabilities when the student drew them; None where they were given."""
+    """Their log-probabilities when the student sampled them; None for given completions."""
 
 
 class Distiller:
-    """Takes groups and given answers, moves the student's weights. It stands where RL has `Learner`."""
+    """Turns rollout groups and given completions into optimizer steps; what `Learner` is for RL."""
 
     def __init__(
         self,
@@ -246,10 +239,10 @@ class Distiller:
             self._loss = divergence_loss(spec.loss, teacher.model)
 
     def prepare(self, groups: Sequence[Group], step: int) -> Batch:
-        """The answers packed, those of the groups first, with what the teacher says of every token."""
+        """The completions packed, those of the groups first, with the teacher's outputs for every token."""
         spec, every = self.spec, self.spec.teacher.refresh
         if every is not None and step > 0 and step % every == 0:
-            self.teacher.learn(self.engine.weights())
+            self.teacher.model.load_state_dict(self.engine.weights())
         lessons = own_lessons(groups, self.teacher)
         if self.given is not None:
             size = spec.given
@@ -263,60 +256,58 @@ class Distiller:
         )
 
     def learn(self, batch: Batch, step: int, between: Callable[[], object]) -> dict[str, float]:
-        """One optimizer step on a batch; what people look at.
+        """One optimizer step on a batch; its metrics.
 
-        `loss` is the divergence a token. `kl_teacher` is k1 of KL(student ‖ teacher) over the tokens that the student
-        drew, `entropy` its own over all tokens, `unread` the share of answers that the teacher could not read.
+        `loss` is the divergence per token. `kl_teacher` is k1 of KL(student ‖ teacher) over the tokens that the student
+        sampled, `entropy` its own over all tokens, `unread` the share of completions that the teacher could not read.
         """
-        own, apart = batch.per_token["own"] > 0, batch.per_token["advantages"]
+        own, gaps = batch.per_token["own"] > 0, batch.per_token["advantages"]
         sums = self.engine.forward_backward(batch, self._loss, max(1.0, float(len(batch.predicted))), between=between)
-        drawn = {"kl_teacher": -float(apart[own].mean())} if own.any() else {}
+        sampled = {"kl_teacher": -float(gaps[own].mean())} if own.any() else {}
         unread = {"unread": float(batch.per_sequence["unread"].mean())}
         row = {name: float(value) for name, value in sums.items()}
-        return row | drawn | unread | self.engine.optim_step(step / self.spec.train.steps)
+        return row | sampled | unread | self.engine.optim_step(step / self.spec.train.steps)
+
+    def why_no_gradient(self, groups: Sequence[Group], row: dict[str, float]) -> str | None:
+        zero = row.get("grad_norm") == 0.0
+        return "the gradient is 0: the student's distributions equal the teacher's" if zero else None
 
     def state(self) -> dict[str, Any]:
-        """The optimizer, and the teacher where its weights change."""
-        moves = self.spec.teacher.refresh is not None
-        return {"engine": self.engine.state(), "teacher": self.teacher.state() if moves else None}
+        """The optimizer, and the teacher's weights if they change."""
+        changes = self.spec.teacher.refresh is not None
+        return {"engine": self.engine.state(), "teacher": dict(self.teacher.model.state_dict()) if changes else None}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`; the student's own weights are in the checkpoint's model."""
         self.engine.load_state(state["engine"])
         if state["teacher"] is not None:
-            self.teacher.learn(state["teacher"])
-
-
-def silence(groups: Sequence[Group], row: dict[str, float]) -> str | None:
-    """Why nothing is learned in this step, where nothing is; rewards have no part in it."""
-    if row.get("grad_norm") == 0.0:
-        return "the gradient is 0: the student says what the teacher says"
-    return None
+            self.teacher.model.load_state_dict(state["teacher"])
 
 
 def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson]:
-    """What the student wrote, after the prompt that each of the two reads."""
-    found = []
+    """The student's completions, each after the prompt that the model in question reads."""
+    lessons = []
     for group in groups:
         read = teacher.prompt_of(group.problem)
-        for one in group.trajectories:
-            # The first turn begins where the prompt ends; a workflow that names no turns began at its first draw.
-            begin = one.turns[0][0] if one.turns else one.loss_mask.index(True) if one.sampled else len(one.tokens)
-            prompt = one.tokens[:begin] if read is None else read
-            mask = tuple(d and np.isfinite(x) for d, x in zip(one.loss_mask, one.logprobs, strict=True))
-            answer = one.tokens[begin:]
-            found.append(DistillLesson(one.tokens, prompt + answer, len(answer), mask[begin:], one.logprobs[begin:]))
-    return found
+        for t in group.trajectories:
+            # The first turn begins where the prompt ends; without turns, at the first sampled token.
+            begin = t.turns[0][0] if t.turns else t.loss_mask.index(True) if t.sampled else len(t.tokens)
+            prompt = t.tokens[:begin] if read is None else read
+            mask = tuple(sampled and np.isfinite(x) for sampled, x in zip(t.loss_mask, t.logprobs, strict=True))
+            completion = t.tokens[begin:]
+            lesson = (t.tokens, prompt + completion, len(completion), mask[begin:], t.logprobs[begin:])
+            lessons.append(DistillLesson(*lesson))
+    return lessons
 
 
 def given_lessons(examples: Sequence[Example]) -> list[DistillLesson]:
-    """Answers of somebody else, which both read alike."""
-    found = []
+    """Completions from a data set, which both models read alike."""
+    lessons = []
     for example in examples:
         tokens = tuple(example.tokens.tolist())
         loss = np.ones(len(tokens), bool) if example.loss is None else example.loss
-        found.append(DistillLesson(tokens, tokens, len(tokens) - 1, tuple(loss[1:].tolist()), None))
-    return found
+        lessons.append(DistillLesson(tokens, tokens, len(tokens) - 1, tuple(loss[1:].tolist()), None))
+    return lessons
 
 
 def with_teacher(
@@ -324,15 +315,15 @@ def with_teacher(
 ) -> Batch:
     """The lessons as the student reads them, packed. What the teacher cannot read is not trained on.
 
-    Per token: `own`, 1 where the student drew it and it is trained on; `behavior`, its log-probability then;
-    `teacher`, the teacher's; `advantages`, what the teacher says more, 0 for given tokens; and, with `hidden`, the
-    teacher's hidden states (T, D) from which it is predicted: D numbers a token, where a distribution has V. Per
-    sequence: `unread`, 1 where the teacher cannot read it.
+    Per token: `own`, 1 where the student sampled it and it is trained on; `behavior`, its log-probability then;
+    `teacher`, the teacher's; `advantages`, teacher - behavior, 0 for given tokens; and, with `hidden`, the teacher's
+    hidden states (T, D) from which it is predicted: D numbers per token, where a distribution has V. Per sequence:
+    `unread`, 1 where the teacher cannot read it.
     """
     read = [teacher.reads(lesson.teacher) for lesson in lessons]
     if not any(read):
         raise PalestraError(
-            f"the teacher can read none of the {len(lessons)} answers of this batch: it reads "
+            f"the teacher can read none of the {len(lessons)} completions of this batch: its context is "
             f"{teacher.model.shape.context} tokens. Shorten teacher.prompt or rollout.max_new_tokens"
         )
     batch = Batch.pack(
@@ -349,40 +340,40 @@ def with_teacher(
         [lesson.teacher for lesson in readable],
         [_row(lesson, len(lesson.teacher), lesson.mask, True) for lesson in readable],
     )
-    said = teacher.read(theirs, micro_tokens=micro_tokens, temperature=temperature, hidden=hidden)
+    taught = teacher.read(theirs, micro_tokens=micro_tokens, temperature=temperature, hidden=hidden)
     trained = batch.predicted
-    if len(said.logprobs) != len(trained):
-        raise ValueError(f"the teacher was asked about {len(said.logprobs)} tokens, the student about {len(trained)}")
-    held = torch.zeros(len(batch.tokens)).index_copy(0, trained, said.logprobs)
+    if len(taught.logprobs) != len(trained):
+        raise ValueError(f"the teacher scored {len(taught.logprobs)} tokens, the student has {len(trained)}")
+    logprobs = torch.zeros(len(batch.tokens)).index_copy(0, trained, taught.logprobs)
     own = batch.per_token["own"] * batch.loss_mask
-    apart = -kl.k1(batch.per_token["behavior"], held, clamp=LOG_RATIO_LIMIT)
-    added = {"own": own, "teacher": held, "advantages": torch.where(own > 0, apart, 0.0)}
-    if said.hidden is not None:
-        states = said.hidden.new_zeros(len(batch.tokens), said.hidden.shape[1])
-        added["hidden"] = states.index_copy(0, trained, said.hidden)
+    gaps = -kl.k1(batch.per_token["behavior"], logprobs, clamp=LOG_RATIO_LIMIT)
+    added = {"own": own, "teacher": logprobs, "advantages": torch.where(own > 0, gaps, 0.0)}
+    if taught.hidden is not None:
+        states = taught.hidden.new_zeros(len(batch.tokens), taught.hidden.shape[1])
+        added["hidden"] = states.index_copy(0, trained, taught.hidden)
     return replace(batch, per_token={**batch.per_token, **added})
 
 
 def _row(lesson: DistillLesson, length: int, values: Sequence[float] | None, here: bool) -> np.ndarray:
-    """(length) FP32: values of the tokens that may be trained on, 0 for the prompt before them; 0 where not `here`."""
+    """(length) FP32: values of the tokens that may be trained on, 0 for the prompt before them; all 0 if not `here`."""
     row = np.zeros(length, np.float32)
     if here and values is not None and lesson.trained:
-        found = np.asarray(values, np.float32)
-        row[-lesson.trained :] = np.where(np.isfinite(found), found, 0.0)
+        numbers = np.asarray(values, np.float32)
+        row[-lesson.trained :] = np.where(np.isfinite(numbers), numbers, 0.0)
     return row
 
 
 def policy_loss(spec: PolicyLossSpec, temperature: float) -> LossFunction:
-    """The policy gradient of the reverse KL at each token, with nothing said of the tokens after it.
+    """The policy gradient of the reverse KL at each token, without credit for the tokens after it.
 
     With x = log π(y) - log q(y), a constant, the gradient is w · x · ∇ log π(y), whose expectation over y from π is
-    ∇ KL(π‖q). The weights w = π / behavior make up for answers by older weights; the value is w · x, k1 of the KL.
+    ∇ KL(π‖q). The weights w = π / behavior correct for off-policy completions; the value is w · x, k1 of the KL.
     """
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         scored = score(model, batch, temperature=temperature)
-        found = policy_terms(scored.logprobs, batch.per_token["behavior"], batch.per_token["teacher"], spec.limit)
-        total = torch.where(batch.loss_mask > 0, found, 0.0).sum()
+        terms = policy_terms(scored.logprobs, batch.per_token["behavior"], batch.per_token["teacher"], spec.limit)
+        total = torch.where(batch.loss_mask > 0, terms, 0.0).sum()
         return Loss(total, {"entropy": scored.entropy.detach().sum()}, router_terms(model, scored.router, batch))
 
     return loss
@@ -397,19 +388,19 @@ def policy_terms(logprobs: Tensor, behavior: Tensor, teacher: Tensor, limit: flo
 
 def divergence_loss(spec: DivergenceSpec, teacher: Transformer) -> LossFunction:
     """The divergence of both whole distributions at every trained token, summed (GKD, arXiv 2306.13649, eq. 2)."""
-    measure = measure_of(spec)
+    divergence = divergence_of(spec)
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         output = forward(model, batch)
-        asked = batch.predicted  # never the first of a sequence
-        found, entropies = token_divergences(
-            output.hidden.index_select(0, asked - 1),
+        predicted = batch.predicted  # never the first of a sequence
+        values, entropies = token_divergences(
+            output.hidden.index_select(0, predicted - 1),
             model.unembed,
-            batch.per_token["hidden"].index_select(0, asked),
+            batch.per_token["hidden"].index_select(0, predicted),
             teacher.unembed,
-            measure,
+            divergence,
             spec.temperature,
         )
-        return Loss(found.sum(), {"entropy": entropies.sum()}, router_terms(model, output.router, batch))
+        return Loss(values.sum(), {"entropy": entropies.sum()}, router_terms(model, output.router, batch))
 
     return loss

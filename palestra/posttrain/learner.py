@@ -1,4 +1,4 @@
-"""What is learned from groups: the batch with its advantages, and the optimizer steps on it."""
+"""RL on rollout groups: the batch with its advantages, and the optimizer steps on it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,20 +13,21 @@ from palestra.lm.objectives import NextToken
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.loss import averages, policy_loss
+from palestra.posttrain.metrics import equal_rewards
 from palestra.rollout.types import Group
 from palestra.spec.kinds.posttrain import PosttrainSpec
 
 
 @dataclass(frozen=True)
-class Aside:
-    """Examples trained on beside the rewards."""
+class AuxiliaryLoss:
+    """SFT examples that every optimizer step also trains on."""
 
     objective: NextToken
     weight: float
 
 
 class Learner:
-    """Takes groups, moves the weights."""
+    """Turns rollout groups into optimizer steps."""
 
     def __init__(
         self,
@@ -36,14 +37,14 @@ class Learner:
         seed: int,
         reference: Transformer | None = None,
         critic: Critic | None = None,
-        aside: Aside | None = None,
+        auxiliary: AuxiliaryLoss | None = None,
     ):
         self.spec, self.engine, self.seed = spec, engine, seed
-        self.reference, self.critic, self.aside = reference, critic, aside
+        self.reference, self.critic, self.auxiliary = reference, critic, auxiliary
         self._loss = policy_loss(spec.algorithm, spec.rollout.temperature)
 
     def prepare(self, groups: Sequence[Group], step: int) -> Batch:
-        """The groups packed, with all that the loss needs to know of each token."""
+        """The groups packed, with everything the loss needs of each token."""
         spec, batch = self.spec, pack(groups, self.spec.algorithm)
         if spec.control == "shuffled_rewards":
             batch = self._shuffled(batch, step)
@@ -63,7 +64,7 @@ class Learner:
         )
 
     def learn(self, batch: Batch, step: int, between: Callable[[], object]) -> dict[str, float]:
-        """Every optimizer step on a batch; means of what the loss tells over all of them."""
+        """Every optimizer step on a batch; the metrics are means over them."""
         train, rows = self.spec.train, []
         for epoch in range(train.epochs):
             for place, part in enumerate(self._minibatches(batch, step, epoch)):
@@ -76,26 +77,25 @@ class Learner:
         progress = update / (train.steps * train.minibatches * train.epochs)
         weight = denominator(batch, self.spec.algorithm, max_new_tokens=self.spec.rollout.max_new_tokens)
         sums = self.engine.forward_backward(batch, self._loss, weight, between=between)
-        aside = {} if self.aside is None else self._learn_aside(self.aside, update)
-        row = {"loss": float(sums["loss"]), **averages(sums), **aside, **self.engine.optim_step(progress)}
+        row = {"loss": float(sums["loss"]), **averages(sums)}
+        if self.auxiliary is not None:
+            objective, share = self.auxiliary.objective, self.auxiliary.weight
+            examples = objective.batch(update)
+            sums = self.engine.forward_backward(examples, objective.loss, objective.denominator(examples) / share)
+            row["sft/loss"] = float(sums["loss"]) / share
+        row |= self.engine.optim_step(progress)
         if self.critic is not None:
             row |= self.critic.learn(batch, progress)
         return row
 
-    def _learn_aside(self, aside: Aside, update: int) -> dict[str, float]:
-        batch = aside.objective.batch(update)
-        weight = aside.objective.denominator(batch) / aside.weight
-        sums = self.engine.forward_backward(batch, aside.objective.loss, weight)
-        return {"sft/loss": float(sums["loss"]) / aside.weight}
-
     def _shuffled(self, batch: Batch, step: int) -> Batch:
-        """The batch with the rewards of others, whatever they answered."""
+        """The batch with its rewards permuted across completions: a negative control."""
         order = permutation(len(batch), stream_key(self.seed, "control", step))
         rewards = batch.per_sequence["reward"][order.tolist()]
         return replace(batch, per_sequence={**batch.per_sequence, "reward": rewards})
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
-        """The batch cut by prompts; which prompts go together is drawn anew each epoch."""
+        """The batch split by prompts, which are shuffled every epoch."""
         parts = self.spec.train.minibatches
         if parts == 1:
             return [batch]
@@ -106,8 +106,15 @@ class Learner:
         place = {prompts[prompt]: i * parts // len(prompts) for i, prompt in enumerate(order.tolist())}
         return [batch.select([i for i, g in enumerate(group) if place[g] == part]) for part in range(parts)]
 
+    def why_no_gradient(self, groups: Sequence[Group], row: dict[str, float]) -> str | None:
+        # Without a comparison within groups, equal rewards teach too.
+        if self.spec.algorithm.needs_group and (why := equal_rewards(groups)) is not None:
+            return why
+        zero = row.get("grad_norm") == 0.0
+        return "the gradient is 0: every token is masked or clipped, or every advantage is 0" if zero else None
+
     def state(self) -> dict[str, Any]:
-        """Optimizers, and the critic whole."""
+        """Optimizers, and the value model whole."""
         return {"engine": self.engine.state(), "critic": None if self.critic is None else self.critic.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a policy: a sum over trainable tokens, put together from an algorithm's parts, and sums for people."""
+"""The policy loss: a sum over trainable tokens, composed from an algorithm's parts, and sums for its metrics."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,22 +20,22 @@ _READ = ("anchor", "behavior", "advantages", "weights", "correction", "kept", "r
 
 
 class TokenLosses(NamedTuple):
-    """Of every token of a batch; 0 where nothing is trained."""
+    """Of every token of a batch; 0 where it is not trained."""
 
     losses: Tensor
-    """(T), to be weighted and added up."""
+    """(T), to be weighted and summed."""
     terms: dict[str, Tensor]
     """(T) each, without gradients: see `averages`."""
 
 
 def policy_loss(algorithm: AlgorithmSpec, temperature: float) -> LossFunction:
-    """The loss of batches of `with_advantages`, whose tokens were drawn at this temperature."""
+    """The loss of batches of `with_advantages`, whose tokens were sampled at this temperature."""
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         scored = score(model, batch, temperature=temperature)
-        found = token_losses(algorithm, batch, scored.logprobs, scored.entropy)
-        terms = {name: values.sum() for name, values in found.terms.items()}
-        total = (batch.per_token["weights"] * found.losses).sum()
+        tokens = token_losses(algorithm, batch, scored.logprobs, scored.entropy)
+        terms = {name: values.sum() for name, values in tokens.terms.items()}
+        total = (batch.per_token["weights"] * tokens.losses).sum()
         return Loss(total, terms, router_terms(model, scored.router, batch))
 
     return loss
@@ -44,37 +44,37 @@ def policy_loss(algorithm: AlgorithmSpec, temperature: float) -> LossFunction:
 def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entropy: Tensor) -> TokenLosses:
     """Of log-probabilities and entropies (T) by the policy that is trained."""
     trained = batch.loss_mask > 0
-    held = {name: torch.where(trained, batch.per_token[name], 0.0) for name in _READ if name in batch.per_token}
+    inputs = {name: torch.where(trained, batch.per_token[name], 0.0) for name in _READ if name in batch.per_token}
     logprobs, entropy = torch.where(trained, logprobs, 0.0), torch.where(trained, entropy, 0.0)
-    ratio = _ratio(algorithm, batch, logprobs - held["anchor"])
-    surrogate = _surrogate(algorithm, held, logprobs, ratio)
+    ratio = _ratio(algorithm, batch, logprobs - inputs["anchor"])
+    surrogate = _surrogate(algorithm, inputs, logprobs, ratio)
     stays = torch.ones_like(logprobs)
     for name in ("correction", "kept"):  # constants: how much of a token's loss counts
-        stays = stays * held.get(name, 1.0)
+        stays = stays * inputs.get(name, 1.0)
     losses = surrogate.loss * stays
     now = logprobs.detach()
-    weight = (now - held["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weight = (now - inputs["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     terms = {
         "tokens": torch.ones_like(now),
-        "policy": held["weights"] * losses.detach(),
+        "policy": inputs["weights"] * losses.detach(),
         "ratio": ratio.detach(),
         "clipped_low": surrogate.low,
         "clipped_high": surrogate.high,
         "masked": stays == 0,
         "weight": weight,
         "weight_squared": weight.square(),
-        "kl_behaviour": kl.k3(held["behavior"], now, clamp=LOG_RATIO_LIMIT),
+        "kl_behaviour": kl.k3(inputs["behavior"], now, clamp=LOG_RATIO_LIMIT),
         "entropy": entropy.detach(),
     }
-    if "reference" in held:
-        terms["kl_reference"] = kl.k3(now, held["reference"], clamp=LOG_RATIO_LIMIT)
+    if "reference" in inputs:
+        terms["kl_reference"] = kl.k3(now, inputs["reference"], clamp=LOG_RATIO_LIMIT)
     if algorithm.kl.where == "loss":
-        if "reference" not in held:
+        if "reference" not in inputs:
             raise ValueError("a KL in the loss needs `reference`, the log-probabilities by the reference model")
-        estimate = ESTIMATORS[algorithm.kl.estimator](logprobs, held["reference"], clamp=LOG_RATIO_LIMIT)
+        estimate = ESTIMATORS[algorithm.kl.estimator](logprobs, inputs["reference"], clamp=LOG_RATIO_LIMIT)
         losses = losses + algorithm.kl.coefficient * estimate
     if algorithm.log_ratio_penalty:
-        moved = (logprobs - held["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        moved = (logprobs - inputs["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         losses = losses + algorithm.log_ratio_penalty * moved.square()
     if algorithm.entropy:
         losses = losses - algorithm.entropy * entropy
@@ -85,18 +85,18 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
 
 
 def averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """What people look at, from what an engine gives for `policy_loss` over a batch: sums, all divided by one number.
+    """Metrics from what an engine returns for `policy_loss` over a batch: sums, all divided by one number.
 
     Means over the trained tokens: `ratio` of π / anchor; `clipped_low` and `clipped_high`, the shares of tokens that
-    the trust region holds; `masked`, the share that masks leave out; `kl_behaviour`, k3 of KL(behavior ‖ π);
+    the trust region clips; `masked`, the share that masks leave out; `kl_behaviour`, k3 of KL(behavior ‖ π);
     `entropy`; and `kl_reference`, k3 of KL(π ‖ reference). `effective_samples` is (Σw)² / Σw² of the weights
-    w = π / behavior, as a share of the tokens: 1 where the tokens are the policy's own. All are 0 where nothing is
-    trained. The loss, the part of it that is the policy's, and what routers say stay as they are.
+    w = π / behavior, as a share of the tokens: 1 on-policy. All are 0 where nothing is trained. The loss, its policy
+    part and router metrics stay as they are.
     """
-    found = {name: float(value) for name, value in sums.items()}
-    tokens, weight, squares = (found.pop(name) for name in ("tokens", "weight", "weight_squared"))
+    row = {name: float(value) for name, value in sums.items()}
+    tokens, weight, squares = (row.pop(name) for name in ("tokens", "weight", "weight_squared"))
     share = 1.0 / tokens if tokens else 0.0
-    means = {name: value * share if name in _MEANS else value for name, value in found.items()}
+    means = {name: value * share if name in _MEANS else value for name, value in row.items()}
     return {**means, "effective_samples": share * weight**2 / squares if squares else 0.0}
 
 
@@ -111,9 +111,9 @@ def _ratio(algorithm: AlgorithmSpec, batch: Batch, log_ratios: Tensor) -> Tensor
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _surrogate(algorithm: AlgorithmSpec, held: Mapping[str, Tensor], logprobs: Tensor, ratio: Tensor) -> TrustTerms:
+def _surrogate(algorithm: AlgorithmSpec, inputs: Mapping[str, Tensor], logprobs: Tensor, ratio: Tensor) -> TrustTerms:
     """The policy's loss (T) by the algorithm's trust region."""
-    spec, advantages = algorithm.trust, held["advantages"]
+    spec, advantages = algorithm.trust, inputs["advantages"]
     match spec:
         case ClipSpec():
             return losses.clipped(ratio, advantages, low=spec.low, high=spec.high, dual=spec.dual)
@@ -122,6 +122,6 @@ def _surrogate(algorithm: AlgorithmSpec, held: Mapping[str, Tensor], logprobs: T
         case SoftGateSpec():
             return losses.soft_gate(ratio, advantages, positive=spec.positive, negative=spec.negative)
         case TvMaskSpec():
-            return losses.tv_mask(logprobs, held["anchor"], ratio, advantages, threshold=spec.threshold)
+            return losses.tv_mask(logprobs, inputs["anchor"], ratio, advantages, threshold=spec.threshold)
         case _:  # none, or the second-moment mask, which `with_advantages` has made
             return losses.unlimited(ratio, advantages)

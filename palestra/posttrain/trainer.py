@@ -12,7 +12,7 @@ from palestra.generate.local import LocalGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.trainer import Keeper, Speed, SuiteRunner, profiled
-from palestra.posttrain.metrics import group_metrics, silence
+from palestra.posttrain.metrics import group_metrics
 from palestra.rollout.event_loop import LoopLag, LoopThread, RolloutWatchdog
 from palestra.rollout.executor import Executor
 from palestra.rollout.records import Recording, RolloutReplay
@@ -28,36 +28,35 @@ from palestra.tasks.stream import NothingLeft
 log = logging.getLogger("palestra.posttrain")
 
 STALL_SECONDS = 60.0
-"""Without progress for this long, the log tells who waits for whom."""
+"""Without progress for this long, the watchdog logs what each rollout waits for."""
 
 
-class Learns(Protocol):
-    """Takes groups, moves the weights: `Learner` by rewards, `Distiller` by what a teacher says."""
+class GroupLearner(Protocol):
+    """Turns rollout groups into optimizer steps: `Learner` by rewards, `Distiller` by a teacher's distributions."""
 
     engine: TrainEngine
 
     def prepare(self, groups: Sequence[Group], step: int) -> Batch:
         """The groups packed, first and in their order, with `advantages` of every token."""
-        ...
 
     def learn(self, batch: Batch, step: int, between: Callable[[], object]) -> dict[str, float]:
-        """Every optimizer step on a batch; what people look at."""
-        ...
+        """Every optimizer step on a batch, with `between` called between micro-batches; its metrics."""
+
+    def why_no_gradient(self, groups: Sequence[Group], row: Row) -> str | None:
+        """Why nothing was learned in a step, if nothing was."""
 
     def state(self) -> dict[str, Any]:
-        """All besides the weights of the model that is trained."""
-        ...
+        """Everything but the weights of the model that is trained."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
-        ...
 
 
 @dataclass
 class PosttrainParts:
-    """What a session works with."""
+    """What a session is made of."""
 
-    learner: Learns
+    learner: GroupLearner
     executor: Executor | RolloutReplay
     """Where groups come from."""
     writer: Engine
@@ -65,14 +64,12 @@ class PosttrainParts:
     generator: LocalGenerator
     keeper: Keeper
     evaluate: Callable[[Callable[[], None]], dict[str, float]]
-    """Metrics on what is not trained on, by the weights that are published; calls what it is given as it gets on."""
+    """Metrics on held-out problems, by the published weights; its argument is called between bursts."""
     suites: SuiteRunner
     loop: LoopThread
     """Where workflows run."""
-    introduce: Callable[[], dict[str, float]]
-    """Before the first step: shows a prompt, and compares the trainer's log-probabilities with the generator's."""
-    silence: Callable[[Sequence[Group], dict[str, float]], str | None] = silence
-    """Why nothing is learned in a step, where nothing is."""
+    self_test: Callable[[], dict[str, float]]
+    """Before the first step: logs a prompt, and compares the trainer's log-probabilities with the generator's."""
 
 
 def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: PosttrainParts, *, show: bool = True) -> None:
@@ -84,7 +81,7 @@ def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: PosttrainP
 
 
 class PosttrainTrainer:
-    """A session at work."""
+    """The trainer of the kinds `posttrain` and `distill`, for `runs.loop`."""
 
     headline = ("eval/accuracy", "reward")
 
@@ -99,8 +96,8 @@ class PosttrainTrainer:
     ):
         self.spec, self.session, self.parts, self.policy = spec, session, parts, parts.learner.engine.model
         self.steps = self.tokens = 0
-        self.ended = False
-        """Whether there is nothing left to learn from."""
+        self.exhausted = False
+        """Whether no prompts are left."""
         if saved is not None:
             self.steps, self.tokens = saved.state["steps"], saved.state["tokens"]
             parts.keeper.load(saved.meta.path / "model")
@@ -112,7 +109,7 @@ class PosttrainTrainer:
         self._profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
         self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
         self._watchdog = stack.enter_context(RolloutWatchdog(STALL_SECONDS, parts.executor.describe, parts.loop.loop))
-        self._lag, self._got_on = LoopLag(), (0.0, 0)
+        self._lag, self._last_progress = LoopLag(), (0.0, 0)
         self._groups: list[Group] = []
         self._filtered: list[Group] = []
         self._learned: Row = {}
@@ -124,28 +121,27 @@ class PosttrainTrainer:
 
     @property
     def done(self) -> bool:
-        return self.ended or self.steps >= self.spec.train.steps
+        return self.exhausted or self.steps >= self.spec.train.steps
 
     def first_row(self) -> Row:
-        """The trainer beside the generator, and an evaluation of the model as it starts."""
-        return self.parts.introduce() | self.measure(["eval"])
+        """The self-test, and an evaluation of the initial model."""
+        return self.parts.self_test() | self.measure(["eval"])
 
     def step(self) -> None:
         """Rollout → train → publish."""
-        parts, span = self.parts, self.record.span
+        parts, span, version = self.parts, self.record.span, self.steps + 1
         try:
             with span("rollout"):
                 groups, filtered = parts.executor.take(self._work)
         except NothingLeft as reason:
             log.warning("the run ends at step %d: %s", self.steps, reason)
-            self.ended = True
+            self.exhausted = True
             return
-        with span("train"), self._profile(self.steps + 1):
+        with span("train"), self._profile(version):
             batch = parts.learner.prepare(groups, self.steps)
             self._learned = parts.learner.learn(batch, self.steps, self._overlap)
-        with span("publish"):
-            weights, version = parts.learner.engine.weights(), self.steps + 1
-            parts.writer.publish(weights, version, keep_cache=self.spec.rollout.keep_cache)
+        with span("publish", version=version):
+            parts.writer.publish(parts.learner.engine.weights(), version, keep_cache=self.spec.rollout.keep_cache)
             parts.executor.publish(version)
         if self._rollouts is not None:
             with span("record"):
@@ -155,11 +151,11 @@ class PosttrainTrainer:
 
     def metrics(self) -> Row:
         """Of the groups, the gradient steps and the executor."""
-        if self.ended:
+        if self.exhausted:
             return {}
-        groups = self._groups
-        judged = group_metrics(groups, self._filtered, self.steps - 1) if groups else {}  # none where these are given
-        row = self._learned | judged | self.parts.executor.metrics() | self._lag.take()
+        groups = self._groups  # empty if distillation trains on given completions alone
+        rewards = group_metrics(groups, self._filtered, self.steps - 1) if groups else {}
+        row = self._learned | rewards | self.parts.executor.metrics() | self._lag.take()
         if timeouts := row.get("status/timeout"):
             log.warning(
                 "step %d: the verifier took longer than rollout.verify_seconds = %g (or its task's own limit) for "
@@ -167,7 +163,7 @@ class PosttrainTrainer:
                 self.steps, self.spec.rollout.verify_seconds, 100 * timeouts,
             )  # fmt: skip
         self.record.rates(self.speed.since_last(self.tokens))
-        if (why := self.parts.silence(groups, row)) is not None:
+        if (why := self.parts.learner.why_no_gradient(groups, row)) is not None:
             log.warning("step %d: nothing is learned: %s", self.steps, why)
         return row
 
@@ -178,16 +174,16 @@ class PosttrainTrainer:
 
     def measure(self, names: Sequence[str]) -> Row:
         """By the published weights."""
-        found: Row = {}
+        row: Row = {}
         labels = [name.removeprefix("suite/") for name in names if name.startswith("suite/")]
         with self.speed.paused():
             if "eval" in names:
                 with self.record.span("eval"):
-                    found |= self.parts.evaluate(self._look)
+                    row |= self.parts.evaluate(self._check)
             if labels:
                 with self.record.span("suites"):
-                    found |= self.parts.suites.measure(labels, self.counters, self._busy)
-        return found
+                    row |= self.parts.suites.measure(labels, self.counters, self._check_busy)
+        return row
 
     def score(self, row: Row) -> tuple[str, float] | None:
         """Greedy accuracy, else that of a sampled completion."""
@@ -197,34 +193,34 @@ class PosttrainTrainer:
         return self.speed.paused()
 
     def state(self) -> dict[str, Any]:
-        """Counters, learner, and the groups that are under way."""
+        """Counters, learner, and the groups in flight."""
         self.parts.executor.collect()
         return {**self.counters, "learner": self.parts.learner.state(), "executor": self.parts.executor.state()}
 
     def model(self) -> Callable[[Path], None]:
         return self.parts.keeper.writer()
 
-    def _look(self) -> None:
-        """Between two bursts: stop if asked to, and tell the watchdog whether anything got done."""
+    def _check(self) -> None:
+        """Between two bursts: stop if requested, and let the watchdog know of progress."""
         if self.session.stop_requested:
             raise Stopped
         now = (self.parts.writer.metrics()["generated_tokens"], self.parts.executor.settled)
-        if now != self._got_on:
+        if now != self._last_progress:
             self._watchdog.progress()
-        self._got_on = now
+        self._last_progress = now
 
-    def _busy(self) -> None:
-        """The same for work that the generator has no part in."""
-        self._look()
+    def _check_busy(self) -> None:
+        """The same during work without the generator."""
+        self._check()
         self._watchdog.progress()
 
     def _work(self, seconds: float) -> bool:
         """Generate while the trainer waits for groups."""
-        self._look()
+        self._check()
         return self.parts.generator.work(seconds)
 
     def _overlap(self) -> None:
-        """Generate between micro-batches, where completions may be older than the weights."""
+        """Generate between micro-batches, if completions may be off-policy."""
         self._watchdog.progress()
         if self.spec.rollout.staleness > 0:
             self.parts.executor.collect()

@@ -1,1 +1,1 @@
-"""What came of an experiment: run folders, their status, checkpoints, comparison and plots."""
+"""The results of experiments: run folders, status, checkpoints, comparison and plots."""

@@ -1,5 +1,6 @@
-"""Checkpoints of a session: written beside and renamed, metadata last, verified on load, pruned by policy."""
+"""Checkpoints of a session: written to a hidden folder and renamed, metadata last, verified on load, pruned."""
 
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ HIDDEN = re.compile(r"\.(step_\d{9,})\.(part|old)-[0-9a-f]+")
 
 
 class DamagedCheckpoint(PalestraError):
-    """A checkpoint that is incomplete or not what was written."""
+    """A checkpoint that is incomplete or corrupt."""
 
 
 class CheckpointFailed(PalestraError):
@@ -32,7 +33,7 @@ class CheckpointFailed(PalestraError):
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint says of itself without its state."""
+    """The metadata of a checkpoint."""
 
     path: Path
     step: int
@@ -69,11 +70,12 @@ def save(
     offsets: Mapping[str, int] | None = None,
     model: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `folder/checkpoints/step_N`; killed at any instant, it is there whole or not at all.
+    """Write `folder/checkpoints/step_N`; killed at any instant, it exists whole or not at all.
 
-    `model` writes what others can load, a Hugging Face folder for a language model, into the checkpoint's `model/`.
+    `model` writes a form that others can load into the checkpoint's `model/`: a Hugging Face folder for a language
+    model.
     """
-    from palestra.runs.tree import flatten, safetensors_chunks  # NumPy: not for those who only list runs
+    from palestra.runs.tree import flatten, safetensors_chunks  # NumPy, which listing runs does without
 
     tree, leaves = flatten(state)  # an unsupported state is refused before anything is written
     final = folder / FOLDER / f"step_{step:09d}"
@@ -88,7 +90,11 @@ def save(
         sync_folder(temporary / "state")
         if model is not None:
             model(temporary / "model")
-            files |= {str(path.relative_to(temporary)): _sync(path) for path in _files_in(temporary / "model")}
+            for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                about = {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
+                files[str(path.relative_to(temporary))] = about
         meta = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -101,14 +107,20 @@ def save(
         }
         _write(temporary / "meta.json", [_meta_bytes(meta)])
         sync_folder(temporary)
-        _put_in_place(temporary, final)
+        old = final.rename(_hidden(final, "old")) if final.exists() else None
+        temporary.rename(final)
+        sync_folder(final.parent)
+        if old is not None:
+            _delete(old)
     except OSError as error:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**20
         raise CheckpointFailed(
-            f"could not write the checkpoint {final}: {error.strerror or error} ({_free(folder)}). "
+            f"could not write the checkpoint {final}: {error.strerror or error} ({free:,.0f} MiB free there). "
             "Earlier checkpoints are intact: make room, then resume the run."
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already when all went well
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed already on success
     return final
 
 
@@ -117,7 +129,7 @@ def read_meta(path: Path) -> Meta:
     try:
         data = json.loads((path / "meta.json").read_bytes())
         if data.pop("crc32") != _crc_of(data):
-            raise DamagedCheckpoint(f"checkpoint {path} is damaged: meta.json is not what was written")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: the CRC-32 of meta.json differs")
         meta = Meta(path=path, reasons=frozenset(data.pop("reasons")), **data)
         sizes = {name: (path / name).stat().st_size for name in meta.files}
     except FileNotFoundError as error:
@@ -139,7 +151,7 @@ def load(path: Path) -> Checkpoint:
     meta = read_meta(path)
     for name, expected in meta.files.items():
         if _crc_of_file(path / name) != expected["crc32"]:
-            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} is not what was written (CRC-32 differs)")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: the CRC-32 of {name} differs")
     carriers = read_safetensors(path / "state/arrays.safetensors")
     tree = json.loads((path / "state/tree.json").read_bytes())
     return Checkpoint(meta.step, unflatten(tree, carriers), meta)
@@ -148,7 +160,7 @@ def load(path: Path) -> Checkpoint:
 def newest(
     folder: Path, warn: Callable[[str], None], check: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint | None:
-    """The newest loadable checkpoint; `warn` hears of each newer one that is damaged, half-written or fails `check`."""
+    """The newest loadable checkpoint; `warn` is called for each newer one that is damaged or fails `check`."""
     for step, path in _candidates(folder):
         if HIDDEN.fullmatch(path.name):
             warn(f"skipping half-written checkpoint {path} (step {step})")
@@ -165,12 +177,12 @@ def newest(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is that of a checkpoint of a session."""
+    """Whether a path is a checkpoint of a session."""
     return NAME.fullmatch(path.name) is not None and (path / "meta.json").exists()
 
 
 def keep(path: Path) -> None:
-    """Let pruning never take a checkpoint, because something else needs it from now on."""
+    """Mark a checkpoint as never to be pruned, because something else depends on it."""
     if "kept" in read_meta(path).reasons:
         return
     meta = json.loads((path / "meta.json").read_bytes())
@@ -181,18 +193,16 @@ def keep(path: Path) -> None:
 
 def metas(folder: Path) -> list[Meta]:
     """The metadata of every complete checkpoint, oldest first."""
-    found = []
+    complete = []
     for _, path in _candidates(folder):
         if NAME.fullmatch(path.name):
-            try:
-                found.append(read_meta(path))
-            except DamagedCheckpoint:
-                continue  # a reader's view; `newest` is where damage is reported
-    return found[::-1]
+            with contextlib.suppress(DamagedCheckpoint):  # reported by `newest`
+                complete.append(read_meta(path))
+    return complete[::-1]
 
 
 def best(candidates: Iterable[Meta]) -> Meta | None:
-    """The one with the highest score among those taken as best; the later one of equals; NaN is the lowest."""
+    """The one with the highest score among those with the reason "best"; the later of equals; NaN is the lowest."""
     scored = [(meta.score, meta) for meta in candidates if "best" in meta.reasons and meta.score is not None]
     ranked = [(-math.inf if math.isnan(score) else score, meta.step, meta) for score, meta in scored]
     return max(ranked, key=lambda entry: entry[:2])[2] if ranked else None
@@ -201,18 +211,15 @@ def best(candidates: Iterable[Meta]) -> Meta | None:
 def prune(folder: Path) -> None:
     """Keep every "kept" checkpoint, the newest and the best; delete the rest, damaged ones and temporaries."""
     complete = metas(folder)
-    keep = {meta.path for meta in complete if "kept" in meta.reasons}
-    keep |= {meta.path for meta in complete[-1:]}
-    top = best(complete)
-    if top is not None:
-        keep.add(top.path)
+    keep = [meta for meta in complete if "kept" in meta.reasons] + complete[-1:] + [best(complete)]
+    paths = {meta.path for meta in keep if meta is not None}
     for _, path in _candidates(folder):
-        if path not in keep:
+        if path not in paths:
             _delete(path)
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename checkpoints of later steps to `damaged_step_N-…`: a run that goes on from `step` could not load them."""
+    """Rename checkpoints of later steps to `damaged_step_N-…`: a run that continues from `step` could not load them."""
     for other, path in _candidates(folder):
         if other > step:
             if NAME.fullmatch(path.name):
@@ -222,7 +229,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 
 def finish_renames(folder: Path) -> None:
-    """Put back a checkpoint whose replacement was cut off between its two renames; only for a session's owner."""
+    """Restore a checkpoint whose replacement was killed between its two renames; only for a session's owner."""
     for _, path in _candidates(folder):
         hidden = HIDDEN.fullmatch(path.name)
         if hidden and hidden[2] == "old" and not (path.parent / hidden[1]).exists():
@@ -230,31 +237,19 @@ def finish_renames(folder: Path) -> None:
 
 
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
-    """All checkpoint folders, whole or not, newest step first."""
-    found = []
+    """All checkpoint folders, complete or not, newest step first."""
+    paths = []
     if (folder / FOLDER).is_dir():
         for name in os.listdir(folder / FOLDER):
             hidden = HIDDEN.fullmatch(name)
             plain = NAME.fullmatch(hidden[1] if hidden else name)
             if plain:
-                found.append((int(plain[1]), folder / FOLDER / name))
-    return sorted(found, reverse=True)
+                paths.append((int(plain[1]), folder / FOLDER / name))
+    return sorted(paths, reverse=True)
 
 
 def _hidden(final: Path, kind: str) -> Path:
     return final.parent / f".{final.name}.{kind}-{uuid.uuid4().hex[:8]}"
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    if not final.exists():
-        temporary.rename(final)
-        sync_folder(final.parent)
-        return
-    old = _hidden(final, "old")
-    final.rename(old)
-    temporary.rename(final)
-    sync_folder(final.parent)
-    _delete(old)
 
 
 def _delete(path: Path) -> None:
@@ -277,16 +272,6 @@ def _write(path: Path, chunks: Iterable[Any]) -> dict[str, int]:
     return {"size": size, "crc32": crc}
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> dict[str, int]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
-
-
 def _meta_bytes(meta: dict[str, Any]) -> bytes:
     return json.dumps({**meta, "crc32": _crc_of(meta)}, indent=1).encode()
 
@@ -301,8 +286,3 @@ def _crc_of_file(path: Path) -> int:
         while chunk := file.read(1 << 20):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def _free(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB free there"

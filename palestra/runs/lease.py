@@ -1,4 +1,4 @@
-"""The one lease: exactly one process owns a folder, and a dead owner's lease is taken over."""
+"""The lease: exactly one process owns a folder, and a dead owner's lease is taken over."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +28,11 @@ BORN_TOLERANCE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from any other on any machine and from a later one with the same pid."""
+    """A process, distinct from any other on any machine and from a later one with the same pid."""
 
     host: str
     machine: str
-    """Boot and process namespace: pids can be looked up only where both are the same."""
+    """Boot and process namespace: pids can be looked up only if both are the same."""
     pid: int
     born: float
     """Start of the process, seconds since the epoch."""
@@ -48,20 +48,19 @@ class Owner:
         return cls(data["host"], data["machine"], data["pid"], data["born"])
 
     def alive(self, heartbeat: float, ttl: float = TTL_SECONDS) -> bool:
-        """Whether it still owns what it beat for: its process is there or, where that cannot be seen, it beats.
+        """Whether it still owns its lease: its process exists or, on another machine, its heartbeat is fresh.
 
-        A process of this machine that is there but silent (stopped, asleep) would go on writing when it wakes.
+        A process of this machine that exists but is silent (stopped, asleep) would continue writing when it wakes.
         """
-        return not self._gone() if self.machine == _machine() else time.time() - heartbeat < ttl
-
-    def _gone(self) -> bool:
+        if self.machine != _machine():
+            return time.time() - heartbeat < ttl
         try:
             process = psutil.Process(self.pid)
             reused = abs(process.create_time() - self.born) > BORN_TOLERANCE_SECONDS
-            # A killed process whose parent has not yet asked for its exit status still has its pid.
-            return reused or process.status() == psutil.STATUS_ZOMBIE
+            # A killed process whose parent has not yet reaped it still has its pid.
+            return not reused and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return True
+            return False
 
 
 class Lease:
@@ -75,22 +74,29 @@ class Lease:
         self.key = key
         self.ttl = ttl
         self.token = uuid.uuid4().hex
-        """Tells this holder from every other; also the id of an attempt at a step, which its worker is given."""
+        """Identifies this holder; also the id of an attempt at a pipeline step, which its worker gets."""
         self._held: bytes | None = None
-        self._beating = threading.Lock()  # two threads of the owner are no thieves
+        self._beating = threading.Lock()  # two threads of the owner do not lose it to each other
 
     def acquire(self) -> None:
-        """Take the lease, from a dead owner too; raises `RunBusy` where the owner lives."""
+        """Take the lease, also from a dead owner; raises `RunBusy` if the owner is alive."""
         while True:
             current = self.store.get(self.key)
-            self._refuse_if_alive(current)
+            data = _parse(current)
+            if data is not None and Owner.read(data).alive(data["heartbeat"], self.ttl):
+                age = max(0.0, time.time() - data["heartbeat"])
+                raise RunBusy(
+                    f"{self.store.root} is in use by {_describe(data)}, last heartbeat {age:.0f} s ago. "
+                    f"Wait for it to end or stop it (kill {data['pid']} on {data['host']}); the lease of a process "
+                    f"that is gone is taken over automatically, within {self.ttl:g} s from another machine."
+                )
             mine = self._content()
             if self.store.swap(self.key, current, mine):
                 self._held = mine
                 return
 
     def holder(self) -> Owner | None:
-        """The process that holds the lease and is alive, if there is one."""
+        """The live process that holds the lease, if any."""
         data = _parse(self.store.get(self.key))
         if data is None:
             return None
@@ -98,16 +104,16 @@ class Lease:
         return owner if owner.alive(data["heartbeat"], self.ttl) else None
 
     def renew(self) -> None:
-        """Beat; raises `LeaseLost` where another process has taken the lease over."""
+        """Write a heartbeat; raises `LeaseLost` if another process has taken the lease over."""
         with self._beating:
             self._renew()
 
     @contextmanager
     def fenced(self) -> Iterator[None]:
-        """A stretch in which the lease cannot be taken over: for what must not be done by one who has lost it.
+        """A block in which the lease cannot be taken over: for writes that a former owner must not make.
 
-        Raises `LeaseLost` before it where another process has the lease. A store without locks (a bucket) promises only
-        that the lease was held when the stretch began.
+        Raises `LeaseLost` at its start if another process has the lease. A store without locks (a bucket) promises only
+        that the lease was held at the start.
         """
         with self._beating:
             self._renew()
@@ -116,90 +122,88 @@ class Lease:
 
     @contextmanager
     def held_by(self, token: str) -> Iterator[None]:
-        """The same for a worker of the holder: it does not renew the lease, and knows its token."""
+        """The same for a worker of the holder, which knows the token and does not renew the lease."""
         with self.store.unchanged(self.key):
             current = _parse(self.store.get(self.key))
             if current is None or current["token"] != token:
-                raise LeaseLost(f"lost the lease on {self.store.root} to {_taker(current)}")
+                raise LeaseLost(f"lost the lease on {self.store.root} to {_describe(current)}")
             yield
 
     def _renew(self) -> None:
         if self._held is None:
             raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
-        mine, found = self._content(), self.store.get(self.key)
-        current = _parse(found)
-        # By its token: a renewal whose last fsync failed is on disk all the same.
+        mine, stored = self._content(), self.store.get(self.key)
+        current = _parse(stored)
+        # By its token: a renewal whose last fsync failed may still be on disk.
         ours = current is not None and current["token"] == self.token
-        if not ours or not self.store.swap(self.key, found, mine):
+        if not ours or not self.store.swap(self.key, stored, mine):
             raise LeaseLost(
-                f"lost the lease on {self.store.root}: it now belongs to {_taker(current)}. This process was silent "
+                f"lost the lease on {self.store.root}: it now belongs to {_describe(current)}. This process was silent "
                 f"for over {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
             )
         self._held = mine
 
     def release(self) -> None:
-        """Give the lease back; one that was lost is left to its new owner."""
+        """Release the lease; one that was lost is left to its new owner."""
         with self._beating:
             if self._held is not None:
-                found = self.store.get(self.key)
-                current = _parse(found)
+                stored = self.store.get(self.key)
+                current = _parse(stored)
                 if current is not None and current["token"] == self.token:
-                    self.store.swap(self.key, found, None)
+                    self.store.swap(self.key, stored, None)
                 self._held = None
 
     def _content(self) -> bytes:
         return json.dumps({**asdict(Owner.here()), "token": self.token, "heartbeat": time.time()}).encode()
 
-    def _refuse_if_alive(self, current: bytes | None) -> None:
-        data = _parse(current)
-        if data is None or not Owner.read(data).alive(data["heartbeat"], self.ttl):
-            return
-        age = max(0.0, time.time() - data["heartbeat"])
-        raise RunBusy(
-            f"{self.store.root} is in use by {_describe(data)}, last heard of {age:.0f} s ago. "
-            f"Wait for it to end or stop it (kill {data['pid']} on {data['host']}); "
-            f"the lease of a process that is gone is taken over by itself, within {self.ttl:g} s from another machine."
-        )
-
 
 @contextmanager
 def kept(lease: Lease, seconds: float = 2.0) -> Iterator[None]:
-    """Hold the lease over a stretch of code; a thread renews it."""
+    """Hold the lease during a block; a thread renews it."""
     with clear_write_errors(lease.store.root):
         lease.acquire()
+
+    def renew() -> None:
+        try:
+            lease.renew()
+        except (LeaseLost, OSError) as error:
+            log.warning("the lease on %s could not be renewed: %s", lease.store.root, error)
+
+    try:
+        with repeating(renew, seconds):
+            yield
+    finally:
+        lease.release()
+
+
+@contextmanager
+def repeating(action: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call `action` every so many seconds during a block, in a thread that ends with it."""
     stop = threading.Event()
 
-    def beat() -> None:
+    def repeat() -> None:
         while not stop.wait(seconds):
-            try:
-                lease.renew()
-            except (LeaseLost, OSError) as error:
-                log.warning("the lease on %s could not be renewed: %s", lease.store.root, error)
+            action()
 
-    thread = threading.Thread(target=beat, name="palestra-lease", daemon=True)
+    thread = threading.Thread(target=repeat, name="palestra-heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-        lease.release()
 
 
 def _parse(lease: bytes | None) -> dict[str, Any] | None:
-    """The lease, or None where nobody holds one: an unreadable file is no owner's, so nobody can renew it."""
+    """The lease, or None if there is none or it is unreadable: nobody can then renew it."""
     try:
         return None if lease is None else json.loads(lease)
     except ValueError:
         return None
 
 
-def _describe(lease: dict[str, Any]) -> str:
-    return f"process {lease['pid']} on {lease['host']}"
-
-
-def _taker(lease: dict[str, Any] | None) -> str:
-    return "nobody" if lease is None else _describe(lease)
+def _describe(lease: dict[str, Any] | None) -> str:
+    return "no process" if lease is None else f"process {lease['pid']} on {lease['host']}"
 
 
 @functools.cache

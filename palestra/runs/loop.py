@@ -1,6 +1,6 @@
-"""The one training loop: step → measure → tell → save → stop if asked. What is pending is kept over a kill.
+"""The one training loop: step → measure → report → save → stop if requested; what is pending survives a kill.
 
-A kind that trains brings a `Trainer`: its step, its measurements and its state. Everything around it is here.
+A kind that trains provides a `Trainer`: its step, its measurements and its state. Everything around it is here.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from palestra.errors import Interrupted
 from palestra.runs.checkpoint import Checkpoint
 from palestra.runs.checkpoint import load as load_checkpoint
-from palestra.runs.recorder import Moment, Recorder, Silent, call_hooks, load_hooks
+from palestra.runs.recorder import HookContext, Recorder, Silent, call_hooks, load_hooks
 from palestra.runs.session import Session
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.model import Cadence
@@ -27,80 +27,65 @@ Value = TypeVar("Value")
 
 
 class Stopped(Exception):
-    """The session was asked to stop in the middle of a step or of a measurement."""
+    """A stop was requested in the middle of a step or of a measurement."""
 
 
 class Trainer(Protocol):
-    """What a kind brings to the loop."""
+    """What a kind provides to the loop."""
 
     @property
     def headline(self) -> tuple[str, ...]:
-        """The metrics that people see while it trains."""
-        ...
+        """The metrics shown while it trains."""
 
     @property
     def counters(self) -> dict[str, int]:
         """`steps` so far, and `frames` or `tokens`."""
-        ...
 
     @property
     def done(self) -> bool:
-        """Whether there is no further step."""
-        ...
+        """Whether no step is left."""
 
     @property
     def policy(self) -> Any:
-        """What hooks are given."""
-        ...
+        """Passed to hooks."""
 
     def first_row(self) -> Row | None:
-        """What is measured before the first step; None where there is no such row."""
-        ...
+        """Measurements before the first step; None for no such row."""
 
     def step(self) -> None:
         """One step. It may raise `Stopped` as long as it has changed nothing."""
-        ...
 
     def metrics(self) -> Row:
-        """Metrics of the last step; asked for only where a row is due."""
-        ...
+        """Metrics of the last step; called only when a row is due."""
 
     def due(self, before: Counters, last: bool) -> list[str]:
         """The measurements that are due after the step that began at `before`; `eval` is one with a score."""
-        ...
 
     def measure(self, names: Sequence[str]) -> Row:
-        """Their metrics. It may raise `Stopped`: a resumed run then begins with them."""
-        ...
+        """Their metrics. It may raise `Stopped`: a resumed run then starts with them."""
 
     def score(self, row: Row) -> tuple[str, float] | None:
-        """What checkpoints are compared by, higher is better: the metric and its score; None if it was not measured."""
-        ...
+        """The metric that ranks checkpoints and its value, higher is better; None if it was not measured."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Around what is not training, so that its time does not count in rates."""
-        ...
+        """Excludes what is not training from rates."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on. Taking it changes nothing."""
-        ...
+        """Everything the rest of the run depends on. Taking it changes nothing."""
 
     def model(self) -> Callable[[Path], None] | None:
-        """What writes the model into a checkpoint's folder, where others can load it."""
-        ...
+        """Writes the model into a checkpoint's folder, in a form that others can load."""
 
 
 class Together(Protocol):
-    """The processes that train together; all run the same loop, and the first decides and writes."""
+    """The processes that train together; all run the same loop, rank 0 decides and writes."""
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of them."""
-        ...
+        """Whether this is rank 0."""
 
     def from_first(self, value: Value) -> Value:
-        """What the first one has."""
-        ...
+        """The value of rank 0."""
 
 
 class Alone:
@@ -109,7 +94,6 @@ class Alone:
     first = True
 
     def from_first(self, value: Value) -> Value:
-        """Its own."""
         return value
 
 
@@ -117,7 +101,7 @@ ALONE = Alone()
 
 
 def restore(session: Session, ranks: Together = ALONE) -> Checkpoint | None:
-    """The newest checkpoint, on every rank; None for a run that begins."""
+    """The newest checkpoint, on every rank; None for a new run."""
     saved = session.restore() if ranks.first else None
     path = ranks.from_first(None if saved is None else saved.meta.path)
     if ranks.first:
@@ -133,7 +117,7 @@ def run(
     saved: Checkpoint | None,
     ranks: Together = ALONE,
 ) -> None:
-    """Train to the end, or until the session is asked to stop: all is saved then, and a resumed run goes on exactly."""
+    """Train to the end or until a stop is requested; everything is then saved, and a resumed run continues exactly."""
     loop = _Loop(spec, session, trainer, record, saved, ranks)
     try:
         loop.begin()
@@ -141,18 +125,20 @@ def run(
             row, before = loop.pending or loop.step()
             last = trainer.done
             loop.measure(row, before, last)
-            last = loop.tell(row, before, last)
+            last = loop.report(row, before, last)
             loop.save(row, before, last)
             if last:
                 return
-            loop.stop_if_asked()
+            if loop.stopping:
+                raise loop.interrupted()
     except Stopped:
-        loop.save_pending()
+        if loop.saved != loop.steps:
+            loop.checkpoint({"temporary"}, None)
         raise loop.interrupted() from None
 
 
 class _Loop:
-    """A session at work: what is pending, what was measured of it, and what was saved."""
+    """A running session: what is pending, what was measured of it, and what was saved."""
 
     def __init__(
         self,
@@ -165,10 +151,10 @@ class _Loop:
     ):
         self.spec, self.session, self.trainer, self.record, self.ranks = spec, session, trainer, record, ranks
         self.hooks, self.checkpoints = load_hooks(spec.hooks), CheckpointsDue(spec.every.checkpoint)
-        # The row of a step and the counters before it, until it is told: a run stopped meanwhile begins with it.
+        # The row of a step and the counters before it, until it is reported: a run stopped before that resumes with it.
         self.pending: list[Any] | None = None if saved is None else saved.state.get("pending")
         self.measured: set[str] = set()
-        self.saved, self.stopping = self.steps, False
+        self.saved, self.stopping, record.step = self.steps, False, self.steps
 
     @property
     def steps(self) -> int:
@@ -180,10 +166,11 @@ class _Loop:
 
     def step(self) -> list[Any]:
         before = self.trainer.counters
+        self.record.step = before["steps"] + 1
         self.trainer.step()
-        told = "eval" in self.trainer.due(before, self.trainer.done)
-        told = told or due(self.spec.every.log, before, self.trainer.counters)
-        self.pending, self.measured = [self.trainer.metrics() if told else {}, before], set()
+        log_due = due(self.spec.every.log, before, self.trainer.counters)
+        row_due = log_due or "eval" in self.trainer.due(before, self.trainer.done)
+        self.pending, self.measured = [self.trainer.metrics() if row_due else {}, before], set()
         return self.pending
 
     def measure(self, row: Row, before: Counters, last: bool) -> None:
@@ -191,15 +178,15 @@ class _Loop:
         row |= self.trainer.measure(names) if names else {}
         self.measured |= set(names)
 
-    def tell(self, row: Row, before: Counters, last: bool) -> bool:
-        """Hooks, metrics, progress; whether this is the last step, which a hook may ask for."""
+    def report(self, row: Row, before: Counters, last: bool) -> bool:
+        """Hooks, metrics, progress; whether this is the last step, which a hook may request."""
         if row:
             counters = self.trainer.counters
             seen = counters.get("frames", counters.get("tokens", 0))
-            moment = Moment(self.steps, seen, row, self.trainer.policy, self.session.path)
+            context = HookContext(self.steps, seen, row, self.trainer.policy, self.session.path)
             if self.ranks.first:
-                call_hooks(self.hooks, moment)
-            if self.ranks.from_first(moment.stop) and not last:
+                call_hooks(self.hooks, context)
+            if self.ranks.from_first(context.stop) and not last:
                 last = True
                 self.measure(row, before, last)
             self.record.row(row, counters, headline=self.trainer.headline)
@@ -215,26 +202,18 @@ class _Loop:
         reasons |= {"best"} if score is not None else set()
         reasons |= {"temporary"} if last or self.stopping else set()
         if reasons:
-            self._checkpoint(reasons, score)
-
-    def save_pending(self) -> None:
-        if self.saved != self.steps:
-            self._checkpoint({"temporary"}, None)
-
-    def stop_if_asked(self) -> None:
-        if self.stopping:
-            raise self.interrupted()
+            self.checkpoint(reasons, score)
 
     def interrupted(self) -> Interrupted:
         counters = self.trainer.counters
         unit = "frame" if "frames" in counters else "step"
-        what = "with everything saved" if self.steps else "before the first step was done"
+        what = "with everything saved" if self.steps else "before the first step"
         return Interrupted(
             f"stopped at {unit} {counters[f'{unit}s']} {what}; continue with: "
             f"palestra train --resume {self.session.path.parent.parent}"
         )
 
-    def _checkpoint(self, reasons: set[str], score: tuple[str, float] | None) -> None:
+    def checkpoint(self, reasons: set[str], score: tuple[str, float] | None) -> None:
         with self.trainer.paused(), self.record.span("checkpoint"):
             model = self.trainer.model()  # on every rank: weights and state are gathered from all
             state = {**self.trainer.state(), "pending": self.pending}
@@ -253,14 +232,14 @@ class _Loop:
 
 
 def due(cadence: Cadence | None, before: Counters, after: Counters) -> bool:
-    """Whether a counted cadence fell due on the way from `before` to `after`. No memory, so a resume repeats it."""
+    """Whether a counted cadence is due between `before` and `after`; stateless, so a resumed run agrees."""
     return cadence is not None and cadence.crossed(before[cadence.unit], after[cadence.unit])
 
 
 class CheckpointsDue:
     """Why a checkpoint is due: "temporary" by the clock (only the newest stays), "kept" by steps or frames.
 
-    A counted cadence begins where those before it in the list end: 2 steps until 10, 5 steps until 20, 10 steps.
+    A counted cadence starts where those before it in the list end: 2 steps until 10, 5 steps until 20, 10 steps.
     """
 
     def __init__(self, cadences: Sequence[Cadence]):
@@ -269,7 +248,7 @@ class CheckpointsDue:
         self._since = time.monotonic()
 
     def reasons(self, before: Counters, after: Counters) -> set[str]:
-        """The reasons for one now, empty when none is due."""
+        """Empty when none is due."""
         reasons, begin = set(), dict.fromkeys(before, 0)
         for cadence in self.counted:
             if due(cadence, {unit: max(count, begin[unit]) for unit, count in before.items()}, after):

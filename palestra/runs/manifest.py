@@ -19,10 +19,12 @@ UNTRACKED_LIMIT = 1000
 
 
 def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, Any]:
-    """Everything to tell one run from another; "diff" is stored by `Session.create` as git.diff beside the rest."""
+    """What a session was made from; "diff" is stored by `Session.create` as git.diff next to the rest."""
     git, diff = _git(Path.cwd())
-    if git is None:  # run outside a checkout: Palestra's own, where it is installed from one
+    if git is None:  # run outside a checkout: Palestra's own, if it is installed from one
         git, diff = _git(Path(__file__).parent)
+    torch = sys.modules.get("torch")
+    ours = {key: value for key, value in sorted(os.environ.items()) if key.startswith("PALESTRA_")}
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "spec_hash": spec_hash,
@@ -37,16 +39,14 @@ def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, 
         "os": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
-        "threads": _torch_threads(),
-        "environment": _environment(),
+        "threads": None if torch is None else torch.get_num_threads(),
+        "environment": {key: REDACTED if SECRET.search(key) else value for key, value in ours.items()},
     }
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two manifests so that resumed numbers may differ in their last bits."""
-    exact = [
-        {"cpu": one["cpu"], "torch": one["packages"].get("torch"), "threads": one["threads"]} for one in (then, now)
-    ]
+    """What differs between two manifests such that resumed numbers may differ in their last bits."""
+    exact = [{"cpu": m["cpu"], "torch": m["packages"].get("torch"), "threads": m["threads"]} for m in (then, now)]
     # None: torch was not loaded (or installed) when the manifest was made, so there is nothing to compare.
     return [change for change in differences(*exact) if change.before is not None and change.after is not None]
 
@@ -69,7 +69,7 @@ def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:
-    """What git says, at most DIFF_LIMIT_BYTES of it; None where it fails or is not installed."""
+    """The output of git, at most DIFF_LIMIT_BYTES; None if it fails or is not installed."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         process = subprocess.Popen(
@@ -80,10 +80,9 @@ def git_output(folder: Path, *arguments: str) -> str | None:
     with process:
         assert process.stdout is not None
         text = process.stdout.read(DIFF_LIMIT_BYTES)
-        whole = not process.stdout.read(1)
-        if not whole:
+        if process.stdout.read(1):
             process.kill()
-            return text.decode(errors="replace") + f"\n… cut after {DIFF_LIMIT_BYTES} bytes\n"
+            return text.decode(errors="replace") + f"\n… truncated after {DIFF_LIMIT_BYTES} bytes\n"
     return text.decode(errors="replace") if process.returncode == 0 else None
 
 
@@ -107,13 +106,3 @@ def _cpu() -> str:
         if model:
             return model[1]
     return platform.processor() or platform.machine()
-
-
-def _torch_threads() -> int | None:
-    torch = sys.modules.get("torch")
-    return None if torch is None else torch.get_num_threads()
-
-
-def _environment() -> dict[str, str]:
-    ours = {key: value for key, value in os.environ.items() if key.startswith("PALESTRA_")}
-    return {key: REDACTED if SECRET.search(key) else value for key, value in sorted(ours.items())}

@@ -4,7 +4,7 @@ import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("palestra.runs")
 
-# Okabe and Ito's palette, told apart also by people who do not see all colors; yellow is too faint for a line.
+# Okabe and Ito's colorblind-safe palette; its yellow is too faint for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-LINE_STYLES = ("-", "--", ":")  # one palette after another
+LINE_STYLES = ("-", "--", ":")  # the next one when the palette is used up
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
 GRID_LIMIT = 18  # metrics in one picture
 AXES = {"frame": "environment frames", "tokens": "training tokens", "step": "training steps"}
 POSITION = {"seed", "step", "frame", "tokens"}  # columns of metrics.jsonl that say where, not what
-# What post-training is judged by, in this order: does it learn, does it explore, does it drift, does it ramble.
+# The metrics of post-training in the order they matter: learning, exploration, drift, length.
 LEADING = ("reward", "eval", "entropy", "kl_reference", "kl_behaviour", "length", "truncated", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run over its seeds: `ys` has a row a seed, at the shared `x`."""
+    """One metric of one run over its seeds: `ys` has a row per seed, at the shared `x`."""
 
     x: "np.ndarray"
     ys: "np.ndarray"
 
 
 def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path) -> list[Path]:
-    """Draw one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation.
+    """Plot one metric of one or more runs to `out`.png and `out`.svg; the band is one standard deviation.
 
-    Without `x` it is drawn by frames or tokens where the runs count them.
+    Without `x` it is plotted over frames or tokens if the runs count them.
     """
     tables = [run.metrics() for run in runs]
     columns = {key for rows in tables for row in rows for key in row}
     x = x or _counted_by(columns)
     if columns and x not in columns:
         known = ", ".join(repr(name) for name in AXES if name in columns)
-        raise UsageError(f"--x {x}: no such column; curves are usually drawn by {known}")
+        raise UsageError(f"--x {x}: no such column; choose one of {known}")
     known = sorted(columns - POSITION)
     drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
     if not drawn:
@@ -56,13 +56,14 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
         raise UsageError(f"no values of {metric!r} by {x!r} in {', '.join(map(str, (r.path for r in runs)))}. {hint}")
     missing = [f"{run.name}/{run.id}" for run in runs if run not in [other for other, _ in drawn]]
     if missing:
-        log.warning("no values of %r in %s: left out of the picture", metric, ", ".join(missing))
+        log.warning("no values of %r in %s: left out of the plot", metric, ", ".join(missing))
     figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     names = [run.name for run, _ in drawn]
     for index, (run, curve) in enumerate(drawn):
         name = run.name if names.count(run.name) == 1 else f"{run.name} {run.id}"
-        _draw(axes, curve, index, f"{name} ({_counted(len(curve.ys), 'seed')})")
+        seeds = len(curve.ys)
+        _draw(axes, curve, index, f"{name} ({seeds} seed{'s' if seeds > 1 else ''})")
     style_axes(axes, x)
     axes.set_xlabel(AXES.get(x, words(x)))
     axes.set_ylabel(words(metric))
@@ -72,7 +73,7 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
 
 
 def trial_plots(run: Run) -> list[Path]:
-    """Write the standard pictures into the run's plots folder: the headline's curve and a grid of the other metrics."""
+    """Write the standard plots into the run's folder: the headline metric's curve and a grid of the other metrics."""
     rows = run.metrics()
     metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
     if not metrics:
@@ -80,12 +81,12 @@ def trial_plots(run: Run) -> list[Path]:
     x, first = _counted_by({key for row in rows for key in row}), headline(run)
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
     leading = _leading(metrics) if "reward" in metrics else []  # of completions: post-training
-    others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]  # drawn apart
+    others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]
     if leading:
         others.sort(key=lambda key: key.startswith("eval/"))  # details of evaluations last
     drawn = {key: curve for key in (*leading, *others) if (curve := _curve(rows, key, x))}
     errors = {key: drawn.pop(f"{key}_se") for key in list(drawn) if f"{key}_se" in drawn}
-    # What never changes fills a page and says nothing; where all else is a point, points are drawn.
+    # Constant metrics are left out, unless there are no others.
     changing = {key: curve for key, curve in drawn.items() if key in leading or curve.ys.min() < curve.ys.max()}
     shown = list((changing or drawn).items())[:GRID_LIMIT]
     if shown:
@@ -94,19 +95,19 @@ def trial_plots(run: Run) -> list[Path]:
 
 
 def suite_plots(run: Run) -> list[Path]:
-    """A picture of each suite that a run was measured with: its tasks over the steps; bars where it was once."""
-    found = measured(run)
+    """A plot of each suite: its tasks over the steps; bars if it was measured once."""
+    results = measured(run)
     written: list[Path] = []
-    for suite in dict.fromkeys(one.suite for one in found):
-        mine = [one for one in found if one.suite == suite]
-        several = len({one.step for one in mine}) > 1
-        # Accuracies share an axis; bits a byte need their own.
+    for suite in dict.fromkeys(result.suite for result in results):
+        mine = [result for result in results if result.suite == suite]
+        several = len({result.step for result in mine}) > 1
+        # Accuracies share an axis; bits per byte need their own.
         panels = {
-            "accuracy": [one for one in mine if one.type != "texts"],
-            "bits per byte": [one for one in mine if one.type == "texts"],
+            "accuracy": [result for result in mine if result.type != "texts"],
+            "bits per byte": [result for result in mine if result.type == "texts"],
         }
         panels = {name: some for name, some in panels.items() if some}
-        tasks = max(len({one.task for one in some}) for some in panels.values())
+        tasks = max(len({result.task for result in some}) for some in panels.values())
         figure = new_figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
         for place, (name, some) in enumerate(panels.items()):
             axes = figure.add_subplot(1, len(panels), place + 1)
@@ -116,14 +117,14 @@ def suite_plots(run: Run) -> list[Path]:
     return written
 
 
-def _suite_curves(axes: "Axes", found: Sequence[Measured], name: str) -> None:
-    for index, task in enumerate(dict.fromkeys(one.task for one in found)):
-        rows = [{"seed": one.seed, "step": one.step, "value": one.value} for one in found if one.task == task]
+def _suite_curves(axes: "Axes", results: Sequence[Measured], name: str) -> None:
+    for index, task in enumerate(dict.fromkeys(result.task for result in results)):
+        rows = [asdict(result) for result in results if result.task == task]
         curve = _curve(rows, "value", "step")
         if curve is None:
             continue
         if task == MEAN:
-            axes.plot(curve.x, curve.ys.mean(0), color="#000000", linewidth=2.4, label="mean, centred", zorder=4)
+            axes.plot(curve.x, curve.ys.mean(0), color="#000000", linewidth=2.4, label="mean, centered", zorder=4)
         else:
             _draw(axes, curve, index, task)
     style_axes(axes, "step")
@@ -132,22 +133,22 @@ def _suite_curves(axes: "Axes", found: Sequence[Measured], name: str) -> None:
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _suite_bars(axes: "Axes", found: Sequence[Measured], name: str) -> None:
-    tasks = list(dict.fromkeys(one.task for one in found))[::-1]  # the first on top
-    values = [[one.value for one in found if one.task == task] for task in tasks]
+def _suite_bars(axes: "Axes", results: Sequence[Measured], name: str) -> None:
+    tasks = list(dict.fromkeys(result.task for result in results))[::-1]  # the first on top
+    values = [[result.value for result in results if result.task == task] for task in tasks]
     means = [sum(some) / len(some) for some in values]
     axes.barh(range(len(tasks)), means, color=PALETTE[0], height=0.6)
     for place, some in enumerate(values):
         if len(some) > 1:
-            axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one a seed
+            axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one per seed
     style_axes(axes, "value")
-    axes.set_yticks(range(len(tasks)), ["mean, centred" if task == MEAN else task for task in tasks])
+    axes.set_yticks(range(len(tasks)), ["mean, centered" if task == MEAN else task for task in tasks])
     axes.set_ylim(-0.6, len(tasks) - 0.4)
     axes.set_xlabel(name)
 
 
 def headline(run: Run) -> str:
-    """The metric that people look at first: the first of its progress line that has values."""
+    """The main metric: the first of the progress line that has values."""
     metrics = [key for key in _numeric(run.metrics()) if not key.startswith("time/")]
     if not metrics:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
@@ -159,11 +160,11 @@ def _counted_by(columns: set[str]) -> str:
 
 
 def _leading(metrics: Sequence[str]) -> list[str]:
-    """The metrics to look at first; evaluations are those of the tasks, which have standard errors, or their mean."""
+    """The metrics to show first; evaluations are those of the tasks, which have standard errors, or their mean."""
     tasks = [key for key in metrics if key.startswith("eval/") and key.endswith("/accuracy") and f"{key}_se" in metrics]
     evaluations = tasks if 1 <= len(tasks) <= 3 else ["eval/accuracy"]
-    found = [key for name in LEADING for key in (evaluations if name == "eval" else [name])]
-    return [key for key in found if key in metrics]
+    leading = [key for name in LEADING for key in (evaluations if name == "eval" else [name])]
+    return [key for key in leading if key in metrics]
 
 
 def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve]) -> "Figure":
@@ -180,13 +181,13 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
         style_axes(axes, x)
         title = f"{words(metric)} ± SE" if metric in errors else words(metric)
         axes.set_title(title, loc="left", fontsize=9)
-        if index + columns >= len(metrics):  # the lowest picture of each column says what x is
+        if index + columns >= len(metrics):  # the lowest plot of each column
             axes.set_xlabel(AXES.get(x, words(x)), fontsize=9)
     return figure
 
 
 def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
-    """The metric of each seed on the range of x that all seeds share; None where no seed has it."""
+    """The metric of each seed on the range of x that all seeds share; None if no seed has it."""
     import numpy as np
 
     seeds: dict[int, list[tuple[float, float]]] = {}
@@ -219,7 +220,7 @@ def _draw(axes: "Axes", curve: Curve, index: int, label: str | None) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure of its own: pyplot's global state is never touched, so this works in any thread."""
+    """A figure without pyplot's global state, so that this works in any thread."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -255,7 +256,7 @@ def save_figure(figure: "Figure", out: Path) -> list[Path]:
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
-    # Laid out once, not anew for each format and draw: that takes longer than the drawing.
+    # Laid out once, not again for each format: that takes longer than drawing.
     layout = figure.get_layout_engine()
     assert layout is not None
     layout.execute(figure)
@@ -267,8 +268,8 @@ def save_figure(figure: "Figure", out: Path) -> list[Path]:
 
 def _numeric(rows: list[dict[str, Any]]) -> list[str]:
     """The metrics that have a number somewhere, in the order they first appear."""
-    found = {key: None for row in rows for key, value in row.items() if _is_number(value)}
-    return [key for key in found if key not in POSITION]
+    keys = {key: None for row in rows for key, value in row.items() if _is_number(value)}
+    return [key for key in keys if key not in POSITION]
 
 
 def _is_number(value: Any) -> bool:
@@ -278,7 +279,3 @@ def _is_number(value: Any) -> bool:
 def words(name: str) -> str:
     """The name of a metric as an axis label."""
     return name.replace("eval/", "evaluation ").replace("/", " ").replace("_", " ")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,10 +1,10 @@
 """What a trainer reports: rows of metrics, timings, hooks, the trace and the progress line."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from palestra.errors import PalestraError
@@ -13,37 +13,30 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.imports import load_function
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
-from palestra.track.sinks import Stats, Tracker
+from palestra.track.sinks import SinkPlace, Tracker
 from palestra.track.trace import Tracer
 
 COLUMNS = {"steps": "step", "frames": "frame", "tokens": "tokens"}
-"""How a row and the status call what a trainer counts."""
+"""A trainer's counters by their names in rows and in the status."""
 
 
 def in_words(headline: Mapping[str, float]) -> str:
-    """Numbers as people read them: a return of hundreds needs one decimal, a loss near 1 three."""
+    """`name value` pairs: one decimal for a return of hundreds, three for a loss near 1."""
     return ", ".join(f"{name} {value:.{1 if abs(value) >= 10 else 3}f}" for name, value in headline.items())
 
 
 class Recorder:
-    """Opened after `session.restore()`: it goes on where the restored checkpoint left the session's files."""
+    """Opened after `session.restore()`: it continues the session's files where the restored checkpoint left them."""
 
     def __init__(self, session: Session, spec: ExperimentSpec, *, total: int, unit: str, show: bool):
         self.session, self.unit = session, unit
-        self.stats = Stats()
+        self.step = 0
+        """The step that spans belong to; set by the loop."""
+        self._timings: dict[str, float] = {}  # of the next row, under time/
+        project, name = spec.track.project or spec.name, f"{spec.name}-{session.seed}"
+        place = SinkPlace(session.path, project, name, session.id, plain(spec), append=True)
         with ExitStack() as files:
-            self.tracker = files.enter_context(
-                Tracker(
-                    session.path,
-                    list(spec.track.sinks),
-                    project=spec.track.project or spec.name,
-                    name=f"{spec.name}-{session.seed}",
-                    id=session.id,
-                    config=plain(spec),
-                    stats=self.stats,
-                    append=True,
-                )
-            )
+            self.tracker = files.enter_context(Tracker(place, spec.track.sinks))
             self.tracer = files.enter_context(Tracer(session.path / "trace.json", spec.track.trace, append=True))
             self.progress = files.enter_context(Progress(total, unit, spec.name, enabled=show))
             self._files = files.pop_all()
@@ -51,51 +44,52 @@ class Recorder:
         session.follow("trace.json", self.tracer.flush)
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """A stretch of work: on the trace, and as seconds under `time/` in the next row."""
-        with self.tracer.span(name), self.stats.timer(name):
-            yield
+    def span(self, name: str, **args: int) -> Iterator[None]:
+        """Time a block: an event of the trace, and seconds under `time/` in the next row."""
+        start = time.perf_counter()
+        try:
+            with self.tracer.span(name, step=self.step, **args):
+                yield
+        finally:
+            key = f"time/{name}"
+            self._timings[key] = self._timings.get(key, 0.0) + time.perf_counter() - start
 
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None:
-        """Write a row; those of its metrics that `headline` names are what people see of it."""
+        """Write a row; the metrics named by `headline` are shown on the progress line and in the status."""
         counts = {column: counters[counter] for counter, column in COLUMNS.items() if counter in counters}
         shown = {name: metrics[name] for name in headline if name in metrics}
-        self.session.progress(**counts, headline=shown)  # raises if the folder has another owner by now
-        self.tracker.log(dict(metrics), **counts)
+        self.session.progress(**counts, headline=shown)  # raises if another process owns the folder now
+        timings, self._timings = self._timings, {}
+        self.tracker.log({**timings, **metrics}, **counts)
         self.progress.update(counters[self.unit], in_words(shown))
 
     def rates(self, rates: Mapping[str, float]) -> None:
         """Wall-clock rates for the next row, with keys under `time/`."""
-        for name, value in rates.items():
-            self.stats.last(name, value)
+        self._timings |= rates
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._files.__exit__(*raised)
 
 
 class Silent:
-    """The recorder of a process that tells nothing, because another one tells the same."""
+    """The recorder of a rank that reports nothing, because the first rank reports the same."""
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Nothing is timed."""
+    step = 0
+
+    def span(self, name: str, **args: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None:
-        """Nothing is written."""
+    def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None: ...
 
-    def rates(self, rates: Mapping[str, float]) -> None:
-        """Nothing is written."""
+    def rates(self, rates: Mapping[str, float]) -> None: ...
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        pass
+    def __exit__(self, *raised: object) -> None: ...
 
 
 class HookFailed(PalestraError):
@@ -103,8 +97,8 @@ class HookFailed(PalestraError):
 
 
 @dataclass
-class Moment:
-    """What a hook sees: the row about to be written, the policy as it is now, and where the run lives."""
+class HookContext:
+    """A hook's argument: the row about to be written, the current policy, and the run's folder."""
 
     step: int
     seen: int
@@ -113,10 +107,10 @@ class Moment:
     policy: Any
     folder: Path
     stop: bool = False
-    """Set it to True to end the run here, as if it had reached its end."""
+    """Set it to True to end the run after this step, as if it were the last."""
 
 
-Hook = Callable[[Moment], dict[str, float] | None]
+Hook = Callable[[HookContext], dict[str, float] | None]
 
 
 def load_hooks(names: list[str]) -> dict[str, Hook]:
@@ -124,10 +118,12 @@ def load_hooks(names: list[str]) -> dict[str, Hook]:
     return {name: load_function(name, "hooks") for name in names}
 
 
-def call_hooks(hooks: dict[str, Hook], moment: Moment) -> None:
-    """Call each hook; numbers that it returns join the row."""
+def call_hooks(hooks: dict[str, Hook], context: HookContext) -> None:
+    """Call each hook; numbers that it returns are added to the row."""
     for name, hook in hooks.items():
         try:
-            moment.metrics.update(hook(moment) or {})
+            context.metrics.update(hook(context) or {})
         except Exception as error:
-            raise HookFailed(f"the hook {name} raised {type(error).__name__} at step {moment.step}: {error}") from error
+            raise HookFailed(
+                f"the hook {name} raised {type(error).__name__} at step {context.step}: {error}"
+            ) from error

@@ -1,10 +1,14 @@
-"""A run as its readers see it: state, spec, metrics, results, checkpoints and plots; two runs compared."""
+"""Runs as folders: how they are made, found by name and read (state, spec, metrics, checkpoints); two runs compared."""
 
+import difflib
 import json
 import os
+import re
+import uuid
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -13,22 +17,27 @@ from typing import Any
 
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
-from palestra.runs.folder import ROOT, SessionDir, Trial, find, trials
 from palestra.runs.session import read_status, state_of
-from palestra.runs.store import read_json
+from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
 from palestra.spec.renames import translated
+from palestra.work.redact import hidden, redacted
 
+ROOT = "runs"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # The state of a trial is the first of these that one of its sessions is in.
 URGENCY = ("running", "failed", "killed", "interrupted")
 
 
 class Run:
-    """A read-only view of a trial's folder, or of one session's; files are read when asked for."""
+    """A read-only view of a trial, `runs/<name>/<id>`, or of one of its sessions, `…/sessions/<seed>`.
+
+    Files are read on every access.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(os.path.abspath(path))
-        if not any((self.path / name).is_file() for name in ("trial.json", "manifest.json")):
+        if not _is_trial(self.path) and not _is_session(self.path):
             raise UsageError(f"{self.path} is not a run's folder: it has neither trial.json nor manifest.json")
 
     def __repr__(self) -> str:
@@ -45,38 +54,57 @@ class Run:
         return f"<table>{rows}</table>" + (image and f'<img src="data:image/png;base64,{image}">')
 
     @property
-    def trial(self) -> Trial:
-        """The trial's folder, also where the run is one of its sessions."""
-        return Trial(self.path) if self._is_trial else SessionDir(self.path).trial
+    def trial(self) -> "Run":
+        """The trial that a session belongs to; a trial itself."""
+        return self if _is_trial(self.path) else Run(self.path.parent.parent)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The trial's trial.json: name, id, seeds, created, command, spec."""
+        info = read_json(self.trial.path / "trial.json")
+        return info | {"spec": translated(info["spec"])}
 
     @property
     def name(self) -> str:
         """The experiment's name."""
-        return self.trial.info["name"]
+        return self.info["name"]
 
     @property
     def id(self) -> str:
         """UTC time of the start and four hexadecimal digits."""
-        return self.trial.info["id"]
-
-    @property
-    def seeds(self) -> list[int]:
-        """The seeds it was started with."""
-        return self.trial.info["seeds"] if self._is_trial else [SessionDir(self.path).seed]
+        return self.info["id"]
 
     @property
     def created(self) -> str:
         """When it was started: ISO 8601, UTC."""
-        return self.trial.info["created"]
+        return self.info["created"]
 
     @property
-    def sessions(self) -> list[SessionDir]:
-        """The sessions that have been made."""
-        return self.trial.sessions() if self._is_trial else [SessionDir(self.path)]
+    def seeds(self) -> list[int]:
+        """The seeds it was started with."""
+        return self.info["seeds"] if _is_trial(self.path) else [self.seed]
+
+    @property
+    def seed(self) -> int:
+        """The seed of a session, which is its folder's name."""
+        return int(self.path.name)
+
+    def session(self, seed: int) -> Path:
+        """The folder of a seed's session, whether it exists or not."""
+        return self.trial.path / "sessions" / str(seed)
+
+    @property
+    def sessions(self) -> "list[Run]":
+        """The sessions that have been made, by seed."""
+        if not _is_trial(self.path):
+            return [self]
+        folder = self.path / "sessions"
+        seeds = sorted(int(name) for name in os.listdir(folder) if name.isdecimal()) if folder.is_dir() else []
+        return [Run(self.session(seed)) for seed in seeds if _is_session(self.session(seed))]
 
     @property
     def state(self) -> str:
-        """new, running, done, failed, killed, interrupted, or unfinished where some seeds are done and others not."""
+        """new, running, done, failed, killed, interrupted, or unfinished: some seeds are done and others are not."""
         states = {state_of(session.path) for session in self.sessions}
         for state in URGENCY:
             if state in states:
@@ -90,10 +118,7 @@ class Run:
         """The resolved spec as plain data."""
         if self.sessions:
             return translated(read_json(self.sessions[0].path / "manifest.json")["spec"])
-        spec = self.trial.info["spec"]
-        if spec is None:
-            raise PalestraError(f"{self.path} has no session yet: it was stopped before one began")
-        return spec
+        return self.info["spec"]
 
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of all sessions or of one seed, each with its "seed"."""
@@ -108,16 +133,16 @@ class Run:
         return pandas.DataFrame(self.metrics(seed))
 
     def progress(self) -> dict[str, Any]:
-        """How far it is: the least step, frame and tokens over its sessions, and the mean of each headline metric."""
-        told = [status["progress"] for session in self.sessions if (status := read_status(session.path)) is not None]
-        keys = [key for key in ("step", "frame", "tokens") if any(key in one for one in told)]
-        least = {key: min(one.get(key, 0) for one in told) for key in keys}
-        headlines = [one.get("headline", {}) for one in told]
+        """The least step, frame and tokens over its sessions, and the mean of each headline metric."""
+        rows = [status["progress"] for session in self.sessions if (status := read_status(session.path)) is not None]
+        counts = [key for key in ("step", "frame", "tokens") if any(key in row for row in rows)]
+        headlines = [row.get("headline", {}) for row in rows]
         metrics = {metric: None for headline in headlines for metric in headline}
-        return least | {"headline": {m: fmean(one[m] for one in headlines if m in one) for m in metrics}}
+        mean = {metric: fmean(row[metric] for row in headlines if metric in row) for metric in metrics}
+        return {key: min(row.get(key, 0) for row in rows) for key in counts} | {"headline": mean}
 
     def summary(self) -> dict[str, Any]:
-        """What the trial's sessions came to (summary.json); empty until they have ended."""
+        """Results over the trial's sessions (summary.json); empty until they have ended."""
         path = self.trial.path / "summary.json"
         return read_json(path) if path.exists() else {}
 
@@ -132,32 +157,129 @@ class Run:
         return (best or max(metas, key=lambda meta: meta.step)).path
 
     def plots(self) -> list[Path]:
-        """The pictures made of it so far."""
+        """The plots made so far."""
         return sorted(path for path in (self.path / "plots").glob("*") if path.suffix in (".png", ".svg"))
 
-    @property
-    def _is_trial(self) -> bool:
-        return (self.path / "trial.json").is_file()
+
+def new_trial(
+    root: Path | str, name: str, *, seeds: Sequence[int], command: Sequence[str], spec: Mapping[str, Any]
+) -> Run:
+    """Make `root/<name>/<id>` with its trial.json, and point `root/<name>/latest` to it.
+
+    With the spec in it, a trial that is killed before its first session exists can be resumed.
+    """
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is not a valid run name: use letters, digits, '.', '_' and '-', starting with a letter or digit"
+        )
+    now = datetime.now(UTC)
+    with clear_write_errors(Path(root) / name):
+        while True:
+            path = Path(root) / name / f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:4]}"
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                if not (Path(root) / name).is_dir():  # a file is in the folder's place
+                    raise
+    trial = make_trial(path, name=name, id=path.name, seeds=seeds, command=command, spec=spec)
+    with clear_write_errors(path):
+        write_bytes(path.parent / "latest", f"{path.name}\n".encode())
+    return trial
 
 
-def open_run(ref: Path | str, root: Path | str = ROOT) -> Run:
-    """The run meant by a path, a name, name/id or the beginning of an id."""
-    return Run(find(ref, root).path)
+def make_trial(
+    path: Path, *, name: str, id: str, seeds: Sequence[int], command: Sequence[str], spec: Mapping[str, Any]
+) -> Run:
+    """Make a trial's folder with its trial.json; one that exists is kept as it is."""
+    if not _is_trial(path):
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        info = {"name": name, "id": id, "seeds": list(seeds), "created": created, "command": list(command)}
+        with clear_write_errors(path):
+            (path / "plots").mkdir(parents=True, exist_ok=True)
+            write_json(path / "trial.json", redacted({**info, "spec": spec}))
+    return Run(path)
+
+
+def refuse_secrets(spec: Mapping[str, Any], what: str) -> None:
+    """Refuse a spec with secrets in it where other processes must be able to read it from a folder."""
+    if paths := hidden(spec):
+        raise UsageError(
+            f"{what} stores its spec for all workers to read, and {' and '.join(paths)} has a secret in "
+            "it: download it first, and give the path"
+        )
 
 
 def list_runs(root: Path | str = ROOT) -> list[Run]:
     """All runs under a folder, newest first."""
-    return [Run(trial.path) for trial in trials(root)]
+    paths = [path for name in _folders(Path(root)) for path in _folders(name) if _is_trial(path)]
+    return [Run(path) for path in sorted(paths, key=_age, reverse=True)]
 
 
-def _rows(session: SessionDir) -> Iterator[dict[str, Any]]:
+def open_run(ref: Path | str, root: Path | str = ROOT) -> Run:
+    """The run meant by a path, a name (its latest), name/id, or the beginning of an id if only one begins so."""
+    root = Path(os.path.abspath(root))
+    for path in (Path(os.path.abspath(ref)), root / ref):
+        if _is_trial(path) or _is_session(path):
+            return Run(path)
+        if ((path / "latest").is_file() or path.parent == root) and (latest := _latest(path)) is not None:
+            return Run(latest)
+    return _by_prefix(str(ref), root)
+
+
+def _by_prefix(ref: str, root: Path) -> Run:
+    known = {f"{run.path.parent.name}/{run.path.name}": run for run in list_runs(root)}
+    if not known:
+        raise UsageError(f"no run {ref!r}: there are no runs in {root}")
+    matches = [key for key in known if key.startswith(ref) if "/" in ref] or [
+        key for key, run in known.items() if ref and run.path.name.startswith(ref)
+    ]
+    if len(matches) == 1:
+        return known[matches[0]]
+    if matches:
+        shown = ", ".join(matches[:5]) + (", …" if len(matches) > 5 else "")
+        raise UsageError(f"{ref!r} could be any of {len(matches)} runs: {shown}. Give more of the id.")
+    names = sorted({run.path.parent.name for run in known.values()})
+    near = difflib.get_close_matches(ref, [*names, *known], n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(names[:10])}."
+    raise UsageError(f"no run {ref!r} in {root}. {hint}")
+
+
+def _latest(folder: Path) -> Path | None:
+    pointer = folder / "latest"
+    if pointer.is_file() and _is_trial(trial := folder / pointer.read_text().strip()):
+        return trial
+    # The pointer is missing or names a run that was removed.
+    return max(filter(_is_trial, _folders(folder)), key=_age, default=None)
+
+
+def _age(trial: Path) -> tuple[str, int]:
+    """The second in the id, then when trial.json was written: at the start, unless it was resumed with changes."""
+    return trial.name.partition("-")[0], (trial / "trial.json").stat().st_mtime_ns
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            yield from (path / entry.name for entry in entries if entry.is_dir())
+
+
+def _is_trial(path: Path) -> bool:
+    return os.path.isfile(path / "trial.json")
+
+
+def _is_session(path: Path) -> bool:
+    return os.path.isfile(path / "manifest.json")
+
+
+def _rows(session: Run) -> Iterator[dict[str, Any]]:
     path = session.path / "metrics.jsonl"
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                return  # the last row, being written or torn by a kill
+                return  # the last row, still being written or torn by a kill
             try:
                 row = json.loads(line)
             except ValueError as error:
@@ -166,45 +288,32 @@ def _rows(session: SessionDir) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class SuiteResult:
-    """One number of both runs; None on the side that does not have it."""
-
-    metric: str
-    a: float | None
-    b: float | None
-
-
-@dataclass(frozen=True)
 class RunDifference:
-    """What tells two runs apart."""
+    """How two runs differ."""
 
     spec: list[Difference]
-    results: list[SuiteResult]
+    results: dict[str, tuple[float | None, float | None]]
+    """By metric; None on the side that does not have it."""
 
 
 def diff(a: Run, b: Run) -> RunDifference:
     """Spec fields that differ, and the last headline values (mean over seeds) and summaries of both runs."""
-    left, right = _numbers(a), _numbers(b)
-    results = [SuiteResult(metric, left.get(metric), right.get(metric)) for metric in {**left, **right}]
+    left, right = (dict(_leaves({**run.progress(), "summary": run.summary()})) for run in (a, b))
+    results = {metric: (left.get(metric), right.get(metric)) for metric in {**left, **right}}
     return RunDifference(differences(a.spec, b.spec), results)
-
-
-def _numbers(run: Run) -> dict[str, float]:
-    return dict(_leaves({**run.progress(), "summary": run.summary()}))
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            inner = prefix if key == "headline" else f"{prefix}{key}."
-            yield from _leaves(value, inner)
+            yield from _leaves(value, prefix if key == "headline" else f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{key}", value
 
 
 RESULTS = "results.json"
 MEAN = "centred"
-"""The name of a suite's mean centred accuracy beside its tasks."""
+"""The name of a suite's mean centered accuracy, listed with its tasks."""
 
 
 @dataclass(frozen=True)
@@ -223,17 +332,14 @@ class Measured:
 
 
 def measured(run: Run) -> list[Measured]:
-    """All that suites have measured of a run, by seed, suite, step and task; empty where it has none."""
-    return [one for session in run.sessions for one in _of_session(session.path / RESULTS, session.seed)]
-
-
-def _of_session(path: Path, seed: int) -> Iterator[Measured]:
-    if not path.exists():
-        return
-    for suite, found in read_json(path)["suites"].items():
-        for row in found["rows"]:
-            at = (seed, suite, row["step"], row["tokens"])
-            for task, result in row["tasks"].items():
-                yield Measured(*at, task, result["type"], result["value"])
-            if MEAN in row:
-                yield Measured(*at, MEAN, "mean", row[MEAN])
+    """All suite results of a run, by seed, suite, step and task."""
+    results = []
+    for session in run.sessions:
+        path = session.path / RESULTS
+        for suite, content in (read_json(path)["suites"] if path.exists() else {}).items():
+            for row in content["rows"]:
+                at = (session.seed, suite, row["step"], row["tokens"])
+                results += [Measured(*at, task, one["type"], one["value"]) for task, one in row["tasks"].items()]
+                if MEAN in row:
+                    results.append(Measured(*at, MEAN, "mean", row[MEAN]))
+    return results

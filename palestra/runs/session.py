@@ -18,7 +18,7 @@ from typing import Any, Self
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
 from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
-from palestra.runs.lease import Lease, LeaseLost, Owner
+from palestra.runs.lease import Lease, LeaseLost, Owner, repeating
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
 from palestra.spec.renames import translated
@@ -50,7 +50,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 
 
 def state_of(folder: Path) -> str:
-    """new, running, done, failed, interrupted, or killed where the status says running but its owner is dead."""
+    """new, running, done, failed, interrupted, or killed: the status says running but its owner is dead."""
     status = read_status(folder)
     if status is None:
         return "new"
@@ -79,20 +79,18 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            # None stands for a handler that was not installed from Python and cannot be put back.
+            # None: a handler that was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _Redacting(logging.Formatter):
-    """Lines, tracebacks included, without secrets."""
-
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[logging.Handler]:
-    """Copy what `palestra` loggers say, from INFO on, into the session's log.txt."""
+    """Copy what `palestra` loggers log, from INFO up, into the session's log.txt."""
     logger = logging.getLogger("palestra")
     handlers: list[logging.Handler] = []
     if not logger.hasHandlers() and logging.lastResort is not None:
@@ -116,9 +114,9 @@ def logging_to(path: Path) -> Iterator[logging.Handler]:
 
 
 HEARTBEAT_SECONDS = 2.0
-# Files that only grow and are cut back on resume, also when the resuming process does not follow them.
+# Append-only files, truncated on resume, also when the resuming process does not follow them.
 APPEND_ONLY = ("metrics.jsonl", "trace.json", "rollouts.jsonl")
-# A checkpoint is good without these: a user may have removed a large one.
+# A checkpoint is valid without these: a user may have removed a large one.
 DISPENSABLE = ("trace.json", "rollouts.jsonl")
 
 log = logging.getLogger("palestra.runs")
@@ -139,9 +137,8 @@ class Session:
         self._progress: dict[str, Any] = {}
         self._started = 0.0
         self._lease = Lease(LocalStore(path))
-        # The heartbeat's thread and the trainer's both renew, and a renewal compares with the one before it.
-        self._renewing = threading.Lock()
         self._lost: LeaseLost | None = None
+        self._warned = False
         self._log_file: logging.Handler | None = None
         self._owned: ExitStack | None = None
 
@@ -155,7 +152,9 @@ class Session:
         with clear_write_errors(path):
             (path / checkpoints.FOLDER).mkdir(parents=True, exist_ok=True)
             (path / "plots").mkdir(exist_ok=True)
-            _write_identity(path, spec_yaml, spec_data, {**manifest, "id": _new_id(path)})
+            # At most 64 characters, which is what tracking services accept.
+            id = f"{path.absolute().parent.parent.name[:40]}-{path.name[:14]}-{uuid.uuid4().hex[:8]}"
+            _write_identity(path, spec_yaml, spec_data, {**manifest, "id": id})
         return cls(path)
 
     @classmethod
@@ -172,9 +171,9 @@ class Session:
 
     @property
     def id(self) -> str:
-        """What tells it from every other session, also one of the same name elsewhere; a folder keeps it when moved."""
+        """Unique, also among sessions of the same name elsewhere; a folder keeps it when moved."""
         if "id" not in self.manifest:
-            raise UsageError(f"{self.path} was begun by an earlier version, which gave sessions no id: start a new run")
+            raise UsageError(f"{self.path} was started by an earlier version, without session ids: start a new run")
         return self.manifest["id"]
 
     @property
@@ -189,18 +188,19 @@ class Session:
             with clear_write_errors(self.path):
                 self._lease.acquire()
                 stack.callback(self._lease.release)
-                for rest in self.path.glob(".*.tmp"):  # small files a killed owner was writing
-                    rest.unlink()
+                for partial in self.path.glob(".*.tmp"):  # small files a killed owner was writing
+                    partial.unlink()
                 self._lost = None
                 self.stop_requested = False
                 stack.enter_context(stop_signals(self._request_stop))
                 self._log_file = stack.enter_context(logging_to(self.path / "log.txt"))
                 self._started = time.time()
                 before = read_status(self.path)
-                self._progress = {} if before is None else before["progress"]  # until there is news
+                self._progress = {} if before is None else before["progress"]  # until the first update
                 self._write_status("running")
             stack.push(self._conclude)
-            stack.enter_context(self._heartbeat())  # ends first, so that the concluding status is the last one written
+            # Ends first, so that the concluding status is the last one written.
+            stack.enter_context(repeating(self._beat, HEARTBEAT_SECONDS))
             self._owned = stack.pop_all()
         return self
 
@@ -212,68 +212,50 @@ class Session:
         owned.__exit__(kind, error, trace)
 
     def progress(self, *, headline: Mapping[str, float] | None = None, **counts: int) -> None:
-        """Say how far the run is: `step`, and `frame` or `tokens`; `headline` is metric → value.
+        """Set the progress: `step`, and `frame` or `tokens`; `headline` is metric → value.
 
-        Kept in memory and written with the next heartbeat.
-
-        Raises `LeaseLost` where another process has taken the folder over.
+        It is written with the next heartbeat. Raises `LeaseLost` if another process has taken the folder over.
         """
         if self._lost is not None:
             raise self._lost
-        told = dict(self._progress)  # a new dict each time: the heartbeat's thread reads the old one
-        told |= {name: int(count) for name, count in counts.items()}
+        # A new dict each time: the heartbeat's thread reads the old one.
+        progress = self._progress | {name: int(count) for name, count in counts.items()}
         if headline is not None:
-            told["headline"] = {metric: float(value) for metric, value in headline.items()}
-        self._progress = told
+            progress["headline"] = {metric: float(value) for metric, value in headline.items()}
+        self._progress = progress
 
     def _request_stop(self) -> None:
         self.stop_requested = True
 
-    def _renew(self) -> None:
-        with self._renewing:
-            self._lease.renew()
-
     def _write_status(self, state: str, error: BaseException | None = None) -> None:
         write_status(self.path, state, started=self._started, progress=self._progress, error=error)
 
-    @contextmanager
-    def _heartbeat(self) -> Iterator[None]:
-        stop = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(stop,), name="palestra-heartbeat", daemon=True)
-        thread.start()
+    def _beat(self) -> None:
+        if self._lost is not None:
+            return
         try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
-    def _beat(self, stop: threading.Event) -> None:
-        warned = False
-        while not stop.wait(HEARTBEAT_SECONDS):
-            try:
-                self._renew()
-                self._write_status("running")
-            except LeaseLost as error:
-                self._lost = error  # raised in the trainer's thread by progress() or checkpoint()
-                self.stop_requested = True
-                return
-            except OSError as error:
-                if not warned:
-                    log.warning("the heartbeat of %s cannot be written (%s); training goes on", self.path, error)
-                warned = True
+            self._lease.renew()
+            self._write_status("running")
+        except LeaseLost as error:
+            self._lost = error  # raised in the trainer's thread by progress() or checkpoint()
+            self.stop_requested = True
+        except OSError as error:
+            if not self._warned:
+                log.warning("the heartbeat of %s cannot be written (%s); training continues", self.path, error)
+            self._warned = True
 
     def _conclude(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lost is not None or isinstance(error, LeaseLost):
-            return  # the folder has another owner: its status and log are not ours to write
+            return  # the folder has another owner, who writes its status and log
         if error is None:
             state = "done"
         elif isinstance(error, Interrupted | KeyboardInterrupt):
             state = "interrupted"
         else:
             state = "failed"
-            # Into the log file alone: the terminal shows one paragraph unless the user asks for more.
+            # Into the log file only: the terminal shows one paragraph unless --debug is given.
             raised = (type(error), error, trace)
             record = logging.LogRecord(log.name, logging.ERROR, __file__, 0, "the session failed", None, raised)
             assert self._log_file is not None
@@ -288,53 +270,35 @@ class Session:
     # ---- checkpoints
 
     def follow(self, name: str, flush: Callable[[], None]) -> None:
-        """Tie an append-only file of this folder to checkpoints: `flush` brings it up to date before each."""
+        """Tie an append-only file of this folder to checkpoints: `flush` is called before each."""
         self._followed[name] = flush
 
     def checkpoint(
-        self,
-        step: int,
-        state: Any,
-        *,
-        reasons: set[str],
-        score: float | None = None,
-        metric: str | None = None,
-        counters: Mapping[str, Any] | None = None,
-        model: Callable[[Path], None] | None = None,
+        self, step: int, state: Any, *, reasons: set[str], model: Callable[[Path], None] | None = None, **about: Any
     ) -> Path:
-        """Save all state with the lengths of the append-only files, then prune; see `palestra.runs.checkpoint`."""
+        """Save all state with the sizes of the append-only files, then prune; see `palestra.runs.checkpoint.save`."""
         with clear_write_errors(self.path):
-            self._renew()  # a process that was stopped and has lost the folder must not write into it
+            self._lease.renew()  # a process that was stopped and has lost the folder must not write into it
             for flush in self._followed.values():
                 flush()
             offsets = {name: _synced_size(self.path / name) for name in self._growing()}
-            path = checkpoints.save(
-                self.path,
-                step,
-                state,
-                reasons=reasons,
-                score=score,
-                metric=metric,
-                counters=counters,
-                offsets=offsets,
-                model=model,
-            )
+            path = checkpoints.save(self.path, step, state, reasons=reasons, offsets=offsets, model=model, **about)
             checkpoints.prune(self.path)
         return path
 
     def restore(self) -> Checkpoint | None:
-        """The newest valid checkpoint (None: start afresh), with every append-only file cut back to it."""
+        """The newest valid checkpoint (None: start from scratch), with every append-only file truncated to it."""
         with clear_write_errors(self.path):
-            self._renew()
+            self._lease.renew()
             checkpoints.finish_renames(self.path)
-            found = checkpoints.newest(self.path, log.warning, self._check_offsets)
-            checkpoints.set_aside_after(self.path, -1 if found is None else found.step)
-            offsets = {} if found is None else found.meta.offsets
+            saved = checkpoints.newest(self.path, log.warning, self._check_offsets)
+            checkpoints.set_aside_after(self.path, -1 if saved is None else saved.step)
+            offsets = {} if saved is None else saved.meta.offsets
             for name in {*self._growing(), *offsets}:
                 if (self.path / name).exists():
                     size = (self.path / name).stat().st_size
                     os.truncate(self.path / name, min(size, offsets.get(name, 0)))
-        return found
+        return saved
 
     def _growing(self) -> list[str]:
         known = (name for name in APPEND_ONLY if (self.path / name).exists())
@@ -355,19 +319,16 @@ class Session:
     def check_resume(
         self, spec_data: Mapping[str, Any], allow: Sequence[str] = (), fixed: Sequence[str] = ()
     ) -> list[Difference]:
-        """Refuse a changed spec unless each changed field is at or under an allowed path; gives the allowed changes.
+        """Refuse a changed spec unless each changed field is at or under an allowed path; returns the changes.
 
         A field at or under a `fixed` path cannot be allowed: the checkpoints would not fit.
         """
-        changed = differences(self.spec_data, redacted(_plain(spec_data)))
-        stuck = [change for change in changed if any(_covers(path, change.path) for path in fixed)]
-        if stuck:
+        # As it is read back from manifest.json, so that a tuple equals its list.
+        changed = differences(self.spec_data, redacted(json.loads(json.dumps(spec_data))))
+        if stuck := [change for change in changed if any(_covers(path, change.path) for path in fixed)]:
             lines = "\n".join(f"  {change}" for change in stuck)
-            raise UsageError(
-                f"the checkpoints of {self.path} do not fit a spec changed like this:\n{lines}\nStart a new run for it."
-            )
-        refused = [change for change in changed if not any(_covers(path, change.path) for path in allow)]
-        if refused:
+            raise UsageError(f"the checkpoints of {self.path} do not fit the changed spec:\n{lines}\nStart a new run.")
+        if refused := [change for change in changed if not any(_covers(path, change.path) for path in allow)]:
             lines = "\n".join(f"  {change}" for change in refused)
             flags = " ".join(f"--allow {change.path}" for change in refused)
             raise UsageError(
@@ -397,16 +358,6 @@ def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], ma
     write_json(path / "manifest.json", redacted({**content, "spec": spec_data}))
 
 
-def _new_id(path: Path) -> str:
-    """`trial-seed-random`; of at most 64 characters, which is what services take."""
-    return f"{path.absolute().parent.parent.name[:40]}-{path.name[:14]}-{uuid.uuid4().hex[:8]}"
-
-
-def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    """As the data comes back from manifest.json, so that a tuple does not differ from its list."""
-    return json.loads(json.dumps(data))
-
-
 def _covers(allowed: str, path: str) -> bool:
     parts = allowed.split(".")
     return path.split(".")[: len(parts)] == parts
@@ -416,5 +367,5 @@ def _synced_size(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # a checkpoint must not outlive, in a power cut, the rows it counts
+        os.fsync(file.fileno())  # a checkpoint must not survive a power cut without the rows it counts
         return os.fstat(file.fileno()).st_size

@@ -1,8 +1,7 @@
 """Sharing runs: copies of run folders at a place for work in progress and at one for what is published.
 
 At a place a run is `NAME/ID/` with its files and, written last, `palestra_run.json`: the size and SHA-256 of each. What
-has no such file is no run yet, so a push that broke off is never pulled. A push looks at what is there, and sends what
-is missing or damaged.
+has no such file is not a run yet, so an interrupted push is never pulled. A push sends what is missing or damaged.
 """
 
 import hashlib
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import NAME
-from palestra.runs.run import Run
+from palestra.runs.run import NAME, Run
 from palestra.runs.store import read_json, write_bytes
 
 if TYPE_CHECKING:
@@ -35,13 +33,11 @@ def place(name: str) -> tuple[str, bool]:
     """
     if name not in PLACES:
         return _url(name), False
-    variable = PLACES[name]
-    config = Path(CONFIG).expanduser()
-    known = read_json(config) if config.is_file() else {}
-    where = os.environ.get(variable) or known.get(name)
+    variable, config = PLACES[name], Path(CONFIG).expanduser()
+    where = os.environ.get(variable) or (read_json(config) if config.is_file() else {}).get(name)
     if not where:
         raise UsageError(
-            f"where {name!r} is, nobody said: set {variable} to a folder, s3://bucket/folder or "
+            f"the place {name!r} is not configured: set {variable} to a folder, s3://bucket/folder or "
             f'hf://datasets/owner/name, or put {{"{name}": "…"}} into {CONFIG}'
         )
     return _url(where), name == "published"
@@ -50,7 +46,7 @@ def place(name: str) -> tuple[str, bool]:
 def push_run(run: Run, files: "AbstractFileSystem", path: str, *, published: bool) -> tuple[int, int]:
     """Copy a trial to a place; how many files were sent and how many were there already."""
     trial = run.trial
-    state = Run(trial.path).state
+    state = trial.state
     if state == "running":
         raise UsageError(f"{trial.path} is running: push it when it has stopped")
     if published and state != "done":
@@ -71,14 +67,14 @@ def push_run(run: Run, files: "AbstractFileSystem", path: str, *, published: boo
 
 
 def pull_run(name: str, files: "AbstractFileSystem", path: str, *, root: Path) -> Path:
-    """Copy a shared run into the folder of runs; its folder. What is there already, with the right bytes, is kept."""
+    """Copy a shared run into the folder of runs; its folder. Files that are there with the right bytes are kept."""
     with _explained(f"the pull of {name}", "Pull it again: what has come already is kept."):
         target = _find(name, files, path)
         record = _read_listing(files, target)
         if record is None:
-            raise UsageError(f"{target} is no shared run, or its push broke off: push it again")
-        folder = root / _safe(record["name"]) / _safe(record["id"])
-        _check_names(record["files"], target)
+            raise UsageError(f"{target} is not a shared run, or its push was interrupted: push it again")
+        _check_names(record, target)
+        folder = root / record["name"] / record["id"]
         made = folder if (folder / "trial.json").is_file() else folder.with_name(f".{folder.name}.partial")
         for file, about in record["files"].items():
             if _matches(made / file, about):
@@ -89,7 +85,8 @@ def pull_run(name: str, files: "AbstractFileSystem", path: str, *, root: Path) -
         if made != folder:
             folder.parent.mkdir(parents=True, exist_ok=True)
             os.replace(made, folder)
-            write_bytes(folder.parent / "latest", f"{_newest(folder.parent)}\n".encode())
+            newest = max(path.name for path in folder.parent.iterdir() if (path / "trial.json").is_file())
+            write_bytes(folder.parent / "latest", f"{newest}\n".encode())
     return folder
 
 
@@ -99,31 +96,24 @@ def _url(where: str) -> str:
 
 @contextmanager
 def _explained(what: str, then: str) -> Iterator[None]:
-    """The errors of a file system, each backend having its own, as one that says what to do."""
+    """Turn the errors of a file system, each backend having its own, into one that says what to do."""
     try:
         yield
     except PalestraError:
         raise
     except Exception as error:
-        raise PalestraError(f"{what} broke off: {type(error).__name__}: {error}. {then}") from error
+        raise PalestraError(f"{what} failed: {type(error).__name__}: {error}. {then}") from error
 
 
 def _find(name: str, files: "AbstractFileSystem", path: str) -> str:
     """The folder of a run at a place: NAME/ID, or the newest finished push of NAME."""
-    if "/" in name:
-        if not files.exists(f"{path}/{name}/{LISTING}"):
-            raise UsageError(f"there is no run {name!r} at {path}. {_known(files, path)}")
-        return f"{path}/{name}"
-    found = [f"{path}/{name}/{one}" for one in _children(files, f"{path}/{name}")]
-    complete = [one for one in found if files.exists(f"{one}/{LISTING}")]
+    ids = [name] if "/" in name else [f"{name}/{id}" for id in _children(files, f"{path}/{name}")]
+    complete = [id for id in ids if files.exists(f"{path}/{id}/{LISTING}")]
     if not complete:
-        raise UsageError(f"there is no run {name!r} at {path}. {_known(files, path)}")
-    return max(complete)
-
-
-def _known(files: "AbstractFileSystem", path: str) -> str:
-    names = _children(files, path)
-    return f"There are: {', '.join(names[:10])}." if names else "It is empty."
+        known = _children(files, path)
+        hint = f"There are: {', '.join(known[:10])}." if known else "It is empty."
+        raise UsageError(f"there is no run {name!r} at {path}. {hint}")
+    return f"{path}/{max(complete)}"
 
 
 def _children(files: "AbstractFileSystem", path: str) -> list[str]:
@@ -141,7 +131,7 @@ def _read_listing(files: "AbstractFileSystem", target: str) -> dict[str, Any] | 
         return None
     try:
         return json.loads(content)
-    except ValueError:  # torn by a kill, as it can be on a plain disk
+    except ValueError:  # torn by a kill, which a plain disk allows
         return None
 
 
@@ -159,7 +149,7 @@ def _send(
     if "hf" in files.protocol:
         _commit(files, {f"{target}/{name}": str(folder / name) for name in names} | {f"{target}/{LISTING}": listing})
         return
-    if not first:  # no reader may take the old listing for the new files
+    if not first:  # no reader may see the old listing with the new files
         files.rm_file(f"{target}/{LISTING}")
     for name in names:
         files.put_file(str(folder / name), f"{target}/{name}")
@@ -167,7 +157,7 @@ def _send(
 
 
 def _commit(files: Any, contents: dict[str, str | bytes]) -> None:
-    """Write files of a repository of the Hub at once: readers see all of them or none."""
+    """Write files to a Hub repository in one commit: readers see all of them or none."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     where = files.resolve_path(next(iter(contents)))
@@ -191,7 +181,7 @@ def _found(files: "AbstractFileSystem", target: str) -> dict[str, Any]:
 
 
 def _intact(files: "AbstractFileSystem", path: str, info: Any, source: Path, about: dict[str, Any]) -> bool:
-    """Whether a file that is there has the bytes of ours: by a checksum of the service, else by reading it."""
+    """Whether a remote file has our bytes: by a checksum of the service, else by reading it."""
     if info["size"] != about["size"]:
         return False
     if info.get("lfs"):  # of the Hub
@@ -204,12 +194,12 @@ def _intact(files: "AbstractFileSystem", path: str, info: Any, source: Path, abo
 
 def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.tmp")
-    files.get_file(source, str(beside))
-    if not _matches(beside, about):
-        beside.unlink()
-        raise PalestraError(f"{source} is damaged: its bytes are not those that were pushed. Push the run again.")
-    os.replace(beside, target)
+    temporary = target.with_name(f".{target.name}.tmp")
+    files.get_file(source, str(temporary))
+    if not _matches(temporary, about):
+        temporary.unlink()
+        raise PalestraError(f"{source} is damaged: its bytes are not the ones pushed. Push the run again.")
+    os.replace(temporary, target)
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -220,20 +210,14 @@ def _names(folder: Path) -> Iterator[str]:
         yield from ((relative / name).as_posix() for name in sorted(names) if name[0] != "." and name not in LEFT_OUT)
 
 
-def _check_names(names: dict[str, Any], target: str) -> None:
-    for name in names:
+def _check_names(record: dict[str, Any], target: str) -> None:
+    """Refuse a listing that would write outside of the run's own folder."""
+    for part in (record["name"], record["id"]):
+        if not NAME.fullmatch(part):
+            raise PalestraError(f"{target}: {part!r} is not a valid run name")
+    for name in record["files"]:
         if Path(name).is_absolute() or any(part in ("..", "") for part in name.split("/")):
-            raise PalestraError(f"{target} names a file outside of itself ({name!r}): it is no run of ours")
-
-
-def _safe(part: str) -> str:
-    if not NAME.fullmatch(part):
-        raise PalestraError(f"{part!r} is no name of a run")
-    return part
-
-
-def _newest(folder: Path) -> str:
-    return max(path.name for path in folder.iterdir() if (path / "trial.json").is_file())
+            raise PalestraError(f"{target} names a file outside of itself ({name!r}): it is not a valid run")
 
 
 def _described(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The small store: get, put and compare-and-swap of small files, on disk or in a bucket by conditional PUT."""
+"""A store of small files with compare-and-swap: on disk, or in a bucket by conditional PUT."""
 
 import fcntl
 import json
@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,18 +23,18 @@ class LocalStore:
         self.root = Path(root)
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None where there is none."""
+        """The value, or None."""
         try:
             return self._path(key).read_bytes()
         except FileNotFoundError:
             return None
 
     def put(self, key: str, data: bytes) -> None:
-        """Write the value whole: a reader sees the old one or the new one, also after a kill."""
+        """Write the value atomically: a reader sees the old one or the new one, also after a kill."""
         write_bytes(self._path(key), data)
 
     def swap(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
-        """Replace the value if it still is `expected` (None: absent); says whether it was. `new=None` removes it."""
+        """Replace the value if it still is `expected` (None: absent); whether it was. `new=None` removes it."""
         with self._locked(key):
             if self.get(key) != expected:
                 return False
@@ -44,7 +45,7 @@ class LocalStore:
             return True
 
     def unchanged(self, key: str) -> AbstractContextManager[None]:
-        """A stretch in which nobody else can swap the value."""
+        """A block in which nobody else can swap the value."""
         return self._locked(key)
 
     def _path(self, key: str) -> Path:
@@ -63,7 +64,7 @@ class LocalStore:
             try:
                 yield
             finally:
-                # Closing would not do where a child forked meanwhile has the file open too.
+                # Closing is not enough if a child forked meanwhile has the file open too.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -75,7 +76,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write atomically: beside `path`, fsynced, renamed; missing parent folders are made."""
+    """A file to write atomically: a temporary next to `path`, fsynced and renamed; parent folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
@@ -114,23 +115,23 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def clear_write_errors(path: Path | str) -> Iterator[None]:
-    """Turn an error of the disk into one that says which run folder cannot be written, and what to do."""
+    """Turn a disk error into one that says which run folder cannot be written, and what to do."""
     try:
         yield
     except OSError as error:
         where = "" if error.filename is None else f" ({error.filename})"
         raise PalestraError(
             f"cannot write the run folder {path}: {error.strerror or error}{where}. "
-            "Check its permissions and the free space; a run that had begun then goes on with palestra train --resume."
+            "Check its permissions and the free space; a started run then continues with palestra train --resume."
         ) from error
 
 
 log = logging.getLogger("palestra.runs")
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 WAITS = (0.2, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each new try of a call that failed for a while, give or take a half."""
+"""Seconds before each retry, jittered by half."""
 TRANSIENT = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ConditionalRequestConflict"}
 
 
@@ -138,66 +139,66 @@ class FsspecStore:
     """Small values by key under a URL, like `LocalStore` under a folder; never an empty value.
 
     A removed key stays as an empty object: not every bucket deletes on a condition, but all that have conditional PUT
-    replace on one. Two processes that may write the same bytes must not share a key: after an answer that was lost,
-    finding one's own bytes there is how one knows that they were written.
+    replace on one. Two processes that may write the same bytes must not share a key: after a lost response, finding
+    its own bytes there is how a process knows that they were written.
     """
 
     def __init__(self, url: str):
         self.root = url.rstrip("/")
-        self._opened: tuple[Any, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "_opened": None}  # connections do not cross processes
+        return {"root": self.root}  # connections do not cross processes
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return _filesystem(self.root)
 
     @property
     def files(self) -> Any:
         """The fsspec file system."""
-        return self._open()[0]
+        return self._opened[0]
 
     @property
     def path(self) -> str:
         """The path of the root in it."""
-        return self._open()[1]
+        return self._opened[1]
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None where there is none."""
         return self._read(key)[0]
 
     def put(self, key: str, data: bytes) -> None:
-        """Write the value whole."""
         self.try_often(f"writing {self.root}/{key}", lambda: self._put(key, data))
 
     def swap(self, key: str, expected: bytes | None, new: bytes | None) -> bool:
-        """Replace the value if it still is `expected` (None: absent); says whether it was. `new=None` removes it."""
-        found, version = self._read(key)
-        if found != expected:
+        value, version = self._read(key)
+        if value != expected:
             return False
         if new is None and expected is None:
             return True
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        lost_answer = False
+        response_lost = False
 
         def put() -> bool:
-            nonlocal lost_answer
+            nonlocal response_lost
             try:
                 self._put(key, new or b"", **condition)
             except Exception as error:
                 if _status(error) == 412:
                     return False
-                lost_answer = lost_answer or _status(error) != 409
+                response_lost = response_lost or _status(error) != 409
                 raise
             return True
 
         done = self.try_often(f"writing {self.root}/{key}", put)
-        return done or (lost_answer and self.get(key) == new)
+        return done or (response_lost and self.get(key) == new)
 
     @contextmanager
     def unchanged(self, key: str) -> Iterator[None]:
-        """Nothing can keep others from a key here: what is written under the lease must be on a condition itself."""
+        """No locks here: what is written under the lease must be a conditional write itself."""
         yield
 
-    def try_often(self, what: str, call: Callable[[], Answer]) -> Answer:
-        """Call, and again where the service or the way to it failed; then one error that says so."""
+    def try_often(self, what: str, call: Callable[[], Result]) -> Result:
+        """Call, with retries if the service or the network fails; then one error that says so."""
         for wait in (*WAITS, None):
             try:
                 return call()
@@ -208,17 +209,12 @@ class FsspecStore:
                     raise PalestraError(f"{what} failed with {type(error).__name__}: {error}") from error
                 if wait is None:
                     raise PalestraError(
-                        f"{what} failed {len(WAITS) + 1} times, at last with {type(error).__name__}: {error}. "
-                        "Check the network and the service; what is done is kept, so run it again."
+                        f"{what} failed {len(WAITS) + 1} times, last with {type(error).__name__}: {error}. "
+                        "Check the network and the service, then run it again; what is done is kept."
                     ) from error
                 log.debug("%s: %s; trying again", what, error)
                 time.sleep(wait * random.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
-
-    def _open(self) -> tuple[Any, str]:
-        if self._opened is None:
-            self._opened = _filesystem(self.root)
-        return self._opened
 
     def _read(self, key: str) -> tuple[bytes | None, str | None]:
         """The value and its version; an empty one is a removed one."""
@@ -228,14 +224,14 @@ class FsspecStore:
 
         async def get() -> tuple[bytes | None, str | None]:
             try:
-                found = await files._call_s3("get_object", **where)
+                response = await files._call_s3("get_object", **where)
             except FileNotFoundError:
                 return None, None
-            async with found["Body"] as body:
-                return await body.read() or None, found["ETag"]
+            async with response["Body"] as body:
+                return await body.read() or None, response["ETag"]
 
-        answer: Any = self.try_often(f"reading {self.root}/{key}", lambda: sync(files.loop, get))
-        return answer
+        result: Any = self.try_often(f"reading {self.root}/{key}", lambda: sync(files.loop, get))
+        return result
 
     def _put(self, key: str, data: bytes, **condition: str) -> None:
         self.files.call_s3("put_object", Body=data, **self._where(key), **condition)
@@ -251,13 +247,13 @@ def _filesystem(url: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
     if scheme not in ("s3", "s3a"):
         raise UsageError(
-            f"{url}: {scheme}:// has no write on a condition that Palestra knows, so two processes could take the same "
+            f"{url}: {scheme}:// has no conditional write that Palestra supports, so two processes could run the same "
             "step there. Use a folder or s3:// as the prefix, and copy the outputs afterwards."
         )
     try:
         import fsspec
 
-        # Tried again here and nowhere below: who retries a write on a condition has to know that the first was lost.
+        # Retries happen here and nowhere below: retrying a conditional write requires knowing that a response was lost.
         files, path = fsspec.url_to_fs(
             url,
             skip_instance_cache=True,

@@ -1,4 +1,4 @@
-"""A state tree as JSON plus arrays in the safetensors format: every type and bit comes back, and nothing is pickled."""
+"""A state tree as JSON plus arrays in the safetensors format: exact in type and bits, and nothing is pickled."""
 
 import json
 import math
@@ -23,7 +23,7 @@ CARRIERS = {
 NAMES = {carrier: name for name, carrier in reversed(CARRIERS.items())}
 # torch types that NumPy lacks: the name on disk.
 TORCH_ONLY = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
-# In the tree, a JSON object with this key stands for something JSON has no word for.
+# In the tree, a JSON object with this key encodes a type that JSON lacks.
 MARK = "$"
 
 
@@ -77,7 +77,7 @@ def unflatten(tree: Any, carriers: dict[str, np.ndarray]) -> Any:
 
 def safetensors_chunks(leaves: list[Leaf]) -> Iterator[Any]:
     """The bytes of a safetensors file in order, without copying the arrays."""
-    # Widest elements first keeps every array aligned without holes, which the format forbids.
+    # Widest elements first: every array is aligned without holes, which the format forbids.
     ordered = sorted(leaves, key=lambda leaf: -leaf.carrier.itemsize)
     header: dict[str, Any] = {}
     offset = 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, kept
 from palestra.runs.recorder import in_words
+from palestra.runs.run import refuse_secrets
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, write_json
 from palestra.search.results import Experiment, find_experiment, new_experiment, write_results

@@ -5,32 +5,30 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from palestra.errors import Interrupted, PalestraError
 from palestra.kinds.trial import Launch
-from palestra.runs.folder import Trial
-from palestra.runs.recorder import COLUMNS, Moment
+from palestra.runs.recorder import COLUMNS, HookContext
 from palestra.runs.run import Run
+from palestra.runs.run import make_trial as make_run
 from palestra.runs.session import read_status
-from palestra.runs.store import clear_write_errors, read_json, write_json
+from palestra.runs.store import read_json
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.grid import with_values
 from palestra.spec.kinds import runner
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
 from palestra.work.fanout import Resources
-from palestra.work.redact import redacted
 
 RUNG = "rung.json"
 """How far a trial runs before it pauses; a trial without this file runs to its end."""
 HOOK = "palestra.search.trials:pause_at_rung"
 
 
-def pause_at_rung(moment: Moment) -> None:
+def pause_at_rung(moment: HookContext) -> None:
     """Stop the session, as SIGTERM does, at the first row with the metric at or after its rung."""
     path = moment.folder.parent.parent / RUNG
     if not path.exists():
@@ -68,21 +66,9 @@ def trial_spec(data: Mapping[str, Any], values: Mapping[str, Any], threads: int,
     return resolved(changed)
 
 
-def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str], *, name: str, id: str) -> Trial:
+def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str], *, name: str, id: str) -> Run:
     """A trial's folder with its trial.json, as any other run has; an existing one is kept."""
-    if not (path / "trial.json").exists():
-        info = {
-            "name": name,
-            "id": id,
-            "seeds": spec.seeds,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": redacted(list(command)),
-            "spec": plain(spec),
-        }
-        with clear_write_errors(path):
-            (path / "plots").mkdir(parents=True, exist_ok=True)
-            write_json(path / "trial.json", info)
-    return Trial(path)
+    return make_run(path, name=name, id=id, seeds=spec.seeds, command=command, spec=plain(spec))
 
 
 def run_trial(path: Path, root: Path, command: Sequence[str], gpu_share: float | None) -> None:
@@ -92,7 +78,7 @@ def run_trial(path: Path, root: Path, command: Sequence[str], gpu_share: float |
 
         if torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(gpu_share)
-    trial = Trial(path)
+    trial = Run(path)
     spec = resolved(trial.info["spec"])
     try:
         runner(spec.kind)(spec, Launch(root, command, trial, show=False))

@@ -132,9 +132,9 @@ def submit(
 
 def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
     """The measurements of one seed. The keys are those of Marin's speedruns where they mean the same."""
-    from palestra.kinds.models import device_of
+    from palestra.kinds.trial import device_of
 
-    folder = done.trial.session(seed).path
+    folder = done.session(seed)
     manifest = read_json(folder / "manifest.json")
     spec = resolved(translated(manifest["spec"]))
     assert isinstance(spec, PretrainSpec)

@@ -18,9 +18,9 @@ from typing import Any
 
 from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
-from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, Owner
 from palestra.runs.manifest import git_output
+from palestra.runs.run import refuse_secrets
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
 from palestra.search.trials import make_trial, shared

@@ -1,4 +1,4 @@
-"""How far a run is, for people: a live line on a terminal, a plain line now and then elsewhere, nothing when quiet."""
+"""The progress of a run: a live line on a terminal, a plain line at intervals elsewhere, nothing when quiet."""
 
 import os
 import sys
@@ -6,25 +6,25 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Self, TextIO
 
-LIVE_EVERY = 0.25  # seconds between two drawings of the live line
+LIVE_EVERY = 0.25  # seconds between two updates of the live line
 PLAIN_FIRST, PLAIN_NEXT, PLAIN_GROWTH, PLAIN_MOST = 2.0, 10.0, 1.5, 60.0  # seconds between two plain lines
 
 
 @dataclass(slots=True)
 class Row:
-    """One thing that advances: the run, or one of its seeds."""
+    """One line: the run, or one of its seeds."""
 
     name: str
     total: int
     done: int = 0
     headline: str = ""
-    first: int | None = None  # `done` at the first update: what a resumed run did before is not this run's speed
+    first: int | None = None  # `done` at the first update: what was done before a resume does not count as speed
     since: float = field(default_factory=time.monotonic)
-    until: float | None = None  # when it was done: the others may go on
+    until: float | None = None  # when it was done: the others may continue
     task: Any = None  # rich's handle of the live line
 
     def rate(self) -> float | None:
-        """Units a second since the first update; None before there is anything to divide."""
+        """Units per second since the first update; None before there is a second one."""
         seconds = (time.monotonic() if self.until is None else self.until) - self.since
         return (self.done - self.first) / seconds if self.first is not None and self.done > self.first else None
 
@@ -44,8 +44,7 @@ class Row:
 class Progress:
     """Shows the rows of a run; a run has one row named `name`, parallel seeds one each (`update(..., row="seed 1")`).
 
-    `enabled`: None shows progress (live on a terminal, plain lines elsewhere), False nothing at all. Updates that come
-    before the next drawing is due only store two values.
+    Updates that come before the next line is due only store two values.
     """
 
     def __init__(
@@ -53,19 +52,20 @@ class Progress:
         total: int,
         unit: str = "frames",
         name: str = "",
-        enabled: bool | None = None,
+        enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         self.rows: dict[str, Row] = {}
         self.total, self.unit, self.name = total, unit, name
-        self._enabled = enabled is not False
+        self._enabled = enabled
         self._stream = stream or sys.stderr
-        self._live: Any = self._open_live() if self._enabled and _is_terminal(self._stream) else None
+        terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live: Any = self._open_live() if self._enabled and terminal else None
         self._wait = PLAIN_FIRST
         self._due = time.monotonic() + (LIVE_EVERY if self._live else self._wait)
 
     def update(self, done: int, headline: str = "", row: str | None = None) -> None:
-        """Note that `done` of the total is done; `headline` is the metric people watch, such as "return 312"."""
+        """Set that `done` of the total is done; `headline` is the main metric, such as "return 312"."""
         if not self._enabled:
             return
         name = self.name if row is None else row
@@ -80,15 +80,8 @@ class Progress:
         if time.monotonic() >= self._due:
             self._show()
 
-    def message(self, text: str) -> None:
-        """Print a line that stays, above the live one."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        elif self._enabled:
-            print(text, file=self._stream, flush=True)
-
     def close(self) -> None:
-        """Show the last state and let the terminal go."""
+        """Show the last state and release the terminal."""
         if not self._enabled:
             return
         self._show()
@@ -134,10 +127,6 @@ class Progress:
                 row.task = self._live.add_task("", total=row.total, **row.text(self.unit))
             self._live.update(row.task, completed=row.done, **row.text(self.unit))
         self._live.refresh()
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _short(x: float) -> str:

@@ -9,12 +9,11 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, Self
 
 from palestra.errors import MissingExtra, PalestraError
 from palestra.work.redact import redact, redacted
@@ -34,7 +33,9 @@ class JsonlSink:
     def __init__(self, path: Path, append: bool = False) -> None:
         self.path = path
         if append and path.exists():
-            _cut_torn_line(path)
+            data = path.read_bytes()
+            if not data.endswith(b"\n"):
+                os.truncate(path, data.rfind(b"\n") + 1)
         self._file: IO[bytes] = open(path, "ab" if append else "wb")  # noqa: SIM115 (open until close)
 
     def write(self, *rows: dict[str, Any]) -> None:
@@ -62,45 +63,46 @@ def json_line(row: dict[str, Any]) -> str:
     return json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
 
 
-def _cut_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
 @dataclass(frozen=True)
 class SinkPlace:
-    """What a service shows of a session: `id` is the same again when the session is resumed."""
+    """What a service shows of a session."""
 
     folder: Path
     project: str
     name: str
     id: str
+    """The session's, by which a service recognizes a resumed run."""
     config: dict[str, Any]
-    append: bool
+    """The resolved spec."""
+    append: bool = False
+    """Whether the session is resumed: its file and the services' runs are continued."""
 
 
-class Sink(Protocol):
-    """A service that takes rows of numbers; all three are called from one background thread."""
+class Sink:
+    """A service that takes rows of numbers; its methods are called from one background thread."""
 
-    def open(self) -> None:
-        """Import the service's package and start its run; may be slow."""
-
-    def write(self, row: dict[str, float], step: int) -> None:
-        """Take one row."""
-
-    def close(self) -> None:
-        """Finish the service's run."""
-
-
-class TensorBoardSink:
-    """Event files in `<session>/tensorboard`, written by the tensorboard package alone (no torch, no tensorflow)."""
+    run: Any
+    """Set by `open`: the service's run, with `log` and `finish`."""
 
     def __init__(self, place: SinkPlace) -> None:
         self.place = place
 
     def open(self) -> None:
-        """Start a new event file."""
+        """Import the service's package and start its run; may be slow."""
+
+    def write(self, row: dict[str, float], step: int) -> None:
+        """Log one row; W&B ignores steps that it already has from before a kill."""
+        self.run.log(row, step=step)
+
+    def close(self) -> None:
+        """Finish the service's run."""
+        self.run.finish()
+
+
+class TensorBoardSink(Sink):
+    """Event files in `<session>/tensorboard`, written by the tensorboard package alone (no torch, no tensorflow)."""
+
+    def open(self) -> None:
         writer = import_module("tensorboard.summary.writer.event_file_writer")
         self.events = import_module("tensorboard.compat.proto.event_pb2")
         self.summaries = import_module("tensorboard.compat.proto.summary_pb2")
@@ -108,9 +110,8 @@ class TensorBoardSink:
         self.purge = self.place.append
 
     def write(self, row: dict[str, float], step: int) -> None:
-        """Add one scalar for each number."""
         Event, Summary = self.events.Event, self.summaries.Summary
-        if self.purge:  # tells TensorBoard to forget what the killed run wrote from this step on
+        if self.purge:  # TensorBoard drops what the killed run wrote from this step on
             session = self.events.SessionLog(status=self.events.SessionLog.START)
             self.writer.add_event(Event(step=step, wall_time=time.time(), session_log=session))
             self.purge = False
@@ -118,110 +119,64 @@ class TensorBoardSink:
         self.writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
 
     def close(self) -> None:
-        """Write what is left."""
         self.writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Weights & Biases; WANDB_MODE=offline keeps the run in the session's folder."""
 
-    def __init__(self, place: SinkPlace) -> None:
-        self.place = place
-
     def open(self) -> None:
-        """Start the W&B run, or take it up again."""
-        wandb = import_module("wandb")
-        # Without a key wandb asks for one at the terminal, where nobody expects a question from the background.
-        if wandb.setup().settings.mode == "online" and _at_terminal() and not wandb.api.api_key:
-            raise PalestraError("there is no W&B API key: run `wandb login`, or set WANDB_MODE=offline")
+        wandb, place = import_module("wandb"), self.place
+        # Without a key wandb prompts for one at the terminal, which a background thread must never do.
+        at_terminal = sys.stdin is not None and sys.stdin.isatty()
+        if wandb.setup().settings.mode == "online" and at_terminal and not wandb.api.api_key:
+            raise PalestraError("no W&B API key: run `wandb login`, or set WANDB_MODE=offline")
         self.run = wandb.init(
-            project=self.place.project,
-            name=self.place.name,
-            id=self.place.id,
-            dir=self.place.folder,
-            config=self.place.config,
-            resume="allow" if self.place.append else None,
+            project=place.project,
+            name=place.name,
+            id=place.id,
+            dir=place.folder,
+            config=place.config,
+            resume="allow" if place.append else None,
             settings=wandb.Settings(console="off", silent=True),
         )
         if self.run.url:
             logger.info("W&B: %s", self.run.url)
 
-    def write(self, row: dict[str, float], step: int) -> None:
-        """Log one row; steps that the service already has from before a kill are left as they are."""
-        self.run.log(row, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
-
-
-class SwanlabSink:
+class SwanlabSink(Sink):
     """SwanLab; SWANLAB_MODE=offline keeps the run in the session's folder."""
 
-    def __init__(self, place: SinkPlace) -> None:
-        self.place = place
-
     def open(self) -> None:
-        """Start the SwanLab run, or take it up again."""
-        swanlab = import_module("swanlab")
+        swanlab, place = import_module("swanlab"), self.place
         self.run = swanlab.init(
-            project=self.place.project,
-            name=self.place.name,
-            id=self.place.id,
-            log_dir=str(self.place.folder / "swanlab"),
-            config=self.place.config,
-            resume="allow" if self.place.append else None,
-            settings=swanlab.Settings(interactive=False),  # never a question from the background
+            project=place.project,
+            name=place.name,
+            id=place.id,
+            log_dir=str(place.folder / "swanlab"),
+            config=place.config,
+            resume="allow" if place.append else None,
+            settings=swanlab.Settings(interactive=False),  # no prompts from the background
         )
 
-    def write(self, row: dict[str, float], step: int) -> None:
-        """Log one row."""
-        self.run.log(row, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
-
-
-class TrackioSink:
+class TrackioSink(Sink):
     """Trackio: a local database, or the Space or server that the TRACKIO_ variables name."""
 
-    def __init__(self, place: SinkPlace) -> None:
-        self.place = place
-
     def open(self) -> None:
-        """Start the Trackio run, or take it up again; Trackio knows runs by name, so the id is the name."""
-        trackio = import_module("trackio")
-        resume = "allow" if self.place.append else "never"
-        self.run = trackio.init(
-            self.place.project, name=self.place.id, group=self.place.name, config=self.place.config, resume=resume
+        place, resume = self.place, "allow" if self.place.append else "never"
+        # Trackio identifies runs by name, so the id is the name.
+        self.run = import_module("trackio").init(
+            place.project, name=place.id, group=place.name, config=place.config, resume=resume
         )
 
-    def write(self, row: dict[str, float], step: int) -> None:
-        """Log one row."""
-        self.run.log(row, step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
-
-
-def _at_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
-
-
-SINKS: dict[str, Any] = {
+SINKS: dict[str, type[Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "swanlab": SwanlabSink,
     "trackio": TrackioSink,
 }
-
-
-def make_sink(name: str, place: SinkPlace) -> Sink:
-    """Return the sink called `name`, not yet opened; a package that is not installed is an error now, not later."""
-    require_sinks([name])
-    return SINKS[name](place)
 
 
 def require_sinks(names: Iterable[str]) -> None:
@@ -232,9 +187,9 @@ def require_sinks(names: Iterable[str]) -> None:
 
 
 class Background:
-    """Runs a sink in a thread of its own: whatever the service does, training neither stops nor waits.
+    """Runs a sink in its own thread: whatever the service does, training neither stops nor waits.
 
-    A sink that fails is warned about once and dropped; one that is too slow misses rows. metrics.jsonl has them all.
+    A sink that fails is dropped with one warning; one that is too slow misses rows. metrics.jsonl has them all.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -246,7 +201,7 @@ class Background:
         self._thread.start()
 
     def write(self, row: dict[str, float], step: int) -> None:
-        """Hand over one row and return at once."""
+        """Queue one row and return at once."""
         if self._failed:
             return
         try:
@@ -257,7 +212,7 @@ class Background:
             self._lagging = True
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Let the sink finish within `seconds`; after that it is left behind."""
+        """Let the sink finish within `seconds`; after that it is abandoned."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Full):
             self._rows.put(None, timeout=0 if self._failed else seconds)
@@ -276,65 +231,21 @@ class Background:
             logger.warning("%s failed and gets no more rows: %s: %s", self._name, type(error).__name__, error)
 
 
-class Stats:
-    """Collects numbers by key and exports them as one flat row of floats. One thread owns it."""
-
-    def __init__(self) -> None:
-        self._row: dict[str, float] = {}
-
-    def last(self, key: str, value: float) -> None:
-        """Record a number; the latest is exported."""
-        self._row[key] = float(value)
-
-    @contextmanager
-    def timer(self, key: str) -> Iterator[None]:
-        """Add the seconds spent inside to `time/<key>`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"time/{key}"
-            self._row[key] = self._row.get(key, 0.0) + time.perf_counter() - start
-
-    def export(self) -> dict[str, float]:
-        """Return everything recorded since the last export, and forget it."""
-        row, self._row = self._row, {}
-        return row
-
-
 class Tracker:
-    """Logs rows of one session.
+    """Logs rows of one session: to metrics.jsonl, and to the sinks named (tensorboard, wandb, swanlab, trackio)."""
 
-    `sinks` names the sinks beside metrics.jsonl: tensorboard, wandb, swanlab, trackio. `id` is the session's, by which
-    services know a run again. `config` is the resolved spec, shown by those that show one. Rows of `stats`, if given,
-    are exported into each row. `append` continues a resumed session: the file is continued and the services' runs are
-    taken up again.
-    """
-
-    def __init__(
-        self,
-        session_dir: Path,
-        sinks: list[str],
-        *,
-        project: str,
-        name: str,
-        id: str,
-        config: dict[str, Any],
-        stats: Stats | None = None,
-        append: bool = False,
-    ) -> None:
-        self._stats = stats
-        place = SinkPlace(session_dir, project, name, id, redacted(config), append)
-        others = [make_sink(sink, place) for sink in sinks]
-        self._jsonl = JsonlSink(session_dir / "metrics.jsonl", append)
-        self._others = [Background(sink) for sink in others]
+    def __init__(self, place: SinkPlace, sinks: Sequence[str] = ()) -> None:
+        require_sinks(sinks)
+        self._jsonl = JsonlSink(place.folder / "metrics.jsonl", place.append)
+        place = replace(place, config=redacted(place.config))
+        self._others = [Background(SINKS[name](place)) for name in sinks]
 
     def log(self, row: dict[str, Any], step: int, **counts: int) -> dict[str, Any]:
-        """Write one row and return it: `step`, the other counts (`frame`, `tokens`), then metrics, `stats` first.
+        """Write one row and return it: `step`, the other counts (`frame`, `tokens`), then the metrics.
 
-        Wall-clock numbers have keys under `time/`, so that two runs can be compared number for number without them.
+        Wall-clock metrics have keys under `time/`, so that two runs can be compared number for number without them.
         """
-        full = {"step": step, **counts, **(self._stats.export() if self._stats else {}), **row}
+        full = {"step": step, **counts, **row}
         self._jsonl.write(full)
         numbers = {key: float(value) for key, value in full.items() if key != "step" and _is_number(value)}
         for sink in self._others:

@@ -1,4 +1,4 @@
-"""What happened when: spans, counters and instants as Chrome trace events, a file that Perfetto opens.
+"""A timeline of a run: spans as Chrome trace events, one file per process, which Perfetto opens; merged when read.
 
 The file is a JSON array, one event a line. The closing bracket comes with `close`; viewers do without it, so a killed
 run's trace opens too. Recording appends a tuple to memory; a background thread formats and writes once a second.
@@ -10,17 +10,20 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+NAMES = {
+    "answers", "checkpoint", "collect", "eval", "interact", "learn", "likelihood",
+    "publish", "record", "rollout", "sample", "suites", "texts", "train",
+}  # fmt: skip
+"""What Palestra's own spans are called; a reader may rely on them."""
 WRITE_EVERY = 1.0  # seconds
-MAX_WAITING = 50_000  # events in memory; beyond that, whoever records writes them himself
-
+MAX_WAITING = 50_000  # events in memory; beyond that, the recording thread writes them itself
 TAIL = 1 << 20  # bytes; the last event of a killed run is not longer
 
 Event = tuple[str, str, int, int, int, dict[str, Any]]  # phase, name, track, start (ns), duration (ns), args
@@ -28,17 +31,31 @@ Event = tuple[str, str, int, int, int, dict[str, Any]]  # phase, name, track, st
 logger = logging.getLogger("palestra.track")
 
 
+class TraceEvent(NamedTuple):
+    """A span as it is read back."""
+
+    name: str
+    track: str
+    """Role and rank: `trainer/0`, `generator/3`, `verifier/7`, `sync`."""
+    start: int
+    """Unix time in ns."""
+    duration: int
+    """In ns."""
+    args: dict[str, Any]
+    """Where they apply `step`, `version`, `group`, `tokens`."""
+
+
 class _Track(threading.local):
     """Gives each thread its own small track number, on its first event."""
 
     def __init__(self, tracer: "Tracer") -> None:
         self.id = next(tracer._numbers)
-        tracer._events.append(("M", "thread_name", self.id, 0, 0, {"name": threading.current_thread().name}))
+        thread = threading.current_thread()
+        name = tracer.track if thread is threading.main_thread() else thread.name
+        tracer._events.append(("M", "thread_name", self.id, 0, 0, {"name": name}))
 
 
 class _Span:
-    """One timed stretch; entered and left once."""
-
     __slots__ = ("args", "name", "start", "tracer")
 
     def __init__(self, tracer: "Tracer", name: str, args: dict[str, Any]) -> None:
@@ -51,14 +68,19 @@ class _Span:
         tracer = self.tracer
         if tracer.enabled:
             now = time.perf_counter_ns()
-            tracer._add(("X", self.name, tracer._track.id, self.start, now - self.start, self.args))
+            tracer._events.append(("X", self.name, tracer._track.id, self.start, now - self.start, self.args))
+            if len(tracer._events) > MAX_WAITING:
+                tracer.flush()
 
 
 class Tracer:
-    """Records events of all threads of one process into one file; `append` continues a cut or killed one."""
+    """Records spans of all threads of one process into one file; `append` continues a truncated or killed one.
 
-    def __init__(self, path: Path, enabled: bool = True, append: bool = False) -> None:
-        self.enabled = enabled
+    Spans of the main thread are on `track`, those of another thread on the track that is the thread's name.
+    """
+
+    def __init__(self, path: Path, enabled: bool = True, append: bool = False, track: str = "trainer/0") -> None:
+        self.enabled, self.track = enabled, track
         self._events: deque[Event] = deque()
         self._numbers = itertools.count(1)
         self._track = _Track(self)
@@ -81,13 +103,8 @@ class Tracer:
         self._thread.start()
 
     def span(self, name: str, **args: Any) -> _Span:
-        """Return a context manager that records the time spent inside, with `args` (plain JSON values) beside it."""
+        """A context manager that records the time spent inside, with `args` (plain JSON values)."""
         return _Span(self, name, args)
-
-    def counter(self, name: str, value: float) -> None:
-        """Record a value that is drawn over time; NaN and infinities cannot be drawn and are left out."""
-        if self.enabled and math.isfinite(value):
-            self._add(("C", name, self._track.id, time.perf_counter_ns(), 0, {"value": value}))
 
     def flush(self) -> None:
         """Write everything recorded so far."""
@@ -116,11 +133,6 @@ class Tracer:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def _add(self, event: Event) -> None:
-        self._events.append(event)
-        if len(self._events) > MAX_WAITING:
-            self.flush()
-
     def _write_now_and_then(self) -> None:
         while not self._closing.wait(WRITE_EVERY):
             self.flush()
@@ -137,14 +149,32 @@ class Tracer:
     def _line(self, event: Event) -> str:
         phase, name, track, start, duration, args = event
         line = f',\n{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{track}'
-        if phase != "M":
-            line += f',"ts":{(start - self._origin) / 1000:.3f}'  # µs
-        if phase == "X":
-            line += f',"dur":{duration / 1000:.3f}'
+        if phase == "X":  # µs
+            line += f',"ts":{(start - self._origin) / 1000:.3f},"dur":{duration / 1000:.3f}'
         return line + (f',"args":{json.dumps(args, default=str)}}}' if args else "}")
 
 
 _quoted = functools.lru_cache(maxsize=1024)(json.dumps)
+
+
+def read_traces(*paths: Path) -> list[TraceEvent]:
+    """The spans of several processes by their start; what a killed one left torn at the end is ignored."""
+    spans = []
+    for path in paths:
+        origin, tracks = 0, {}
+        for line in path.read_bytes().splitlines():
+            event = _parsed(line.rstrip(b","))
+            if event is None:
+                continue
+            where, args = (event.get("pid"), event.get("tid")), event.get("args", {})
+            if event["name"] == "start":
+                origin = args["unix_ns"]
+            elif event["name"] == "thread_name":
+                tracks[where] = args["name"]
+            elif event["ph"] == "X":
+                start, duration = origin + round(event["ts"] * 1000), round(event["dur"] * 1000)
+                spans.append(TraceEvent(event["name"], tracks[where], start, duration, args))
+    return sorted(spans, key=lambda span: span.start)
 
 
 def _cut_to_last_event(path: Path) -> int | None:
@@ -153,21 +183,22 @@ def _cut_to_last_event(path: Path) -> int | None:
         return None
     with open(path, "r+b") as file:
         file.readline()
-        try:
-            started = json.loads(file.readline().rstrip(b",\n"))["args"]["unix_ns"]
-        except (ValueError, KeyError):
+        header = _parsed(file.readline().rstrip(b",\n"))
+        if header is None:
             return None
         base = max(0, file.seek(0, os.SEEK_END) - TAIL)
         file.seek(base)
         tail = file.read().rstrip(b"\n],")
-        if not _is_event(tail[tail.rfind(b"\n") + 1 :]):
+        if _parsed(tail[tail.rfind(b"\n") + 1 :]) is None:
             tail = tail[: tail.rfind(b",\n")]
         file.truncate(base + len(tail))
-    return started
+    return header["args"]["unix_ns"]
 
 
-def _is_event(line: bytes) -> bool:
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None for a bracket or a torn event."""
     try:
-        return isinstance(json.loads(line), dict)
+        event = json.loads(line)
     except ValueError:
-        return False
+        return None
+    return event if isinstance(event, dict) else None

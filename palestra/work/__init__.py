@@ -1,1 +1,1 @@
-"""The one fan-out and the process pool under it, for everything that runs beside the main process."""
+"""The fan-out and the process pool under it, for everything that runs in parallel to the main process."""

@@ -1,12 +1,13 @@
 """The one fan-out: work items with resources, a lease, retries and a stop, run by a backend; seeds to pipeline steps.
 
-Who has much to do hands over a list of items, or an iterator that gives the next one when there is room for it, and
-takes the outcomes as they come. An iterator that gives None is asked again after the next outcome, and is at its end
-where there is none to come. A backend is asked for nothing but to run one item: another machine's plugs in there.
+The caller passes a list of items, or an iterator that is advanced when there is room for another, and consumes the
+outcomes as they come. An iterator that yields None is advanced again after the next outcome; it ends when no outcome is
+left to wait for. A backend runs one item at a time: other machines plug in there.
 """
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -23,125 +24,125 @@ from palestra.work.worker import output_to
 
 log = logging.getLogger("palestra.work")
 
-STOP_SECONDS = 60.0  # to save, after being asked to stop
-SILENT_SECONDS = 300.0  # without a sign of life a worker is taken for hung and killed
+STOP_SECONDS = 60.0  # to save, after a stop was requested
+SILENT_SECONDS = 300.0  # without a heartbeat a worker counts as hung and is killed
 RETRY_SECONDS = 60.0  # at most, between two attempts
-WAIT_SECONDS = 0.25  # between two looks at the stop and at the progress
+WAIT_SECONDS = 0.25  # between two polls of the stop and calls of progress
 TAKEN = "another process has taken it over"
-ASK_SECONDS = 0.05  # between two looks at those who were asked to stop
+ASK_SECONDS = 0.05  # between two polls of items that are stopping
 
 
 class Leased(Protocol):
-    """Keeps an item from being run twice, wherever else its owner's like may be."""
+    """Keeps an item from being run twice by several fan-outs."""
 
     def acquire(self) -> None:
-        """Take it; raises `RunBusy` where another has it."""
+        """Take it; raises `RunBusy` if another has it."""
 
     def renew(self) -> None:
-        """Beat; raises `LeaseLost` where another has taken it over."""
+        """Heartbeat; raises `LeaseLost` if another has taken it over."""
 
     def release(self) -> None:
-        """Give it back; one that was lost is left to its new owner."""
+        """Release it; one that was lost is left to its new owner."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A function to be called with its arguments, and under what conditions."""
+    """A picklable function with its arguments, resources and retry policy."""
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...] | Callable[[], tuple[Any, ...]] = ()
-    """Or what gives them when an attempt begins, called here with the lease held."""
+    """Or a function that returns them when an attempt starts, called here with the lease held."""
     cores: int = 1
-    """Compute threads; an item that asks for more than there is runs alone."""
+    """Compute threads; an item that needs more than there are runs alone."""
     gpu: float = 0.0
-    """Share of one GPU, where there are any."""
+    """Share of one GPU, if there are any."""
+    memory: int = 0
+    """Bytes of main memory; an item that needs more than there is runs alone."""
     timeout: float | None = None
     """Seconds after which it is killed; not in line."""
     retries: int = 0
-    """New attempts after a failure: one second later, then two, four and so on."""
+    """New attempts after a failure: after one second, then two, four and so on."""
     log: Path | None = None
-    """The file that takes what it prints."""
+    """A file for its output."""
     lease: Leased | None = None
     done: Callable[[bool], bool] = lambda held: False
-    """Whether nothing is left to do: asked before the lease is taken, and again (`held`) before the first attempt."""
+    """Whether nothing is left to do: called before the lease is taken, and again (`held`) before the first attempt."""
     complete: "Callable[[WorkOutcome], None]" = lambda outcome: None
-    """Called here after each attempt, with the lease held; what it raises is the error of the attempt."""
+    """Called here after each attempt, with the lease held; an error that it raises is the attempt's."""
 
 
 @dataclass(frozen=True)
 class WorkOutcome:
-    """What an item came to: a value, or the error with its own traceback."""
+    """The value of an item, or the error with its own traceback."""
 
     item: WorkItem
     value: Any = None
     error: BaseException | None = None
-    """CancelledError: killed, as it did not end when it was asked to. LeaseLost: another process has it now."""
+    """CancelledError: killed, as it did not end within the grace. LeaseLost: another process has the item now."""
     seconds: float = 0.0
     """Of the last attempt."""
     attempts: int = 0
-    """0: it was done already, or could not begin."""
+    """0: it was done already, or could not start."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What the items of one fan-out share: cores, and GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """What the items of one fan-out share: cores, GPUs as CUDA_VISIBLE_DEVICES names them, bytes of main memory."""
 
     cores: int = 1
     gpus: Sequence[str] = ()
+    memory: float = math.inf
 
 
 class Stop:
-    """Asks a fan-out to end; may be called by a signal handler."""
+    """Requests the end of a fan-out; may be called by a signal handler."""
 
     requested = False
 
     def __call__(self) -> None:
-        """Begin no more, ask what runs to save and end, kill it when the time for that is over."""
+        """Start no more items, let running ones save and end, kill them after the grace."""
         self.requested = True
 
 
 class Handle(Protocol):
-    """An attempt at an item, wherever it runs: a `concurrent.futures.Future` that can be asked to end."""
+    """An attempt at an item, wherever it runs: like a `concurrent.futures.Future`, with a cooperative end."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Call when it has ended, from any thread."""
+        """Call `fn` when it has ended, from any thread."""
 
     def done(self) -> bool:
         """Whether it has ended."""
-        ...
 
     def result(self) -> Any:
-        """The value; raises the error, CancelledError where it was cancelled."""
+        """The value; raises the error, or CancelledError."""
 
     def ask_to_end(self) -> None:
-        """Ask it to save and end; may be called often."""
+        """Request that it saves and ends; idempotent."""
 
     def cancel(self) -> object:
-        """End it, now."""
+        """Kill it."""
 
 
 class Backend(Protocol):
     """Where items run."""
 
     def submit(self, item: WorkItem, args: tuple[Any, ...], gpu: str | None) -> Handle:
-        """Begin an attempt at an item, on that GPU."""
-        ...
+        """Start an attempt at an item, on that GPU."""
 
     def close(self) -> None:
-        """End all there is to end; no attempt runs any more."""
+        """End all workers; no attempt runs any more."""
 
 
 class _Called(Future):
-    def ask_to_end(self) -> None:
-        """It has ended."""
+    def ask_to_end(self) -> None: ...
 
 
 class Inline:
     """Runs an item in this process, while the fan-out waits."""
 
     def submit(self, item: WorkItem, args: tuple[Any, ...], gpu: str | None) -> Handle:
-        """Call the function; KeyboardInterrupt and the like end the fan-out, not the item."""
+        """Call the function; a KeyboardInterrupt ends the fan-out, not the item."""
         called = _Called()
         try:
             with output_to(None if item.log is None else str(item.log)):
@@ -150,14 +151,13 @@ class Inline:
             called.set_exception(error)
         return called
 
-    def close(self) -> None:
-        """Nothing runs."""
+    def close(self) -> None: ...
 
 
 class Processes:
-    """Runs items in worker processes, kept for the next item that needs the same; `env` is added to their environment.
+    """Runs items in worker processes, reused by items with the same needs; `env` is added to their environment.
 
-    One pool of one worker for each, so that each has its own GPU in its environment.
+    One pool of one worker each, so that each has its own GPU in its environment.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Processes:
         return task
 
     def close(self) -> None:
-        """End the workers, all of them at once."""
+        """End the workers, all at once."""
         for pool in self._pools:
             pool.close()
         for pool in self._pools:
@@ -200,21 +200,21 @@ def run(
     renew: float = 2.0,
     progress: Callable[[Mapping[str, str]], None] = lambda states: None,
 ) -> Generator[WorkOutcome, None, None]:
-    """Run the items as far as resources and leases allow; their outcomes in the order in which they end.
+    """Run the items as far as resources and leases allow; yields their outcomes in the order in which they end.
 
-    An outcome comes with its lease still held, until the next is asked for. Close the iterator (`contextlib.closing`):
-    what then runs is asked to end, as at a stop. Those that never began have no outcome.
+    The lease of an outcome is held until the next one is requested. Close the iterator (`contextlib.closing`): items
+    that then run are stopped as by `stop`. Items that never started have no outcome.
 
     Args:
-        tasks: The items; from an iterator each is taken when there is room for it.
+        tasks: The items; an iterator is advanced when there is room for another.
         resources: What may be used at once.
         backend: Where they run; closed at the end.
-        stop: Once requested no more begin, and what runs is asked to save and end.
-        grace: Seconds until what was asked to end is killed.
-        follow: Once an item has failed, seconds until all the others are killed; None: they go on.
-        look: Seconds between two looks at an item whose lease another process holds.
+        stop: Once requested, no more items start, and running ones are asked to save and end.
+        grace: Seconds until items that were asked to end are killed.
+        follow: Seconds from the first failure until all other items are killed; None: they continue.
+        look: Seconds between two attempts to get a lease that another process holds.
         renew: Seconds between two renewals of a lease.
-        progress: Called now and then with the state of each item on hand: waiting, running or elsewhere.
+        progress: Called repeatedly with the state of each known item: waiting, running or elsewhere.
     """
     fan = _FanOut(iter(tasks), resources, backend, stop or Stop(), grace, follow, look, renew)
     try:
@@ -225,11 +225,11 @@ def run(
 
 @dataclass(eq=False)
 class _Entry:
-    """An item on hand."""
+    """An item that was pulled and has not ended."""
 
     item: WorkItem
     attempts: int = 0
-    due: float = 0.0  # when to look at it again
+    due: float = 0.0  # when to try it next
     state: str = "waiting"
     lost: bool = False
     handle: Handle | None = None
@@ -253,7 +253,7 @@ class _FanOut:
         self.entries: list[_Entry] = []
         self.held: list[_Entry] = []  # those whose lease is ours
         self.ended: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
-        self.quiet = False  # the source has nothing until there is another outcome
+        self.quiet = False  # the source has yielded None: nothing until the next outcome
         self.deadline: float | None = None  # when what runs is killed
         self.closing = threading.Event()
         self.beating = threading.Thread(target=self._beat, name="palestra-leases", daemon=True)
@@ -271,17 +271,18 @@ class _FanOut:
             if (entry := self._await_one()) is not None:
                 yield from self._conclude(entry)
         for entry in list(self.entries):
-            if entry.failed is not None:  # it waited to be tried again
+            if entry.failed is not None:  # it waited for a retry
                 yield from self._end(entry, entry.failed)
 
     def _begin(self) -> Iterator[WorkOutcome]:
         while not self.stop.requested:
             now = time.monotonic()
-            entry = next((one for one in self.entries if one.handle is None and one.due <= now), None) or self._pull()
+            waiting = [entry for entry in self.entries if entry.handle is None and entry.due <= now]
+            entry = waiting[0] if waiting else self._pull()
             if entry is None or not self._fits(entry.item):
                 return
             yield from self._start(entry)
-            if entry.handle is not None and entry.handle.done():  # in line: its outcome first
+            if entry.handle is not None and entry.handle.done():  # inline: its outcome first
                 return
 
     def _pull(self) -> _Entry | None:
@@ -298,19 +299,21 @@ class _FanOut:
         return [entry for entry in self.entries if entry.handle is not None]
 
     def _fits(self, item: WorkItem) -> bool:
-        running = [entry.item.cores for entry in self._running()]
+        running = [entry.item for entry in self._running()]
         fits_gpu = not item.gpu or self._gpu()[0] + item.gpu <= 1.0 + 1e-9
-        return not running or (fits_gpu and sum(running) + item.cores <= self.resources.cores)
+        fits_memory = sum(other.memory for other in running) + item.memory <= self.resources.memory
+        fits_cores = sum(other.cores for other in running) + item.cores <= self.resources.cores
+        return not running or (fits_gpu and fits_memory and fits_cores)
 
     def _gpu(self) -> tuple[float, str | None]:
-        """How much of the freest GPU is taken, and which it is."""
+        """The used share of the least used GPU, and its name."""
         gpus = self.resources.gpus
-        taken = [(sum(one.item.gpu for one in self.entries if one.gpu == gpu), i) for i, gpu in enumerate(gpus)]
+        taken = [(sum(entry.item.gpu for entry in self.entries if entry.gpu == gpu), i) for i, gpu in enumerate(gpus)]
         share, index = min(taken, default=(0.0, 0))
         return share, gpus[index] if gpus else None
 
     def _start(self, entry: _Entry) -> Iterator[WorkOutcome]:
-        """Begin an attempt, unless another process has the item, or has done it."""
+        """Start an attempt, unless another process has the item, or has done it."""
         item, held = entry.item, entry in self.held
         try:
             if entry.lost:
@@ -336,10 +339,10 @@ class _FanOut:
         entry.handle.add_done_callback(lambda handle: self.ended.put(entry))
 
     def _await_one(self) -> _Entry | None:
-        """The next to have ended; None when it is time to look at something else."""
+        """The next item to end; None after a while, to poll the stop and retries."""
         now, patience = time.monotonic(), WAIT_SECONDS
         for entry in self.entries:
-            if entry.handle is None:  # one that is due waits for room
+            if entry.handle is None:  # an item that is due waits for room
                 patience = min(patience, entry.due - now) if entry.due > now else patience
             elif entry.lost or (self.deadline is not None and now >= self.deadline):
                 entry.handle.cancel()
@@ -350,7 +353,7 @@ class _FanOut:
         return None
 
     def _conclude(self, entry: _Entry) -> Iterator[WorkOutcome]:
-        """Take what an attempt came to: the outcome, or another attempt."""
+        """Handle the end of an attempt: the outcome, or a retry."""
         assert entry.handle is not None
         handle, entry.handle, entry.gpu = entry.handle, None, None
         outcome = WorkOutcome(entry.item, seconds=time.monotonic() - entry.began, attempts=entry.attempts)
@@ -373,7 +376,7 @@ class _FanOut:
         seconds = min(RETRY_SECONDS, 2.0 ** (entry.attempts - 1))
         entry.failed, entry.due = outcome, time.monotonic() + seconds
         first = str(getattr(error, "message", error)).strip().partition("\n")[0]
-        log.warning("%s failed and is tried again in %g s: %s", entry.item.name, seconds, redact(first))
+        log.warning("%s failed, retrying in %g s: %s", entry.item.name, seconds, redact(first))
 
     def _end(self, entry: _Entry, outcome: WorkOutcome) -> Iterator[WorkOutcome]:
         self.entries.remove(entry)
@@ -384,7 +387,7 @@ class _FanOut:
             self._release(entry)
 
     def close(self) -> None:
-        """End what still runs: asked, and killed when its time is over; at once where that was done already."""
+        """End what still runs: cooperatively, then by kill; at once if the grace is over already."""
         running = [entry.handle for entry in self.entries if entry.handle is not None]
         until = 0.0 if self.deadline is not None else time.monotonic() + self.grace
         try:
@@ -409,8 +412,8 @@ class _FanOut:
         self.held.remove(entry)
         try:
             entry.item.lease.release()
-        except (OSError, PalestraError) as error:  # then it is taken over when this process has ended
-            log.warning("the lease on %s could not be given back: %s", entry.item.name, error)
+        except (OSError, PalestraError) as error:  # it is then taken over when this process has ended
+            log.warning("the lease on %s could not be released: %s", entry.item.name, error)
 
     def _beat(self) -> None:
         while not self.closing.wait(self.renew):
@@ -421,5 +424,5 @@ class _FanOut:
                 except LeaseLost:
                     entry.lost = True
                 except (OSError, PalestraError, RuntimeError) as error:
-                    if entry in self.held:  # else it was released meanwhile
+                    if entry in self.held:  # not released meanwhile
                         log.warning("the lease on %s could not be renewed: %s", entry.item.name, error)

@@ -1,8 +1,8 @@
 """Ends a pool's workers and their children when the pool's process is gone, even by SIGKILL.
 
-A pool starts one guard, as a script of its own outside every group it may have to end. On stdin it is told the process
+A pool starts one guard, as a separate script outside every group it may have to kill. Its stdin lists the process
 groups: "+123" for one that started, "-123" for one that ended. A worker cannot do this for itself: the kernel's
-parent-death signal ends it before it could end its children, and a worker stuck in C runs no code at all.
+parent-death signal kills it before it could kill its children, and a worker stuck in C runs no code at all.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 
 
 def main(parent: int) -> None:
-    """Keep the list of groups until stdin closes or the parent is another; then kill what is left."""
+    """Track the groups until stdin closes or the parent changes; then kill what is left."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     groups: set[int] = set()

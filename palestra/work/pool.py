@@ -1,8 +1,8 @@
-"""The process pool: fresh interpreters that run tasks, can be killed at any moment, and never outlive the pool.
+"""The process pool: fresh interpreters that run tasks, can be killed at any time, and never outlive the pool.
 
 Workers are started as `python -c`, not through multiprocessing, so a script or notebook needs no
-`if __name__ == "__main__"`. Each worker is a session of its own: killing one ends its children too, and Ctrl-C at a
-terminal reaches only the main process. Each is served by one thread here.
+`if __name__ == "__main__"`. Each worker has its own process session: killing one ends its children too, and Ctrl-C at
+a terminal reaches only the main process. Each is served by one thread here.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class PoolTask(Future):
         super().__init__()
         self.name = name
         self._order = (payload, None if log is None else str(log), timeout)
-        self._lock = threading.RLock()  # a worker is signalled only while it runs this very task
+        self._lock = threading.RLock()  # a worker is signaled only while it runs this task
         self._process: Process | None = None
         self._asked = self._unwanted = False
 
@@ -45,7 +45,7 @@ class PoolTask(Future):
             if self.cancelled():
                 return True
             if super().cancel():
-                self.set_running_or_notify_cancel()  # wakes as_completed now, not when a worker comes by
+                self.set_running_or_notify_cancel()  # wakes as_completed now, not when a worker is free
                 return True
             if self.done():
                 return False
@@ -67,9 +67,9 @@ class PoolTask(Future):
             return not self.cancelled() and self.set_running_or_notify_cancel()
 
     def run_in(self, process: Process, silence: float | None) -> bool:
-        """Run in that worker and keep what comes of it; a worker that is of no more use is killed.
+        """Run in that worker and set the outcome; a worker in an unknown state is killed.
 
-        False if the worker turned out to be dead before the task began: the task still waits for one.
+        False if the worker was dead before the task started: the task still needs one.
         """
         with self._lock:
             self._process = process
@@ -89,10 +89,10 @@ class PoolTask(Future):
         return True
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Keep the outcome and wake those who wait for it."""
+        """Set the outcome and wake its waiters."""
         with self._lock:
             self._process = None
-            self._order = (b"", None, None)  # a large payload is not kept as long as the task
+            self._order = (b"", None, None)  # free a large payload before the task itself
             if self._unwanted:
                 error = CancelledError()
             self.set_result(value) if error is None else self.set_exception(error)
@@ -101,8 +101,8 @@ class PoolTask(Future):
 class Pool:
     """Runs tasks in `workers` processes, each capped at `threads` compute threads, with `env` added to its environment.
 
-    A worker that gives no sign of life for `heartbeat_timeout` seconds of a task (stopped, or stuck in C with the
-    interpreter lock) is killed. Leaving the `with` block waits for the tasks; leaving it by an exception stops them.
+    A worker without a heartbeat for `heartbeat_timeout` seconds of a task (stopped, or stuck in C with the interpreter
+    lock) is killed. Leaving the `with` block waits for the tasks; leaving it by an exception stops them.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Pool:
     ) -> PoolTask:
         """Queue `fn(*args, **kwargs)`; `fn` may be "module:function", which only the worker imports.
 
-        `timeout` seconds count from when the worker has loaded the function. `log` takes everything that the task
-        prints; without it, that goes where the main process prints.
+        `timeout` seconds count from when the worker has loaded the function. `log` is a file for everything that the
+        task prints; without it, the output goes to the main process's.
         """
         if self._closed:
             raise RuntimeError("the pool is closed")
@@ -151,7 +151,7 @@ class Pool:
         return task
 
     def stop(self, grace: float = 10.0) -> None:
-        """Cancel what waits, ask what runs to save and end (SIGTERM), kill what is left after `grace` seconds."""
+        """Cancel queued tasks, ask running ones to save and end (SIGTERM), kill what is left after `grace` seconds."""
         deadline = time.monotonic() + grace
         self._stopping = True
         with contextlib.suppress(queue.Empty):
@@ -184,7 +184,7 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Take no more tasks; what waits and runs goes on."""
+        """Accept no more tasks; queued and running ones continue."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)
@@ -205,7 +205,7 @@ class Pool:
         process: Process | None = None
         while True:
             if not self._closed:
-                with contextlib.suppress(OSError):  # the next task tries again, and says why it cannot
+                with contextlib.suppress(OSError):  # the next task retries and reports the error
                     process = self._ready(process)
             task = self._waiting.get()
             if task is None:
@@ -227,7 +227,7 @@ class Pool:
             process.end(ask=True)
 
     def _ready(self, process: Process | None) -> Process:
-        """The worker if it can take a task, else a fresh one in its place."""
+        """The worker if it is alive, else a new one."""
         if process is not None and process.alive():
             return process
         if process is not None:

@@ -1,4 +1,4 @@
-"""A worker as the main process holds it: started, given a task, listened to, killed with its whole group."""
+"""The main process's handle of a worker: started, sent a task, polled, killed with its whole group."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from palestra.errors import PalestraError
 from palestra.work.worker import Failure
 
-LOAD_SECONDS = 60.0  # for starting a worker and importing what the task needs, before its own timeout begins
+LOAD_SECONDS = 60.0  # for starting a worker and importing what the task needs, before its own timeout starts
 END_SECONDS = 2.0  # for an idle worker to end by itself
 # sys.path as it is here, before palestra is looked for: a worker finds modules where the main process finds them.
 BOOT = """
@@ -50,7 +50,7 @@ class WorkerDied(PalestraError):
 
 
 class DiedIdle(Exception):
-    """A worker was already dying, between two tasks, when it was sent one: the task never began."""
+    """A worker was already dying, between two tasks, when it was sent one: the task never started."""
 
 
 class Process:
@@ -124,7 +124,7 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self, ask: bool) -> None:
-        """Let the worker end, by itself if asked, and its group with it."""
+        """End the worker, cooperatively if `ask`, and its whole group."""
         if ask:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 self._connection.send_bytes(b"")
@@ -140,12 +140,12 @@ def _death(code: int | None) -> str:
         return "closed its connection and was killed"
     if code >= 0:
         return f"exited with code {code} in the middle of it"
-    hint = " (the system kills so when memory runs out)" if code == -signal.SIGKILL else ""
+    hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _rebuilt(failure: Failure) -> BaseException:
-    """The worker's exception; in words only, if its class is not already imported here or does not unpickle."""
+    """The worker's exception; a RuntimeError with its text if its class is not imported here or does not unpickle."""
     if failure.pickled is not None and failure.module in sys.modules:
         with contextlib.suppress(Exception):
             return pickle.loads(failure.pickled)

@@ -1,14 +1,14 @@
-"""Secrets stay out of what is written: values of variables whose names look secret, secrets in URLs, and known forms.
+"""Redacts secrets: values of environment variables with secret names, secrets in URLs, and known key formats.
 
-As a script it is a filter: of its stdin, what comes up to the first NUL names a log, and the rest is appended to that,
-redacted. A worker prints through one, so that also what its children print, and what a killed one said last, is seen
-to. It runs without site-packages: nothing but the standard library is imported here.
+As a script it is a filter: its stdin up to the first NUL names a log, and the rest is appended to that, redacted. A
+worker prints through one, so that the output of its children and the last output of a killed task are redacted too. It
+runs without site-packages: only the standard library is imported here.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SECRET = re.compile(
@@ -16,16 +16,16 @@ SECRET = re.compile(
     r"|CONNECTION_STRING|WEBHOOK|(?:^|_)DSN$",
     re.IGNORECASE,
 )
-"""What the name of a variable that holds a secret has in it."""
+"""In the name of a variable that holds a secret."""
 SHORTEST = 8
-"""Values of fewer characters are words that texts are full of (`true`, `enabled`), not secrets that can be hidden."""
+"""Shorter values are common words (`true`, `enabled`), not secrets."""
 REDACTED = "(redacted)"
 PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#@:\"'<>]*:)[^\s/?#\"'<>]+(?=@)", re.IGNORECASE | re.ASCII)
 ACCOUNT = re.compile(r"(\bhttps?://)[^\s/?#@:\"'<>]+(?=@)", re.IGNORECASE | re.ASCII)
-"""`https://TOKEN@host`; elsewhere a name alone is a place: `abfs://container@account`, `ssh://git@host`."""
+"""`https://TOKEN@host`; in other schemes a name alone is no secret: `abfs://container@account`, `ssh://git@host`."""
 QUERY = re.compile(r"((?:[?&]|&amp;|\\u0026)([\w.%\[\]-]+)=)[^\s&#\"'<>\\]+", re.ASCII)
 SIGNATURE = re.compile(r"signature|^sig$", re.IGNORECASE)
-"""What a signed URL calls that which makes it one, besides what `SECRET` finds (`X-Amz-Credential`, `token`)."""
+"""Names of signatures in signed URLs, besides those of `SECRET` (`X-Amz-Credential`, `token`)."""
 FORM = re.compile(
     r"""(?<![A-Za-z0-9_])(?:
     hf_[A-Za-z0-9]{30,} | (?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9]) | AIza[\w-]{35} | npm_[A-Za-z0-9]{36}
@@ -35,7 +35,7 @@ FORM = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
-"""What services make their keys look like. Hashes, run ids and names of models have none of these forms."""
+"""Key formats of services. Hashes, run ids and model names do not match."""
 PLACED = re.compile(
     r"""(
     \bhttps://(?:hooks\.slack\.com/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/|[\w.-]+\.webhook\.office\.com/)
@@ -44,48 +44,51 @@ PLACED = re.compile(
     )[^\s"'<>;,()&\\]{12,}""",
     re.VERBOSE | re.ASCII,
 )
-"""What stands behind the address of a webhook, or is assigned to a name in capitals, as in a diff of `.env`."""
+"""The path of a webhook URL, or the value assigned to a name in capitals, as in a diff of `.env`."""
 LONGEST_WORD = 8192
-"""Bytes without a space up to which a log is held back, as they may be half a URL."""
+"""The most bytes without a space to hold back, as they may be half a URL."""
 
 
 def secrets(environment: Mapping[str, str] | None = None) -> list[str]:
-    """The values to hide, in each form in which they get printed; the longest first, as one may be part of another."""
-    found: set[str] = set()
+    """The values to hide, in every form they are printed in; longest first, as one may be part of another."""
+    forms: set[str] = set()
     for name, value in (os.environ if environment is None else environment).items():
         value = value.strip()
-        # A file of credentials, or the socket of an agent, is a place and no secret.
+        # A credentials file or an agent's socket is a path, not a secret.
         if name == "PWD" or not SECRET.search(name) or len(value) < SHORTEST or os.path.exists(value):
             continue
         lines = [line.strip() for line in value.splitlines()]  # a PEM key is printed line by line
         for text in {value, *(line for line in lines if len(line) >= SHORTEST)}:
-            found |= {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
-    return sorted(found, key=len, reverse=True)
+            forms |= {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
+    return sorted(forms, key=len, reverse=True)
 
 
-def redact(text: str) -> str:
-    """The text without secrets."""
-    return _redact(text, secrets())
+def redact(text: str, known: Iterable[str] | None = None) -> str:
+    """The text without secrets; `known` are values to hide, by default those of the environment."""
+    for secret in secrets() if known is None else known:
+        text = text.replace(secret, REDACTED)
+    return _without_likely_secrets(text)
 
 
-def redacted(value: Any) -> Any:
-    """Plain data without secrets: in texts, keys and values, at any depth."""
-    return _redacted(value, secrets())
+def redacted(value: Any, known: Sequence[str] | None = None) -> Any:
+    """Plain data without secrets, in keys and values at any depth."""
+    known = secrets() if known is None else known
+    if isinstance(value, str):
+        return redact(value, known)
+    if isinstance(value, Mapping):
+        return {redacted(key, known): redacted(item, known) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, known) for item in value]
+    return value
 
 
 def hidden(value: Any, path: str = "") -> list[str]:
-    """Where in plain data secrets stand, as dotted paths."""
+    """The dotted paths of secrets in plain data."""
     if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in hidden(item, f"{path}.{key}" if path else str(key))]
+        return [place for key, item in value.items() for place in hidden(item, f"{path}.{key}" if path else str(key))]
     if isinstance(value, list | tuple):
-        return [found for index, item in enumerate(value) for found in hidden(item, f"{path}.{index}")]
+        return [place for index, item in enumerate(value) for place in hidden(item, f"{path}.{index}")]
     return [path] if isinstance(value, str) and redact(value) != value else []
-
-
-def _redact(text: str, known: Iterable[str]) -> str:
-    for secret in known:
-        text = text.replace(secret, REDACTED)
-    return _without_likely_secrets(text)
 
 
 def _without_likely_secrets(text: str) -> str:
@@ -95,29 +98,18 @@ def _without_likely_secrets(text: str) -> str:
     return QUERY.sub(_parameter, text) if "=" in text else text
 
 
-def _parameter(found: re.Match[str]) -> str:
-    name = found[2]
-    return found[1] + REDACTED if SECRET.search(name) or SIGNATURE.search(name) else found[0]
-
-
-def _redacted(value: Any, known: list[str]) -> Any:
-    if isinstance(value, str):
-        return _redact(value, known)
-    if isinstance(value, Mapping):
-        return {_redacted(key, known): _redacted(item, known) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_redacted(item, known) for item in value]
-    return value
+def _parameter(match: re.Match[str]) -> str:
+    secret = SECRET.search(match[2]) or SIGNATURE.search(match[2])
+    return match[1] + REDACTED if secret else match[0]
 
 
 class Terminal:
-    """Standard output or error without secrets: each text that is written is redacted by itself."""
+    """A text stream that redacts each text written to it."""
 
     def __init__(self, stream: Any):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text."""
         self._stream.write(redact(text))
         return len(text)
 
@@ -126,9 +118,9 @@ class Terminal:
 
 
 class Stream:
-    """Redacts bytes that come in pieces: `feed` gives what is certain, `rest` what was held back as half a secret.
+    """Redacts a byte stream in pieces: `feed` returns what is complete, `rest` what was held back.
 
-    Held back is the last word, which may be half a URL, and what may be the beginning of a known secret.
+    Held back are the last word, which may be half a URL, and what may be the beginning of a known secret.
     """
 
     def __init__(self, hidden: Iterable[str]):
@@ -158,7 +150,7 @@ def _overlap(data: bytes, secret: bytes) -> int:
 
 
 def main() -> None:
-    """Filter stdin into the file that it names first, until all who write are gone."""
+    """Filter stdin into the file that it names first, until all writers have closed it."""
     stream, data = Stream(secrets()), b""
     while b"\0" not in data:
         more = os.read(0, 1 << 16)

@@ -1,6 +1,6 @@
-"""A worker's side: takes one task after another from the pool's socket, runs each in its main thread, sends what came.
+"""The worker's side: receives tasks from the pool's socket, runs each in its main thread, sends the outcome.
 
-Messages are pickled pairs. To the worker: (payload, log file or None), or nothing at all to end. From the worker:
+Messages are pickled pairs. To the worker: (payload, log file or None), or an empty message to end. From the worker:
 ("beat", None) every second of a task, ("running", None) once function and arguments are loaded, then
 ("result", pickled value) or ("failed", Failure).
 """
@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as it crosses processes: in words, and pickled where it can be."""
+    """An exception as it crosses processes: as text, and pickled if possible."""
 
     module: str
     type_name: str
@@ -43,7 +43,7 @@ class Failure:
 
 
 def pack(value: Any) -> bytes:
-    """Pickle, with cloudpickle where pickle cannot: lambdas, local classes, and what a script itself defines.
+    """Pickle, with cloudpickle for what pickle cannot: lambdas, local classes, and what a script itself defines.
 
     The standard pickle names a script's own functions by `__main__`, which in a worker is another module.
     """
@@ -66,11 +66,11 @@ def pack(value: Any) -> bytes:
 
 
 def main(socket: int, parent: int) -> None:
-    """Serve tasks until told to end; if the pool's process is gone, end the whole process group."""
+    """Serve tasks until the pool ends it; if the pool's process is gone, kill the whole process group."""
     _die_with(parent)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a task that is killed has said what it printed
+            stream.reconfigure(line_buffering=True)  # the output of a killed task is not lost
     os.set_inheritable(socket, False)
     connection = Connection(socket)
     sending, busy = threading.Lock(), threading.Event()
@@ -78,7 +78,7 @@ def main(socket: int, parent: int) -> None:
     def send(kind: str, data: Any = None) -> None:
         try:
             connection.send_bytes(pickle.dumps((kind, data), pickle.HIGHEST_PROTOCOL))
-        except OSError:  # nobody listens any more
+        except OSError:  # the pool is gone
             os.killpg(0, signal.SIGKILL)
 
     def beat() -> None:
@@ -139,12 +139,12 @@ def _failure(error: BaseException) -> Failure:
 
 @contextlib.contextmanager
 def output_to(log: str | None) -> Iterator[None]:
-    """Send everything written to stdout and stderr, also by C code and children, to the end of a file."""
+    """Append everything written to stdout and stderr, also by C code and children, to a file."""
     if log is None:
         yield
         return
-    kept = [os.dup(1), os.dup(2)]
-    os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))  # an error of the task, where it cannot be
+    originals = [os.dup(1), os.dup(2)]
+    os.close(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))  # an unusable path fails the task
     redacting, file = _redacting(log)
     try:
         for number in (1, 2):
@@ -152,20 +152,20 @@ def output_to(log: str | None) -> Iterator[None]:
         os.close(file)
         yield
     finally:
-        for number, original, stream in zip((1, 2), kept, (sys.stdout, sys.stderr), strict=True):
+        for number, original, stream in zip((1, 2), originals, (sys.stdout, sys.stderr), strict=True):
             stream.flush()
             os.dup2(original, number)
             os.close(original)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task still prints: it may go on
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a child of the task may still print
             redacting.wait(DRAIN_SECONDS)
 
 
 _spare: list[tuple["subprocess.Popen[bytes]", int]] = []
-"""A filter for the next task's log: to start one takes longer than many a step."""
+"""A filter process for the next task's log, started ahead: starting one takes longer than many tasks."""
 
 
 def _redacting(log: str) -> tuple["subprocess.Popen[bytes]", int]:
-    """A filter that keeps secrets out of the log, and where to write to it."""
+    """A filter process that keeps secrets out of the log, and the pipe to write to."""
     process, write = _spare.pop() if _spare else _filter()
     _spare.append(_filter())
     os.write(write, os.fsencode(log) + b"\0")
@@ -173,7 +173,7 @@ def _redacting(log: str) -> tuple["subprocess.Popen[bytes]", int]:
 
 
 def _filter() -> tuple["subprocess.Popen[bytes]", int]:
-    """A process of its own group: what a killed task said last is in the pipe, and is read to its end."""
+    """Outside the worker's group, so that the last output of a killed task is still read from the pipe."""
     read, write = os.pipe()
     try:
         process = subprocess.Popen(

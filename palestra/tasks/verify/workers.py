@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.folder import ROOT
+from palestra.runs.run import ROOT
 from palestra.spec.imports import known_objects, objects_in
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.task import Completion, Problem, Status, Task, Verdict, make_task
