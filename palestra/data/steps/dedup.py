@@ -60,7 +60,6 @@ Keep = Callable[["Decision", Iterator[Row]], Iterator[Row | Drop]]
 
 HASHES, SETS, DECIDED = "hashes", "sets", "decided"  # phases before the documents'
 SEPARATORS: dict[str, str] = {"paragraphs": "\n\n", "lines": "\n"}
-READ_BYTES = 1 << 24
 BATCH_ROWS, BATCH_CHARACTERS = 1024, 1 << 16
 DIGEST_BYTES, KEY_BYTES = 16, 8
 
@@ -151,11 +150,10 @@ class HashedShards:
         return [_file(self.folder(HASHES), shard.number).stat().st_size // self.width for shard in self.shards]
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The hashes of all shards, (texts, width) bytes at a time."""
-        for shard in self.shards:
-            with _file(self.folder(HASHES), shard.number).open("rb") as file:
-                while data := file.read(READ_BYTES // self.width * self.width):
-                    yield np.frombuffer(data, np.uint8).reshape(-1, self.width)
+        """The hashes of each shard, (texts, width) bytes, mapped."""
+        for shard, count in zip(self.shards, self.counts(), strict=True):
+            if count:  # an empty file cannot be mapped
+                yield np.memmap(_file(self.folder(HASHES), shard.number), np.uint8, "r", shape=(count, self.width))
 
 
 def _dedup(
