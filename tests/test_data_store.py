@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from palestra.data.encoders import TextEncoder
 from palestra.data.readers import shards
-from palestra.data.steps import tokenize as tokenise
+from palestra.data.steps import tokenize as tokenize
 from palestra.data.steps.tokenize import build_store
 from palestra.data.store import Documents, Example, TokenStore, Windows
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
@@ -352,14 +352,14 @@ def test_build_of_no_text_is_refused(tmp_path):
 
 def test_build_of_a_shard_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     found = write_shards(tmp_path / "a", [["ab"]])
-    encode = tokenise._encode
+    encode = tokenize._encode
 
     def meanwhile(*arguments):
         (tmp_path / "a" / "0.jsonl").write_text('{"text": "cd"}\n')
         os.utime(tmp_path / "a" / "0.jsonl", (1, 1))
         return encode(*arguments)
 
-    monkeypatch.setattr(tokenise, "_encode", meanwhile)
+    monkeypatch.setattr(tokenize, "_encode", meanwhile)
     with pytest.raises(PalestraError, match=r"0\.jsonl was changed while it was read"):
         build_store(tmp_path / "store", found, BYTES)
 

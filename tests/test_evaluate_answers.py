@@ -23,8 +23,8 @@ from palestra.generate.types import Request, Result, Sampling
 from palestra.rollout.workflows import single_turn
 from palestra.spec.kinds.posttrain import TaskEval
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Status, Verdict
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Status, Verdict
+from palestra.tasks.verify.workers import Verifiers
 
 TOKENIZER = small_tokenizer()
 BOTH = TaskEval(problems=100, greedy=True, samples=4, k=[1, 2, 4], temperature=1.3)
@@ -49,10 +49,10 @@ def evaluated(
     **changes: Any,
 ) -> Evaluation:
     generator = generator or LocalGenerator(engine or engine_of(), drive="caller")
-    with Judges(uses) as judges:
+    with Verifiers(uses) as judges:
         asked = ask(uses, judges.tasks, TOKENIZER, settings.problems)
         options = {"context": CONTEXT, "max_new_tokens": NEW, "seed": 3} | changes
-        return pumped(generator, evaluate_tasks(generator, TOKENIZER, judges.judge, asked, settings, **options), look)
+        return pumped(generator, evaluate_tasks(generator, TOKENIZER, judges.verify, asked, settings, **options), look)
 
 
 def test_evaluation_equals_a_plain_loop_over_the_engine():
@@ -69,7 +69,7 @@ def test_evaluation_equals_a_plain_loop_over_the_engine():
             record = by_key[problem.id, mode]
             assert [answer.text for answer in record.answers] == [one.text for one in result.generations]
             assert [answer.tokens for answer in record.answers] == [len(one.tokens) for one in result.generations]
-            verdicts = [task.judge(problem, Answer(one.text or "")) for one in result.generations]
+            verdicts = [task.verify(problem, Completion(one.text or "")) for one in result.generations]
             correct = sum(verdict.status == Status.CORRECT for verdict in verdicts)
             assert record.right == correct
             right += correct if mode == "greedy" else 0
@@ -103,10 +103,10 @@ def test_generator_with_its_own_thread_gives_the_same():
     expected = evaluated(use(size=5))
 
     async def run(generator: LocalGenerator) -> Evaluation:
-        with Judges([use(size=5)]) as judges:
+        with Verifiers([use(size=5)]) as judges:
             asked = ask([use(size=5)], judges.tasks, TOKENIZER, 100)
             return await evaluate_tasks(
-                generator, TOKENIZER, judges.judge, asked, BOTH, context=CONTEXT, max_new_tokens=NEW, seed=3
+                generator, TOKENIZER, judges.verify, asked, BOTH, context=CONTEXT, max_new_tokens=NEW, seed=3
             )
 
     with LocalGenerator(engine_of(), drive="thread") as generator:

@@ -226,7 +226,7 @@ def test_answers_that_could_not_be_judged_are_asked_again_by_a_resume(tmp_path, 
 
 def test_stop_signal_saves_and_a_resume_goes_on(tmp_path, model, monkeypatch):
     spec = spec_of(model, letters("fragile", "Fragile", size=60), eval__samples=0, eval__max_new_tokens=30)
-    judge = eval_tasks.Letters.judge
+    judge = eval_tasks.Letters.verify
 
     def stopping(self, problem, answer):
         if eval_tasks.Fragile.judged == 20:
@@ -235,7 +235,7 @@ def test_stop_signal_saves_and_a_resume_goes_on(tmp_path, model, monkeypatch):
 
     monkeypatch.setattr("palestra.evaluate.completions.ROWS", {"cpu": 8, "cuda": 8})
     with monkeypatch.context() as patch:
-        patch.setattr(eval_tasks.Letters, "judge", stopping)
+        patch.setattr(eval_tasks.Letters, "verify", stopping)
         with pytest.raises(Interrupted, match=r"of 60 with everything saved; continue with: palestra train --resume"):
             run(tmp_path, spec)
     stopped = palestra.open_run("scores", tmp_path / "runs")

@@ -255,14 +255,14 @@ def letters() -> Tokenizer:
 
 
 def test_suite_has_the_value_of_every_task_and_their_centred_mean(tmp_path):
-    from palestra.tasks.verify.workers import Judges
+    from palestra.tasks.verify.workers import Verifiers
 
     spec, tokenizer = write_suite(tmp_path), letters()
     model = small_model(vocab=tokenizer.vocab_size, deviation=0.3)
-    with Judges(spec.tasks) as judges:
+    with Verifiers(spec.tasks) as judges:
         suite = open_suite("mine", spec, judges.tasks, tokenizer)
-        result = measure(suite, model, tokenizer, judges.judge, eos=[tokenizer.eos or 0])
-        again = measure(suite, model, tokenizer, judges.judge, eos=[tokenizer.eos or 0])
+        result = measure(suite, model, tokenizer, judges.verify, eos=[tokenizer.eos or 0])
+        again = measure(suite, model, tokenizer, judges.verify, eos=[tokenizer.eos or 0])
     assert again == result
     assert [len(suite.choices[0].items), len(suite.texts[0].items), len(suite.questions[0].questions)] == [7, 6, 6]
     tasks = result["tasks"]

@@ -33,7 +33,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, odd: steps through all 6
 
 
 def stream_key(seed: int, *names: str | int) -> int:
-    """A 64-bit key for the stream `names` of `seed`; neighbouring seeds and other names give unrelated keys."""
+    """A 64-bit key for the stream `names` of `seed`; neighboring seeds and other names give unrelated keys."""
     text = "\0".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -105,7 +105,7 @@ def _mix(values: Keys) -> Keys:
     """A bijection of 64-bit numbers in which each bit of the input flips each bit of the output half the time.
 
     Of arrays only: numpy warns of the wanted overflow where it works on a single number.
-    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
+    The finalizer of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -109,7 +109,7 @@ class Tokenizer:
         self.config = config
         self.chat_template = chat_template
         self.named_specials = named_tokens(config)
-        self._serialised = json.dumps(document, ensure_ascii=False)
+        self._serialized = json.dumps(document, ensure_ascii=False)
         added = document["added_tokens"]
         self.special_ids: frozenset[int] = frozenset(entry["id"] for entry in added if entry["special"])
         self.special_strings: tuple[str, ...] = tuple(entry["content"] for entry in added if entry["special"])
@@ -143,7 +143,7 @@ class Tokenizer:
         """Write a folder that `load` and transformers' AutoTokenizer read to the same ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._serialised, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self._serialized, encoding="utf-8")
         # Any other class lets transformers 5 build its own rules over the vocabulary and pass over those in
         # tokenizer.json: SmolLM's, a GPT2Tokenizer, would lose its rule for digits.
         config = {**self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -170,7 +170,7 @@ class Tokenizer:
 
         Chat templates write their own.
         """
-        names = _opening(json.loads(self._serialised).get("post_processor"))
+        names = _opening(json.loads(self._serialized).get("post_processor"))
         if not names and self.config.get("add_bos_token") and self.bos is not None:
             return (self.bos,)
         ids = (self._backend.token_to_id(self._secret.get(name, name)) for name in names)
@@ -195,7 +195,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that decides which ids a text gets, whatever order or spacing the file had."""
-        document = json.loads(self._serialised)
+        document = json.loads(self._serialized)
         rules = {key: value for key, value in document.items() if key not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(rules, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -419,7 +419,7 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
 
     The file holds the longest token's length, then a score, a length and the bytes for each token; how many there are
     stands in the model's file. run.c puts a space before the text, looks up each character (or writes its bytes), and
-    merges the neighbours whose joined piece has the highest score, the leftmost first, until none is left. That is BPE
+    merges the neighbors whose joined piece has the highest score, the leftmost first, until none is left. That is BPE
     in which every way to split a piece is a merge, ranked by the piece's score.
     """
     data = Path(path).read_bytes()

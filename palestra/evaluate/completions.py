@@ -26,7 +26,7 @@ from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Generator, Sampling, StopReason
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Episode, Judge, Workflow, encode_problem
+from palestra.rollout.episode import Episode, Verify, Workflow, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.workflows import make_workflow, single_turn
 from palestra.spec.kinds.evaluate import AnswerEval
@@ -107,7 +107,7 @@ class Questions:
 
 
 def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer, problems: int) -> list[Questions]:
-    """The first `problems` of each task's split, tokenized; `tasks` are by label, as `Judges` has them."""
+    """The first `problems` of each task's split, tokenized; `tasks` are by label, as `Verifiers` has them."""
     asked = []
     for use in uses:
         task, split = tasks[use.label], tasks[use.label].problems(use.split)
@@ -142,7 +142,7 @@ class Evaluation:
 async def evaluate_tasks(
     generator: Generator,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     asked: Sequence[Questions],
     settings: TaskEval,
     *,
@@ -162,7 +162,7 @@ async def evaluate_tasks(
     Args:
         generator: Writes the completions.
         tokenizer: The model's.
-        judge: `Judges.judge`.
+        judge: `Verifiers.verify`.
         asked: What `ask` gives; it reads data, so do it before the loop is busy.
         settings: Which completions to sample; its `max_new_tokens` and `problems` are for the caller to read.
         context: The longest sequence of the model, in tokens.
@@ -197,7 +197,7 @@ async def evaluate_tasks(
                     stop=questions.stops,
                 ),
                 generator=generator,
-                judge=judge,
+                verify=judge,
                 tokenizer=tokenizer,
                 context=context,
             )
@@ -287,7 +287,7 @@ def evaluate_model(
     model: Transformer,
     tokenizer: Tokenizer,
     eos: Iterable[int],
-    judge: Judge,
+    judge: Verify,
     asked: Sequence[Questions],
     settings: AnswerEval,
     *,

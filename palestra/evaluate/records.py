@@ -34,7 +34,7 @@ class VerifiedCompletion:
     @classmethod
     def of(cls, trajectory: Trajectory) -> "VerifiedCompletion":
         """Of a workflow's trajectory."""
-        return cls(trajectory.completion, trajectory.drawn, trajectory.stop_reason, trajectory.verdict)
+        return cls(trajectory.completion, trajectory.sampled, trajectory.stop_reason, trajectory.verdict)
 
     @property
     def correct(self) -> bool:
@@ -165,9 +165,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 def _wilson(share: float, n: int) -> tuple[float, float]:
     """Of a share of n (Wilson, 1927). Unlike resampling it does not call 5 of 5 certain."""
     scale = 1 + NORMAL**2 / n
-    centre = (share + NORMAL**2 / (2 * n)) / scale
+    center = (share + NORMAL**2 / (2 * n)) / scale
     reach = NORMAL / scale * math.sqrt(share * (1 - share) / n + NORMAL**2 / (4 * n * n))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    return max(0.0, center - reach), min(1.0, center + reach)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:

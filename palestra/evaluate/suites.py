@@ -25,7 +25,7 @@ from palestra.evaluate.likelihood import (
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Judge
+from palestra.rollout.episode import Verify
 from palestra.runs.run import RESULTS
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.evaluate import EvaluateSpec
@@ -58,7 +58,7 @@ class Suite:
 
 
 def open_suite(label: str, spec: EvaluateSpec, tasks: Mapping[str, Task], tokenizer: Tokenizer) -> Suite:
-    """Read the data of a suite; `tasks` are by label, as `Judges` has them.
+    """Read the data of a suite; `tasks` are by label, as `Verifiers` has them.
 
     Few-shot examples are sampled by the suite's seed, not by the run's: every model gets the same prompts.
     """
@@ -93,7 +93,7 @@ def measure(
     suite: Suite,
     model: Transformer,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     *,
     eos: Iterable[int],
     look: Callable[[], None] = lambda: None,

@@ -40,7 +40,7 @@ from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
 from palestra.spec.shape import precision
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
@@ -69,13 +69,13 @@ class Asked:
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
-    """Evaluate with every seed of the spec, then summarise."""
+    """Evaluate with every seed of the spec, then summarize."""
     device = device_of(spec)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     launch = replace(launch, init=str(_model_folder(spec, launch)))
     # A spec that cannot run ends here, before it has a folder.
-    with Judges(spec.tasks, root=launch.root) as judges:
+    with Verifiers(spec.tasks, root=launch.root) as judges:
         asked = _asked(spec, launch, judges, spec.seed)
     trial = run_sessions(
         spec,
@@ -105,7 +105,7 @@ def run_session(folder: Path, launch: Launch) -> None:
     try:
         with session, ExitStack() as stack:
             session.restore()
-            judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
             asked = _asked(spec, launch, judges, session.seed)
             setup = check_setup(session.path, _setup(spec, asked, launch, session.seed))
             record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
@@ -123,7 +123,7 @@ class _Evaluating:
         session: Session,
         launch: Launch,
         asked: Asked,
-        judges: Judges,
+        judges: Verifiers,
         record: Recorder,
     ):
         self.spec, self.session, self.launch, self.asked = spec, session, launch, asked
@@ -205,7 +205,7 @@ class _Evaluating:
                 model,
                 start.tokenizer,
                 start.eos,
-                self.judges.judge,
+                self.judges.verify,
                 self.asked.questions,
                 self.spec.eval,
                 device=device_of(self.spec),
@@ -233,7 +233,7 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
+def _asked(spec: EvaluateSpec, launch: Launch, judges: Verifiers, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)

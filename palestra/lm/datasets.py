@@ -1,4 +1,4 @@
-"""From the data of a spec to examples by index: tokenizers are made, texts tokenised once, parts held out."""
+"""From the data of a spec to examples by index: tokenizers are made, texts tokenized once, parts held out."""
 
 import hashlib
 import json
