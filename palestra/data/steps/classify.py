@@ -136,7 +136,7 @@ def classify(
     known = load_classifier(str(model)).classes
     if keep is not None and keep not in known:
         raise UsageError(f"keep: {keep!r} is not a class of {model}; its classes are {', '.join(known)}")
-    work = _Score(str(model), column, keep, threshold)
+    work = partial(_score, str(model), column, keep, threshold)
     recipe = {"column": column, "keep": keep, "threshold": threshold, "classes": list(known)}
     map_documents(
         out, source, work, "classify", recipe, workers, text_key=text_key, split=split, compression=compression
@@ -164,22 +164,15 @@ class _Hyper:
     seed: int
 
 
-@dataclass(frozen=True)
-class _Score:
-    model: str
-    column: str
-    keep: str | None
-    threshold: float
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        classifier = load_classifier(self.model)
-        for row in rows:
-            values = [round(float(value), 6) for value in classifier.scores(row["text"])]
-            scores = dict(zip(classifier.classes, values, strict=True))
-            if self.keep is not None and scores[self.keep] < self.threshold:
-                yield Drop(f"{self.keep} below {self.threshold:g}")
-            else:
-                yield {**row, self.column: scores}
+def _score(model: str, column: str, keep: str | None, threshold: float, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    classifier = load_classifier(model)
+    for row in rows:
+        values = [round(float(value), 6) for value in classifier.scores(row["text"])]
+        scores = dict(zip(classifier.classes, values, strict=True))
+        if keep is not None and scores[keep] < threshold:
+            yield Drop(f"{keep} below {threshold:g}")
+        else:
+            yield {**row, column: scores}
 
 
 def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: ShardSource) -> dict[str, Any]:

@@ -210,10 +210,9 @@ Work = Callable[[Iterator[Row]], Iterator[Row | Drop]]
 
 @dataclass(frozen=True)
 class ByShard:
-    """Work that is not the same for all shards."""
+    """Work that depends on the shard: called with its number and its rows."""
 
-    of: Callable[[int], Work]
-    """The work for the shard of a number."""
+    function: Callable[[int, Iterator[Row]], Iterator[Row | Drop]]
 
 
 def map_documents(
@@ -320,7 +319,7 @@ def _map_shard(
                 yield row
 
     with row_writer(shard_path(out, DOCS, source.number, compression), compression) as write:
-        for row in (work.of(source.number) if isinstance(work, ByShard) else work)(rows()):
+        for row in work.function(source.number, rows()) if isinstance(work, ByShard) else work(rows()):
             if isinstance(row, Drop):
                 drop(row)
             elif write(row):
