@@ -246,23 +246,20 @@ def _train(out: Path, hyper: _Hyper, corpus: _Corpus) -> np.ndarray:
     for epoch in range(done, hyper.epochs):
         order = rows[permutation(len(rows), stream_key(hyper.seed, "epoch", epoch))]
         for start in range(0, len(order), BATCH):
-            _update(weights, squares, corpus, order[start : start + BATCH], hyper.lr)
+            batch = order[start : start + BATCH]
+            buckets, values, firsts = corpus.batch(batch)
+            error = _softmax(np.add.reduceat(weights[buckets] * values[:, None], firsts))  # (batch, classes)
+            error[np.arange(len(batch)), corpus.labels[batch]] -= 1
+            sizes = np.diff(firsts, append=len(buckets))
+            each = np.repeat(error / len(batch), sizes, axis=0) * values[:, None]
+            used, places = np.unique(buckets, return_inverse=True)
+            gradient = np.stack([np.bincount(places, each[:, k], len(used)) for k in range(each.shape[1])], 1)
+            # In place: the two are far larger than what a batch touches.
+            squares[used] += gradient**2
+            weights[used] -= hyper.lr * gradient / (np.sqrt(squares[used]) + EPSILON)
         with written(state) as file:
             np.savez(file, weights=weights, squares=squares, done=epoch + 1)
     return weights
-
-
-def _update(weights: np.ndarray, squares: np.ndarray, corpus: _Corpus, rows: np.ndarray, lr: float) -> None:
-    """One step, in place: the two are far larger than what a batch touches."""
-    buckets, values, firsts = corpus.batch(rows)
-    error = _softmax(np.add.reduceat(weights[buckets] * values[:, None], firsts))  # (batch, classes)
-    error[np.arange(len(rows)), corpus.labels[rows]] -= 1
-    sizes = np.diff(firsts, append=len(buckets))
-    each = np.repeat(error / len(rows), sizes, axis=0) * values[:, None]
-    used, places = np.unique(buckets, return_inverse=True)
-    gradient = np.stack([np.bincount(places, each[:, k], len(used)) for k in range(each.shape[1])], 1)
-    squares[used] += gradient**2
-    weights[used] -= lr * gradient / (np.sqrt(squares[used]) + EPSILON)
 
 
 def _confusion(weights: np.ndarray, corpus: _Corpus) -> np.ndarray:
