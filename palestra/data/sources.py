@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -101,7 +101,11 @@ def push(source: Path, url: str) -> CacheRecord:
     if not URL.fullmatch(url):
         raise UsageError(f"cannot push to {url!r}: a URL is needed, such as s3://bucket/folder")
     folder = source if source.is_dir() else source.parent
-    names = sorted(_visible_files(folder)) if source.is_dir() else [source.name]
+    names = [source.name]
+    if source.is_dir():
+        paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+        names = sorted(path.as_posix() for path in visible if path.as_posix() != MARKER)
     if not names:
         raise UsageError(f"there are no files in {folder} to push")
     known = read_json(source / MARKER) if (source / MARKER).is_file() else {}
@@ -180,13 +184,6 @@ def _not_found(ref: str, kind: Kind, root: Path, tried: list[tuple[str, str]]) -
 
 def _children(folder: Path) -> list[str]:
     return [str(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-
-
-def _visible_files(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts) and name.as_posix() != MARKER:
-            yield name.as_posix()
 
 
 def _put_marker(files: "AbstractFileSystem", path: str, record: CacheRecord) -> None:
