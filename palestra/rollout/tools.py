@@ -131,7 +131,7 @@ async def _calculator(expression: str) -> str:
 
 def _python() -> Tool:
     """Runs a program in the sandbox; the result is its output, and the last line of an error."""
-    from palestra.tasks.sandbox import Sandbox
+    from palestra.tasks.sandbox.sandbox import Sandbox
 
     sandbox = Sandbox()
     sandbox.start()  # raises now where the machine cannot isolate programs

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from palestra.errors import UsageError
 from palestra.tasks.dataset import load_rows, text_of
-from palestra.tasks.sandbox import Sandbox
+from palestra.tasks.sandbox.sandbox import Sandbox
 from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
 
