@@ -9,7 +9,7 @@ from typing import Any, get_args
 import typer
 from typer.main import get_command
 
-from palestra.cli.lab import STARTERS, examples, summary
+from palestra.cli.examples import STARTERS, examples, summary
 from palestra.spec.algorithm import PRESETS
 from palestra.spec.kinds import KINDS, spec_type
 from palestra.spec.kinds.control import AlgorithmSpec

@@ -141,42 +141,18 @@ def enjoy(
     return play(found, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
 
 
-def chat(
-    model: str | Path,
-    *,
-    system: str | None = None,
-    temperature: float = 0.7,
-    max_new_tokens: int = 512,
-    dtype: str = "auto",
-    device: str = "auto",
-    root: str | Path = "runs",
-) -> None:
-    """Talk with a model in the terminal."""
+def chat(model: str | Path, *, root: str | Path = "runs", **settings: Any) -> None:
+    """Chat with a model in the terminal; `settings` are the options of `palestra chat`."""
     with _missing_extra():
         from palestra.kinds.serving import chat as talk
-    talk(
-        model,
-        system=system,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        device=device,
-        root=Path(root),
-    )
+    talk(model, root=Path(root), **settings)
 
 
-def serve(
-    model: str | Path,
-    *,
-    dtype: str = "auto",
-    device: str = "auto",
-    root: str | Path = "runs",
-    **settings: Any,
-) -> None:
-    """Serve a model over HTTP until a signal ends it; `settings` are those of `palestra serve`."""
+def serve(model: str | Path, *, root: str | Path = "runs", **settings: Any) -> None:
+    """Serve a model over HTTP until SIGINT or SIGTERM; `settings` are the options of `palestra serve`."""
     with _missing_extra():
         from palestra.kinds.serving import serve as start
-    start(model, dtype=dtype, device=device, root=Path(root), **settings)
+    start(model, root=Path(root), **settings)
 
 
 def evaluate(model: str | Path, *, root: str | Path = "runs", quiet: bool = False, **settings: Any) -> Run:

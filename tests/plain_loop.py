@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from palestra.data.chat import end_of_turn
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import policy_loss
@@ -31,8 +31,8 @@ def plain_loop(
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """For each step its groups and its loss; and the last weights."""
     (found, tokenizer), train, rollout, algorithm = open_model(folder), spec.train, spec.rollout, spec.algorithm
-    optimiser = Optimiser(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
-    learner = TrainEngine(found.model, optimiser, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
+    learner = TrainEngine(found.model, optimizer, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
     ends = frozenset({*found.eos, end_of_turn(tokenizer)})  # a model that chats may also end its turn
     reference = deepcopy(found.model)
     writer = Engine(deepcopy(found.model), eos=ends, tokenizer=tokenizer)
@@ -79,6 +79,6 @@ def _minibatches(batch: Batch, parts: int, key: int) -> list[Batch]:
         return [batch]
     owner = [int(group) for group in batch.per_sequence["group"]]
     prompts = max(owner) + 1
-    order = [Permutation(prompts, key)(i) for i in range(prompts)]
+    order = permutation(prompts, key).tolist()
     cuts = [{order[i] for i in range(prompts) if i * parts // prompts == part} for part in range(parts)]
     return [batch.select([i for i, group in enumerate(owner) if group in cut]) for cut in cuts]

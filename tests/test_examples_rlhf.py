@@ -1,4 +1,4 @@
-"""The example from preferences to behaviour: what it promises, and that what it measures is never trained on."""
+"""The example from preferences to behavior: what it promises, and that what it measures is never trained on."""
 
 import json
 import subprocess

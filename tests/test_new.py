@@ -11,7 +11,7 @@ from example_specs import FILES, ROOT, VARIABLES, specs_of
 
 import palestra
 from palestra.api import check
-from palestra.cli.lab import STARTERS, examples, folder, summary, write_example
+from palestra.cli.examples import STARTERS, examples, folder, summary, write_example
 from palestra.cli.main import app
 from palestra.errors import UsageError
 from palestra.spec.kinds import KINDS

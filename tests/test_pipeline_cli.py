@@ -74,7 +74,7 @@ def test_run_does_each_step_once_and_the_second_run_none(graph):
     made, _, differs = explained.stdout.partition("differs from both-")
     assert "text  " in made
     assert "right-" in differs
-    assert "no part of it: how it is carried out\n  workers  1" in made
+    assert "not part of it: execution only\n  workers  1" in made
     assert "text" not in differs
 
 

@@ -198,7 +198,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": {"rank": 4}, "algorithm__kl": {"where": "loss", "coefficient": 0.05, "estimator": "k3"}},
     "kl_in_reward": {"algorithm__kl": {"where": "reward", "coefficient": 0.05, "estimator": "k1"}},
     "muon": {"optim": {"name": "muon", "lr": 0.01, "adam_lr": 2e-3}, "train__minibatches": 2, "train__epochs": 2},
-    "statuses": {"tasks": letters("Moody"), "algorithm__truncated": {"type": "penalise"}},
+    "statuses": {"tasks": letters("Moody"), "algorithm__truncated": {"type": "penalize"}},
     "statuses_masked": {
         "tasks": letters("Moody"),
         "algorithm__truncated": {"type": "mask"},

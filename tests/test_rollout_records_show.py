@@ -42,7 +42,7 @@ def answers(text: str) -> list[str]:
     for line in text.splitlines():
         if head := re.match(r"── (\S+)", line):
             problem = head[1]
-        if answer := re.match(r"(\w+)  answer (\d+) of", line):
+        if answer := re.match(r"(\w+)  completion (\d+) of", line):
             found.append(f"{problem} {answer[2]} {answer[1]}")
     return found
 
@@ -102,7 +102,8 @@ def test_rollouts_show_prompt_answer_numbers_and_note(tmp_path: Path, capsys: py
         "── sums/train/1  number 0  step 7  trained",
         "  system: Be brief.",
         "  user: 2+3?",
-        "wrong  answer 1 of 1: reward 0.25, advantage +0.4, 3 tokens, length, versions 4 to 6, strict 0, flexible 1",
+        "wrong  completion 1 of 1: reward 0.25, advantage +0.4, 3 tokens, length, versions 4 to 6, "
+        "strict 0, flexible 1",
         "  note: took 7 for the answer",
         "  It is",
         "  7",
@@ -113,7 +114,7 @@ def test_rollouts_show_prompt_answer_numbers_and_note(tmp_path: Path, capsys: py
 def test_rollouts_with_controls_and_markup_are_shown_as_they_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model may write anything: nothing of it is obeyed by the terminal or by the library that colours."""
+    """A model may write anything: nothing of it is obeyed by the terminal or by the library that colors."""
     wild = "[bold]x[/nothing] \x1b[31mred\x1b[0m \x07\r\x9b2J \u202etxt \ud800 naïve 日本語 🎉\tend"
     make_run(
         tmp_path, [RolloutRecord(replace(group([0.0]), trajectories=(trajectory(completion=wild),)), "trained", 1)]

@@ -251,14 +251,14 @@ def taught(tokenizer: Tokenizer) -> Transformer:
     texts = [f"{a}+{b}=<calculator>{a}+{b}</calculator><result>{a + b}</result>{a + b}\n" for a, b in SUMS]
     shape = Shape(layers=2, width=48, heads=4, mlp=96, context=CONTEXT, vocab=tokenizer.vocab_size)
     model = Transformer(shape)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     batch = Batch.pack([tokenizer.encode(text) for text in texts])
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(250):
         loss = -(score(model, batch).logprobs * batch.loss_mask).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert loss.item() < 0.1
     return model.requires_grad_(False)
 

@@ -102,7 +102,7 @@ def test_plan_writes_nothing(tmp_path):
 
 
 def test_group_is_the_name_and_the_short_commit_unless_it_is_given(tmp_path):
-    assert re.fullmatch(r"olmoe_sizes_[0-9a-f]{7,12}", plan(SIZES).group) or default_group("x") == "x"
+    assert re.fullmatch(r"olmoe_sizes_[0-9a-f]{7,12}", plan(SIZES).folder.name) or default_group("x") == "x"
     assert plan(SIZES, group="mine", root=tmp_path).folder == tmp_path / "mine"
 
 
@@ -147,7 +147,7 @@ def test_points_are_laid_over_the_spec_and_factors_come_last():
     [
         ({"axes": {"train.stepz": [1, 2]}}, "train.stepz: unknown key"),
         ({"axes": {"train.batch": [1, 0]}}, "train.batch: expected a whole number of at least 1"),
-        ({"axes": {"train.batch": [1, 1]}}, "1 is there twice"),
+        ({"axes": {"train.batch": [1, 1]}}, "duplicate: 1"),
         ({"axes": {"name": ["a", "b"]}}, "'name' cannot be swept"),
         ({"axes": {}}, "axes: expected a mapping of axes"),
         ({"axes": {"a": {"values": [1], "points": {"x": {}}}}}, "got values and points"),

@@ -73,8 +73,8 @@ def test_problems_are_put_as_the_template_says(tmp_path):
     plain = answers(str(tmp_path), template="<{question}>", format="plain").problems("train")[0].prompt
     assert plain == "<0?>"
     use = TaskUse.model_validate({"task": "answers", "args": {"source": "x", "template": "no place for it"}})
-    assert use.problems()[0].path == ("args", "template")
-    assert "{question" in use.problems()[0].reason.replace("\\", "")
+    assert use.all_conflicts()[0].path == ("args", "template")
+    assert "{question" in use.all_conflicts()[0].reason.replace("\\", "")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_problems_that_do_not_fit_are_errors_with_what_to_do(tmp_path, svamp):
         answers(str(tmp_path / "blue.jsonl")).problems("test")
     with pytest.raises(ValidationError, match="source"):
         make_task("answers")
-    (conflict,) = TaskUse(task="answers", args={"source": svamp, "colum": "x"}).problems()
+    (conflict,) = TaskUse(task="answers", args={"source": svamp, "colum": "x"}).all_conflicts()
     assert conflict.path == ("args", "colum")
     assert "it has stop, format" in conflict.reason
 

@@ -218,10 +218,10 @@ def test_answers_are_judged_in_workers_hangs_and_cheats_do_not_stop_it(tmp_path:
 
 
 def test_args_of_code_tasks_are_checked():
-    assert not TaskUse(task="humaneval", args={"sandbox": "weak"}).problems()
-    assert TaskUse(task="mbpp", args={"sandbox": "none"}).problems()
-    assert TaskUse(task="mbpp", args={"few_shot": 4}).problems()
-    assert TaskUse(task="humaneval", split="train").problems()
+    assert not TaskUse(task="humaneval", args={"sandbox": "weak"}).all_conflicts()
+    assert TaskUse(task="mbpp", args={"sandbox": "none"}).all_conflicts()
+    assert TaskUse(task="mbpp", args={"few_shot": 4}).all_conflicts()
+    assert TaskUse(task="humaneval", split="train").all_conflicts()
     assert CodeArgs().timeout == 5.0
 
 

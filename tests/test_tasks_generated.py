@@ -341,7 +341,7 @@ def test_solutions_are_verified_as_correct(name: str, format: str) -> None:
     ],
 )
 def test_args_that_do_not_fit_are_named(task: str, args: dict, said: str) -> None:
-    problems = TaskUse(task=task, args=args).problems()
+    problems = TaskUse(task=task, args=args).all_conflicts()
     assert len(problems) == 1
     assert problems[0].path[0] == "args"
     with pytest.raises(AssertionError, match=said):

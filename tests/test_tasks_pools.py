@@ -1,4 +1,4 @@
-"""Pools: solved prompts are dropped, those between are favoured, and nothing goes on for ever."""
+"""Pools: solved prompts are dropped, those between are favored, and nothing goes on for ever."""
 
 import json
 import logging

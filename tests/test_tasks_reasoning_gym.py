@@ -137,7 +137,7 @@ def test_problems_too_few_for_a_split_is_an_error() -> None:
 
 
 def test_args_need_a_task() -> None:
-    (problem,) = TaskUse(task="reasoning_gym").problems()
+    (problem,) = TaskUse(task="reasoning_gym").all_conflicts()
     assert problem.path == ("args", "task")
 
 

@@ -38,20 +38,20 @@ def bench(
     only: str | None,
     parallel: int,
     out: Path | None,
-    run_nothing: bool,
+    table_only: bool,
     specs: Path | None,
     root: Path,
     tell: Tell,
 ) -> None:
     """Run what a suite lacks, unless told not to, say what it came to, and enter it in the table of `out`, if any."""
-    if suite is None and not run_nothing:
+    if suite is None and not table_only:
         raise UsageError("give a suite to run (classic, box2d, mujoco, atari), or --table to write the page only")
     folder, wanted = specs or SHIPPED, None if seeds is None else parse_seeds(seeds)
     every = [entry for of in SUITES.values() for entry in of.entries]
     entries = chosen(every if suite is None else named(suite).entries, only)
     out = out or (CHECKOUT / "docs" / "benchmarks.md" if _in_checkout() else None)
     try:
-        if not run_nothing:
+        if not table_only:
             run(plan(entries, wanted, folder, root, tell), root, parallel, tell)
     finally:  # what is finished stands in the table, also where other runs failed or were stopped
         measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in entries}

@@ -1,7 +1,6 @@
 """`palestra`: the command line, and how errors become one paragraph and an exit code."""
 
 import logging
-import os
 import signal
 import sys
 import traceback
@@ -12,12 +11,29 @@ import typer
 from typer.core import TyperGroup
 
 from palestra import __version__
-from palestra.cli.lab import DATA, EXPERIMENTS, MODELS, RESULTS, announce
-from palestra.cli.lab import app as lab
-from palestra.cli.lab import variables as _variables
+from palestra.cli.options import (
+    DATA,
+    EXPERIMENTS,
+    GROUPS,
+    MODELS,
+    RESULTS,
+    RUNS,
+    SHARING,
+    Overrides,
+    Quiet,
+    Root,
+    RunName,
+    Set,
+    Spec,
+    SpecToRun,
+    announce,
+    is_first_rank,
+    parse_set,
+    resumed,
+)
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
-from palestra.errors import PalestraError
+from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.work.redact import Terminal
 
 
@@ -25,13 +41,12 @@ class Grouped(TyperGroup):
     """Shows the commands in the groups that `rich_help_panel` names."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group, in the order in which the groups first appear."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
             if not command.hidden:
                 about = command.get_short_help_str(300)
-                groups.setdefault(command.rich_help_panel, []).append((name, about))
+                groups[command.rich_help_panel].append((name, about))
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -40,30 +55,24 @@ class Grouped(TyperGroup):
 app = typer.Typer(
     name="palestra",
     cls=Grouped,
-    help="Train policies, from CartPole to language models, against rewards that can be checked.",
+    help="Train policies with verifiable rewards, from CartPole to language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: Rich would take three times as long to print the help
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Overrides of the spec: algorithm.lr=3e-4", metavar="KEY=VALUE")
-]
-Set = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="VAR=VALUE", help="Fill a ${VAR} of the spec.")]
-Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of all runs.")]
-RUNS = Path("runs")
 Model = Annotated[
     str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.", metavar="MODEL")
 ]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto is what the device computes fast.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPU where there is one.")]
+Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto picks the fastest on the device.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; auto uses a GPU if there is one.")]
 
 
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     if version:
         typer.echo(__version__)
@@ -75,13 +84,13 @@ def new(
     example: Annotated[
         str | None, typer.Argument(help="A kind, such as sft, or an example, such as control/ppo_cartpole.")
     ] = None,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write.")] = Path(),
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write into.")] = Path(),
     schema: Annotated[
         bool, typer.Option("--schema", help="Also write palestra.schema.json, for completion in editors.")
     ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List kinds and examples; write nothing.")] = False,
 ) -> None:
-    """Write a commented spec to start from: the starter of a kind, or any shipped example with the files it needs."""
+    """Write a commented spec to start from: the starter of a kind, or any example with the files it needs."""
     from palestra.cli.show import show_examples, show_new
 
     if list_all or example is None:
@@ -91,130 +100,147 @@ def new(
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
-def check(
-    spec: Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")],
-    overrides: Overrides = None,
-    set_: Set = None,
-) -> None:
-    """Print the resolved spec, where each value came from, and what follows from it; or every problem at once."""
+def check(spec: Spec, overrides: Overrides = None, variables: Set = None) -> None:
+    """Validate a spec: print every value with its origin and the derived quantities, or every error at once."""
     from palestra.cli.show import show_check
 
-    show_check(spec, _variables(set_), overrides or [])
+    show_check(spec, parse_set(variables), overrides or [])
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
 def train(
-    spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
+    spec: SpecToRun = None,
     overrides: Overrides = None,
-    set_: Set = None,
+    variables: Set = None,
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Continue a run: its path, name, name/id or id.")
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD", help="A field that may differ from the resumed run's spec.")
+        list[str] | None,
+        typer.Option(metavar="FIELD", help="A field that may differ from the resumed run's spec; repeatable."),
     ] = None,
     runs: Root = RUNS,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Run a spec: train every seed, summarise, plot."""
+    """Run a spec: train every seed, then write a summary and plots."""
     if not quiet:
         announce(resume or spec or "the spec")
     from palestra.api import run
     from palestra.cli.show import show_result
 
-    given = overrides or []
-    if resume is not None and spec is not None and "=" in spec:  # `train --resume RUN key=value`: no spec was given
-        spec, given = None, [spec, *given]
+    spec, given = resumed(spec, overrides, resume)
     result = run(
-        spec, resume=resume, allow=allow or (), variables=_variables(set_), root=runs, quiet=quiet, overrides=given
+        spec, resume=resume, allow=allow or (), variables=parse_set(variables), root=runs, quiet=quiet, overrides=given
     )
-    if os.environ.get("RANK", "0") == "0":  # one of the processes that `torchrun` started speaks for all
+    if is_first_rank():
         show_result(result)
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
 def search(
-    spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
+    spec: SpecToRun = None,
     overrides: Overrides = None,
-    set_: Set = None,
+    variables: Set = None,
     resume: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Continue a search: its folder, name or name/id.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the checkpoints of the best N trials only.", min=1)
+        int | None, typer.Option(metavar="N", help="Keep only the checkpoints of the best N trials.", min=1)
     ] = None,
     runs: Root = RUNS,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Search the space of a spec's `search:` block: trials side by side, bad ones given up early."""
+    """Search hyperparameters over the `search:` block of a spec: parallel trials, early stopping of bad ones."""
     from palestra.cli.show import show_search
     from palestra.search.experiment import search as start
 
-    given = overrides or []
-    if resume is not None and spec is not None and "=" in spec:  # `search --resume FOLDER key=value`: no spec was given
-        spec, given = None, [spec, *given]
+    spec, given = resumed(spec, overrides, resume)
     show_search(
-        start(spec, resume=resume, keep=keep, variables=_variables(set_), root=runs, quiet=quiet, overrides=given)
+        start(spec, resume=resume, keep=keep, variables=parse_set(variables), root=runs, quiet=quiet, overrides=given)
     )
+
+
+@app.command(rich_help_panel=EXPERIMENTS)
+def dev(
+    spec: Spec,
+    overrides: Overrides = None,
+    variables: Set = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Show an episode: in a window, or as dev.gif without a display.")
+    ] = False,
+) -> None:
+    """Smoke-test a control spec in seconds: a tiny run that checks gradients, updates and losses."""
+    announce(spec)
+    from palestra.api import check
+
+    loaded = check(spec, variables=parse_set(variables), overrides=overrides or [])
+    try:
+        from palestra.control.smoke_test import try_out
+    except ModuleNotFoundError as error:
+        raise MissingExtra("palestra dev", "train") from error
+    try_out(loaded.spec, typer.echo, video=Path("dev.gif") if render else None)
 
 
 @app.command(rich_help_panel=RESULTS)
 def enjoy(
-    run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
-    episodes: Annotated[int, typer.Option(help="Episodes to show.", min=1)] = 1,
-    out: Annotated[Path | None, typer.Option(help="A .gif or .mp4 to write; default: the run's plots folder.")] = None,
+    run: RunName,
+    episodes: Annotated[int, typer.Option(help="Number of episodes.", min=1)] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="The .gif or .mp4 to write; by default in the run's plots folder.")
+    ] = None,
     which: Annotated[str, typer.Option(help="The checkpoint: best or last.")] = "best",
-    seed: Annotated[int, typer.Option(help="The seed of the episodes.", min=0)] = 0,
-    runs: Root = RUNS,
+    seed: Annotated[int, typer.Option(help="Seed of the episodes.", min=0)] = 0,
+    root: Root = RUNS,
 ) -> None:
-    """Watch a trained policy: in a window where there is a display, else as a GIF or MP4."""
-    from palestra.api import enjoy as show
+    """Watch a trained policy: in a window if there is a display, otherwise as a GIF or MP4."""
+    options = locals()
+    from palestra.api import enjoy as play
 
-    typer.echo(show(run, episodes=episodes, out=out, which=which, seed=seed, root=runs))
+    typer.echo(play(**options))
 
 
 @app.command(name="runs", rich_help_panel=RESULTS)
 def list_(
-    name: Annotated[str | None, typer.Argument(help="Only runs of this name, or of a pattern such as 'ppo_*'.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Only runs of this name or pattern, such as 'ppo_*'.")] = None,
     runs: Root = RUNS,
-    limit: Annotated[int, typer.Option(help="How many at most.", min=1)] = 30,
+    limit: Annotated[int, typer.Option(help="Maximum number of runs.", min=1)] = 30,
     state: Annotated[
-        list[str] | None, typer.Option(help="Only running, done, failed, killed, interrupted, …; may be repeated.")
+        list[str] | None, typer.Option(help="Only running, done, failed, killed, interrupted, …; repeatable.")
     ] = None,
     sort: Annotated[
         str, typer.Option(help="age (newest first), name, state; or step or a headline metric, highest first.")
     ] = "age",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     watch: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.1, help="Show it again and again until Ctrl-C.")
+        float | None, typer.Option(metavar="SECONDS", min=0.1, help="Refresh every SECONDS until Ctrl-C.")
     ] = None,
 ) -> None:
-    """List runs: state, step, headline metric, age."""
-    from palestra.cli.show import Wanted, show_runs
+    """List runs with state, step, headline metric and age."""
+    from palestra.cli.show import RunFilter, show_runs
 
-    show_runs(runs, Wanted(name, state or (), sort, limit), as_json=as_json, watch=watch)
+    show_runs(runs, RunFilter(name, state or (), sort, limit), as_json=as_json, watch=watch)
 
 
 @app.command(rich_help_panel=RESULTS)
 def rollouts(
-    run: Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.")],
+    run: RunName,
     status: Annotated[
-        str | None, typer.Option(help="Only answers judged correct, wrong, unparsable, timeout or error.")
+        str | None, typer.Option(help="Only completions with verdict correct, wrong, unparsable, timeout or error.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Only answers to this task.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only answers of this step.", min=0)] = None,
-    limit: Annotated[int, typer.Option(help="How many answers at most, the newest.", min=1)] = 20,
+    task: Annotated[str | None, typer.Option(help="Only completions of this task.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only completions of this training step.", min=0)] = None,
+    limit: Annotated[int, typer.Option(help="Maximum number of completions; the newest are shown.", min=1)] = 20,
     runs: Root = RUNS,
 ) -> None:
-    """Read what a model answered in post-training, with verdicts and advantages."""
+    """Read the completions of a post-training run, with verdicts, rewards and advantages."""
     from palestra.cli.show import show_rollouts
 
     show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
 
 
 @app.command(rich_help_panel=RESULTS)
-def diff(a: str, b: str, runs: Root = RUNS) -> None:
-    """Show what differs between the specs and the results of two runs."""
+def diff(a: RunName, b: RunName, runs: Root = RUNS) -> None:
+    """Compare two runs: the spec fields and the results that differ."""
     from palestra.cli.show import show_diff
 
     show_diff(a, b, runs)
@@ -222,160 +248,129 @@ def diff(a: str, b: str, runs: Root = RUNS) -> None:
 
 @app.command(rich_help_panel=RESULTS)
 def plot(
-    run: Annotated[list[str], typer.Argument(help="Runs to draw together, or one.")],
-    metric: Annotated[str | None, typer.Option(help="What to draw; by default the run's headline.")] = None,
-    x: Annotated[
-        str | None, typer.Option(help="Against what: frame, tokens or step; by default what the run counts.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write, without ending.")] = None,
+    run: Annotated[list[str], typer.Argument(help="One run, or several to compare.", metavar="RUN")],
+    metric: Annotated[str | None, typer.Option(help="The metric; by default the run's headline metric.")] = None,
+    x: Annotated[str | None, typer.Option(help="frame, tokens or step; by default what the run counts.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output path without the suffix.")] = None,
     runs: Root = RUNS,
 ) -> None:
-    """Draw learning curves, mean ± standard deviation over seeds, as PNG and SVG."""
+    """Plot learning curves, mean ± standard deviation over seeds, as PNG and SVG."""
     from palestra.runs.plot import curves, headline
     from palestra.runs.run import open_run
 
-    found = [open_run(one, runs) for one in run]
-    metric = metric or headline(found[0])
-    safe = metric.replace("/", "_")
-    default = (
-        found[0].path / "plots" / safe
-        if len(found) == 1
-        else Path(f"{'_'.join(dict.fromkeys(r.name for r in found))}_{safe}")
-    )
-    for path in curves(found, metric=metric, x=x, out=out or default):
+    opened = [open_run(name, runs) for name in run]
+    metric = metric or headline(opened[0])
+    file = metric.replace("/", "_")
+    if len(opened) == 1:
+        default = opened[0].path / "plots" / file
+    else:
+        default = Path("_".join([*dict.fromkeys(run.name for run in opened), file]))
+    for path in curves(opened, metric=metric, x=x, out=out or default):
         typer.echo(path)
 
 
 @app.command(rich_help_panel=MODELS)
 def chat(
     model: Model,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 512,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    runs: Root = RUNS,
+    root: Root = RUNS,
 ) -> None:
-    """Talk with a model in the terminal."""
+    """Chat with a model in the terminal."""
+    options = locals()
     announce(model)
     from palestra.api import chat as talk
 
-    talk(
-        model,
-        system=system,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        device=device,
-        root=runs,
-    )
+    talk(**options)
 
 
 @app.command(rich_help_panel=MODELS)
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Where to listen; by default only this machine can connect.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="PALESTRA_API_KEY", help="The bearer key that requests must carry.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; by default its folder.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="The longest sequence; by default the model's.")] = None,
-    max_concurrent: Annotated[int, typer.Option(min=1, help="Requests at a time; more are told to wait.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="The largest request.")] = 4 * 2**20,
-    allowed_host: Annotated[
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default its folder.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Maximum sequence length; by default the model's.")] = None,
+    max_concurrent: Annotated[
+        int, typer.Option(min=1, help="Maximum requests in flight; further ones are rejected with 429.")
+    ] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Maximum size of a request.")] = 4 * 2**20,
+    allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name that requests may ask for; may be repeated. By default loopback's on loopback, else any."
+            "--allowed-host",
+            help="A Host header to accept; repeatable. By default the loopback names on loopback, otherwise any.",
         ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    runs: Root = RUNS,
+    root: Root = RUNS,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API (/v1/chat/completions, /v1/completions) and tokens (/generate)."""
+    options = locals() | {"allowed_hosts": allowed_hosts or ()}
     announce(model)
     from palestra.api import serve as start
 
-    start(
-        model,
-        host=host,
-        port=port,
-        api_key=api_key,
-        name=name,
-        context=context,
-        max_concurrent=max_concurrent,
-        max_body=max_body,
-        allowed_hosts=allowed_host or (),
-        dtype=dtype,
-        device=device,
-        root=runs,
-    )
+    start(**options)
 
 
 @app.command(name="eval", rich_help_panel=MODELS)
 def evaluate(
     model: Model,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", "-t", help="A task to answer, such as gsm8k; may be repeated.")
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", "-t", help="A task to evaluate, such as gsm8k; repeatable.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="The split of the tasks; by default test.")] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="Problems of each task at most; by default all.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Answers drawn for each problem, for pass@k.")] = 0,
+    problems: Annotated[int | None, typer.Option(min=1, help="Maximum problems per task; by default all.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Completions sampled per problem, for pass@k.")] = 0,
     k: Annotated[
-        str | None, typer.Option(metavar="K,K", help="Which pass@k to report; by default 1 and all of the samples.")
+        str | None, typer.Option(metavar="K,K", help="Which pass@k to report; by default 1 and the number of samples.")
     ] = None,
     args: Annotated[
-        list[str] | None, typer.Option("--arg", "-a", metavar="KEY=VALUE", help="What the tasks are told.")
+        list[str] | None,
+        typer.Option("--arg", "-a", metavar="KEY=VALUE", help="An argument of the tasks; repeatable."),
     ] = None,
     likelihood: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Rows with given answers to score; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Rows with given answers to score by likelihood; repeatable."),
     ] = None,
-    greedy: Annotated[bool, typer.Option(help="Score the most likely answer.")] = True,
-    temperature: Annotated[float | None, typer.Option(help="Of the answers that are drawn; by default 1.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default 512.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the answers that are drawn.")] = 0,
+    greedy: Annotated[bool, typer.Option(help="Score the greedy completion.")] = True,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of the samples; by default 1.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of a completion; by default 512.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
     name: Annotated[str | None, typer.Option(help="The folder under runs/; by default eval_MODEL.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    runs: Root = RUNS,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    root: Root = RUNS,
+    quiet: Quiet = False,
 ) -> None:
-    """Evaluate a model on tasks: greedy accuracy and pass@k, with everything that the numbers depend on."""
+    """Evaluate a model on tasks: greedy accuracy, pass@k and likelihood scores, with confidence intervals."""
+    options = locals()
     if not quiet:
         announce(model)
     from palestra.api import evaluate as start
     from palestra.cli.show import numbers, pairs, show_evaluation
 
-    found = start(
-        model,
-        tasks=task or [],
-        likelihood=likelihood or [],
-        split=split,
-        args=pairs(args or []),
-        problems=problems,
-        samples=samples,
-        k=None if k is None else numbers(k),
-        greedy=greedy,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        name=name,
-        dtype=dtype,
-        device=device,
-        root=runs,
-        quiet=quiet,
-    )
-    show_evaluation(found)
+    options |= {"tasks": tasks or (), "likelihood": likelihood or (), "args": pairs(args or ())}
+    show_evaluation(start(**options | {"k": None if k is None else numbers(k)}))
 
 
-models = typer.Typer(help="Get models and bring them into the Hugging Face format.", no_args_is_help=True)
+models = typer.Typer(help="Download models and convert them to the Hugging Face format.", no_args_is_help=True)
 app.add_typer(models, name="model", rich_help_panel=MODELS)
-data = typer.Typer(help="Datasets.", no_args_is_help=True)
+data = typer.Typer(help="Inspect and upload datasets.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=DATA)
-app.add_typer(lab)
 app.add_typer(pipelines, name="pipeline", rich_help_panel=DATA)
 app.add_typer(sweeps)
+imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
+app.add_typer(imports, name="import", rich_help_panel=SHARING)
 
 
 @models.command()
@@ -383,7 +378,7 @@ def fetch(
     name: Annotated[str, typer.Argument(help="smollm2-135m")],
     to: Annotated[Path | None, typer.Option(help="The folder to write; by default models/NAME.")] = None,
 ) -> None:
-    """Download a small real model and convert it."""
+    """Download a small pretrained model and convert it."""
     from palestra.api import fetch_model
 
     typer.echo(fetch_model(name, to or Path("models") / name))
@@ -393,9 +388,9 @@ def fetch(
 def convert(
     source: Annotated[Path, typer.Argument(help="A GGUF file, a llama2.c .bin file, or a Hugging Face folder.")],
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; by default what the source has.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; by default that of the source.")] = None,
 ) -> None:
-    """Write a model as a Hugging Face folder."""
+    """Convert a model to a Hugging Face folder."""
     from palestra.api import convert_model
 
     convert_model(source, target, dtype=dtype)
@@ -405,27 +400,87 @@ def convert(
 @data.command(name="inspect")
 def inspect_(
     path: Annotated[str, typer.Argument(help="A file, a folder, a pattern, s3://… or a token store.", metavar="PATH")],
-    rows: Annotated[int, typer.Option(help="How many rows to read, over all files; 0 reads all.")] = 10_000,
-    samples: Annotated[int, typer.Option(help="How many rows to show.")] = 3,
-    split: Annotated[str | None, typer.Option(help="What separates the documents of text files.")] = None,
+    rows: Annotated[int, typer.Option(help="Rows to read, over all files; 0 reads all.")] = 10_000,
+    samples: Annotated[int, typer.Option(help="Rows to print.")] = 3,
+    split: Annotated[str | None, typer.Option(help="The separator between documents of text files.")] = None,
 ) -> None:
-    """Show what is in a data set: columns, sizes, rows, lengths, samples."""
+    """Describe a dataset: columns, types, sizes, lengths and sample rows."""
     from palestra.cli.show import show_inspection
 
     show_inspection(path, rows=rows, samples=samples, split=None if split is None else split.replace("\\n", "\n"))
 
 
 @data.command(name="push")
-def push(
+def push_data(
     source: Annotated[str, typer.Argument(help="A file, a folder, or a dataset on the Hub.", metavar="SRC")],
-    url: Annotated[str, typer.Argument(help="The folder to put it into, such as s3://bucket/folder.")],
+    url: Annotated[str, typer.Argument(help="The destination folder, such as s3://bucket/folder.")],
 ) -> None:
-    """Copy a dataset to a URL, from where tasks and specs can read it."""
-    from palestra.data.sources import push as upload
-    from palestra.data.sources import resolve
+    """Upload a dataset to a URL that tasks and specs can read."""
+    from palestra.data.sources import push, resolve
 
-    record = upload(resolve(source, kind="dataset"), url)
+    record = push(resolve(source, kind="dataset"), url)
     typer.echo(f"{len(record.files)} file{'' if len(record.files) == 1 else 's'} at {url}")
+
+
+@app.command(rich_help_panel=SHARING)
+def push(
+    run: RunName,
+    to: Annotated[
+        str,
+        typer.Option(help="dev or published (PALESTRA_DEV, PALESTRA_PUBLISHED), a folder, s3://… or hf://datasets/…"),
+    ] = "dev",
+    runs: Root = RUNS,
+) -> None:
+    """Upload a run to share it; only new and changed files are sent. `published` accepts only finished runs."""
+    from palestra.data.remote import open_filesystem
+    from palestra.runs.run import open_run
+    from palestra.runs.share import place, push_run
+
+    opened = open_run(run, runs)
+    url, graduated = place(to)
+    sent, present = push_run(opened, *open_filesystem(url), published=graduated)
+    typer.echo(f"{opened.name}/{opened.id} is at {url}: {sent} files sent, {present} already there")
+
+
+@app.command(rich_help_panel=SHARING)
+def pull(
+    name: Annotated[str, typer.Argument(help="NAME/ID of a shared run, or NAME for the newest of that name.")],
+    from_: Annotated[
+        str, typer.Option("--from", help="dev or published, a folder, s3://… or hf://datasets/…")
+    ] = "published",
+    runs: Root = RUNS,
+) -> None:
+    """Download a shared run into the folder of runs and verify the checksum of every file."""
+    from palestra.data.remote import open_filesystem
+    from palestra.runs.share import place, pull_run
+
+    typer.echo(pull_run(name, *open_filesystem(place(from_)[0]), root=runs))
+
+
+@imports.callback()
+def _imports() -> None:
+    """Convert specs of other frameworks."""  # a callback, so that one command stays a subcommand
+
+
+@imports.command(name="slm-lab")
+def slm_lab(
+    spec: Annotated[Path, typer.Argument(help="A JSON or YAML file of SLM-Lab specs.", metavar="FILE")],
+    name: Annotated[str, typer.Argument(help="The name of a spec in that file.")],
+    variables: Set = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default NAME.yaml here.")] = None,
+) -> None:
+    """Convert an SLM-Lab spec, and print a note for every key that was not converted."""
+    from palestra.migrate.slm_lab import import_spec
+    from palestra.runs.store import write_bytes
+
+    converted = import_spec(spec, name, parse_set(variables))
+    target = out or Path(f"{converted.name}.yaml")
+    if out is None and target.exists():
+        raise UsageError(f"{target} exists: choose another file with --out, or the same one to replace it")
+    write_bytes(target, converted.to_yaml(f"{spec.name}, {name}").encode())
+    for note in converted.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"{target}: palestra check {target}")
 
 
 def main() -> None:
@@ -435,27 +490,21 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger().handlers[0].setLevel(logging.WARNING)  # log.txt has the rest
     logging.captureWarnings(True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, also where no session answers it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, also where no session handles it
     try:
         code = app(standalone_mode=False)
         if code == 130:  # what Typer makes of a KeyboardInterrupt
             print("palestra: interrupted", file=sys.stderr)
-    except PalestraError as error:
-        code = _report(error, error.exit_code, debug)
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # click's usage errors show themselves
-            error.show()
-            code = error.exit_code
+        show = getattr(error, "show", None)  # click's usage errors print themselves
+        code = getattr(error, "exit_code", 1) if show or isinstance(error, PalestraError) else 1
+        if show:
+            show()
+        elif debug:
+            traceback.print_exception(error)
+        elif isinstance(error, PalestraError):
+            print(f"palestra: {error}", file=sys.stderr)
         else:
-            code = _report(error, 1, debug)
+            print(f"palestra: {type(error).__name__}: {error}", file=sys.stderr)
+            print("(palestra --debug … shows the traceback)", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _report(error: Exception, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exception(error)
-    elif isinstance(error, PalestraError):
-        print(f"palestra: {error}", file=sys.stderr)
-    else:
-        print(f"palestra: {type(error).__name__}: {error}\n(palestra --debug … shows the traceback)", file=sys.stderr)
-    return code

@@ -1,4 +1,4 @@
-"""What the commands print: specs, results, runs and their differences, data sets, evaluations, rollouts."""
+"""What the commands print: specs, results, runs and their differences, datasets, evaluations, rollouts."""
 
 import difflib
 import fnmatch
@@ -7,19 +7,19 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.filesize import decimal as size
 from rich.table import Table
 from rich.text import Text
 
 from palestra.api import check
-from palestra.cli import lab
+from palestra.cli.examples import STARTERS, examples, summary, write_example
 from palestra.data.inspect import PERCENTILES, Column, Inspection, StoreInspection, inspect
 from palestra.errors import PalestraError, UsageError
 from palestra.rollout.records import FILE, RolloutRecord, newest
@@ -34,45 +34,47 @@ from palestra.tasks.task import Problem, Status
 
 NEXT = {
     "control": ("watch it", "palestra enjoy"),
-    "sft": ("talk to it", "palestra chat"),
-    "dpo": ("talk to it", "palestra chat"),
-    "posttrain": ("read answers", "palestra rollouts"),
-    "distill": ("read answers", "palestra rollouts"),
+    "sft": ("chat with it", "palestra chat"),
+    "dpo": ("chat with it", "palestra chat"),
+    "posttrain": ("completions", "palestra rollouts"),
+    "distill": ("completions", "palestra rollouts"),
 }
-"""What people do next with a run of a kind."""
+"""The usual next command after a run of a kind."""
 ORIGINS = 52
-"""The column at which `check` puts origins: with a path of 50 characters they end within 110."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which runs to list: a name or pattern, states, the order, how many at most."""
-
-    name: str | None = None
-    states: Sequence[str] = ()
-    sort: str = "age"
-    limit: int = 30
+"""The column of origins in `check`: with a path of 50 characters they end within 110."""
 
 
 def console() -> Console:
-    """Standard output; wide enough never to cut a value where it is not a terminal."""
+    """Standard output; wide enough not to truncate a value where it is not a terminal."""
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Table:
+    """A table without borders; cells are printed as they are, without Rich's markup."""
+    made = Table(box=None, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
+    """Labels and values, one pair a line."""
+    for label, value in pairs:
+        print(f"{label:<15}{value}")
 
 
 def show_examples() -> None:
     """The starter of each kind, then all examples with a line about each."""
-    table = Table(box=None, header_style="bold")
-    table.add_column("palestra new …")
-    table.add_column("what it is")
-    for name in (*lab.STARTERS, *lab.examples()):
-        starter = lab.STARTERS.get(name)
-        table.add_row(name, lab.summary(name) if starter is None else f"the same as {starter}")
-    console().print(table)
+    rows = [(name, f"the same as {starter}") for name, starter in STARTERS.items()]
+    rows += [(name, summary(name)) for name in examples()]
+    console().print(table(("palestra new …", "what it is"), rows))
 
 
 def show_new(name: str, to: Path, schema: bool) -> None:
-    """Write an example, then say what was written and how its comments say to begin."""
-    written = lab.write_example(name, to, schema=schema)
+    """Write an example, then print the files and the commands that its comments name."""
+    written = write_example(name, to, schema=schema)
     for path in written:
         print(f"wrote {path}")
     commands = [line[1:].strip() for line in written[0].read_text().splitlines() if line.startswith("#   ")]
@@ -100,8 +102,8 @@ def _leaves(data: dict, path: tuple, indent: str) -> Iterator[tuple[tuple, str]]
             yield from _leaves(value, (*path, key), f"{indent}  ")
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
             yield (), f"{indent}{key}:"
-            for place, item in enumerate(value):
-                at = (*path, key, place)
+            for index, item in enumerate(value):
+                at = (*path, key, index)
                 lines = list(_leaves(item, at, f"{indent}    ")) if item and isinstance(item, dict) else []
                 (first, text), *rest = lines or [(at, _inline(item))]
                 yield first, f"{indent}  - {text.strip()}"
@@ -123,66 +125,70 @@ def _inline(value: Any) -> str:
 
 
 def show_result(run: Run) -> None:
-    """What came of a run, where it is and what to do with it next."""
+    """The scores of a run, its folder and plots, and the usual next command."""
     if run.spec["kind"] == "evaluate":
         show_evaluation(run)
         return
-    summary = run.summary()
-    lines = []
+    summary, lines = run.summary(), []
     for metric in ("eval/return", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
         if metric in summary:
-            name, digits = metric.removeprefix("eval/").replace("_", " "), 1 if metric == "eval/return" else 3
-            by_seed = _by_seed(summary[f"{metric}_by_seed"], digits)
-            lines.append(("" if lines else "evaluation", f"{name} {summary[metric]:.{digits}f}{by_seed}"))
+            digits, seeds = 1 if metric == "eval/return" else 3, summary[f"{metric}_by_seed"]
+            text = f"{metric.removeprefix('eval/').replace('_', ' ')} {summary[metric]:.{digits}f}"
+            if len(seeds) > 1:
+                text += f" ({', '.join(f'seed {seed}: {value:.{digits}f}' for seed, value in seeds.items())})"
+            lines.append(("" if lines else "evaluation", text))
     scores = ("total_reward_ma", "strength", "stability", "consistency", "sample_efficiency")
     known = [f"{name} {summary[name]:.4g}" for name in scores if summary.get(name) is not None]
     if known:
         lines.append(("trial metrics", ", ".join(known)))
     lines.append(("run folder", str(run.path)))
     lines += [("plot", str(path)) for path in run.plots() if path.suffix == ".png"]
-    here = run.path.parent.parent.resolve() == Path("runs").resolve()
-    label, command = NEXT.get(run.spec["kind"], ("draw it", "palestra plot"))
-    lines.append((label, f"{command} {f'{run.name}/{run.id}' if here else run.path}"))
-    for label, text in lines:
-        print(f"{label:<15}{text}")
+    in_default_root = run.path.parent.parent.resolve() == Path("runs").resolve()
+    label, command = NEXT.get(run.spec["kind"], ("plot it", "palestra plot"))
+    print_pairs([*lines, (label, f"{command} {f'{run.name}/{run.id}' if in_default_root else run.path}")])
 
 
 def show_search(experiment: Experiment) -> None:
-    """Every trial of a search with its values, score and state, then the best one and where all is."""
+    """Every trial of a search with its values, score and state, then the best one, the cost and the folder."""
     summary = experiment.summary()
     keys = list(summary["trials"][0]["values"])
-    table = Table(box=None, header_style="bold")
-    for column in ("trial", *keys, summary["metric"], summary["by"], "state"):
-        table.add_column(column, justify="left" if column == "state" else "right")
-    for row in summary["trials"]:
-        state = row["state"] if row["reason"] is None else f"{row['state']}: {row['reason'].strip().splitlines()[-1]}"
-        mark = "*" if row["trial"] == summary["best"] else ""
-        values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (row["values"][key] for key in keys)]
-        score = "–" if row["score"] is None else f"{row['score']:.6g}"
-        table.add_row(f"{mark}{row['trial']}", *values, score, f"{row['counted']:,}", state)
-    console().print(table)
-    whole = summary["counted_if_all_ran"]
-    cost = f"{summary['counted']:,} {summary['by']}"
+    rows = []
+    for trial in summary["trials"]:
+        state = trial["state"] if trial["reason"] is None else f"{trial['state']}: {_last_line(trial['reason'])}"
+        mark = "*" if trial["trial"] == summary["best"] else ""
+        values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (trial["values"][key] for key in keys)]
+        rows.append((f"{mark}{trial['trial']}", *values, _number(trial["score"]), f"{trial['counted']:,}", state))
+    numbers = ("trial", *keys, summary["metric"], summary["by"])
+    console().print(table((*numbers, "state"), rows, right=numbers))
+    cost, whole = f"{summary['counted']:,} {summary['by']}", summary["counted_if_all_ran"]
     if whole:
         cost += f", {summary['counted'] / whole:.0%} of the {whole:,} of running every trial to its end"
-    lines = [
-        ("best", f"trial {summary['best']}, {summary['metric']} {summary['score']:.6g}"),
-        ("cost", cost),
-        ("folder", str(experiment.path)),
-        *(("plot", str(path)) for path in sorted((experiment.path / "plots").glob("*.png"))),
-        ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
-    ]
-    for label, text in lines:
-        print(f"{label:<15}{text}")
+    print_pairs(
+        [
+            ("best", f"trial {summary['best']}, {summary['metric']} {summary['score']:.6g}"),
+            ("cost", cost),
+            ("folder", experiment.path),
+            *(("plot", path) for path in sorted((experiment.path / "plots").glob("*.png"))),
+            ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
+        ]
+    )
 
 
-def _by_seed(values: Mapping[str, float], digits: int) -> str:
-    if len(values) < 2:
-        return ""
-    return " (" + ", ".join(f"seed {seed}: {value:.{digits}f}" for seed, value in values.items()) + ")"
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
 
 
-def show_runs(root: Path, wanted: Wanted, *, as_json: bool, watch: float | None) -> None:
+@dataclass(frozen=True)
+class RunFilter:
+    """Which runs to list: a name or pattern, states, the order, the maximum number."""
+
+    name: str | None = None
+    states: Sequence[str] = ()
+    sort: str = "age"
+    limit: int = 30
+
+
+def show_runs(root: Path, wanted: RunFilter, *, as_json: bool, watch: float | None) -> None:
     """Runs as a table or as JSON; again every `watch` seconds until Ctrl-C."""
     if as_json:
         print(json.dumps(_run_rows(root, wanted), indent=1))
@@ -192,14 +198,14 @@ def show_runs(root: Path, wanted: Wanted, *, as_json: bool, watch: float | None)
     try:
         while watch is not None:
             time.sleep(watch)
-            table = _runs_table(root, wanted)
+            shown = _runs_table(root, wanted)
             screen.clear()
-            screen.print(table)
+            screen.print(shown)
     except KeyboardInterrupt:
-        return  # how watching ends
+        return  # the way to end --watch
 
 
-def _run_rows(root: Path, wanted: Wanted) -> list[dict[str, Any]]:
+def _run_rows(root: Path, wanted: RunFilter) -> list[dict[str, Any]]:
     runs = list_runs(root)
     names = sorted({run.name for run in runs})
     if wanted.name is not None and not fnmatch.filter(names, wanted.name):
@@ -210,7 +216,7 @@ def _run_rows(root: Path, wanted: Wanted) -> list[dict[str, Any]]:
     rows = [row for row in rows if not wanted.states or row["state"] in wanted.states]
     if wanted.sort in ("name", "state"):
         rows.sort(key=lambda row: row[wanted.sort])
-    elif wanted.sort != "age":  # as list_runs has them
+    elif wanted.sort != "age":  # list_runs sorts by age
         rows.sort(key=lambda row: row["headline"].get(wanted.sort, row.get(wanted.sort, -math.inf)), reverse=True)
     return rows[: wanted.limit]
 
@@ -223,42 +229,29 @@ def _run_row(run: Run) -> dict[str, Any]:
         return row | {"state": "unreadable", "seeds": [], "created": None, "error": str(error)}
 
 
-def _runs_table(root: Path, wanted: Wanted) -> Table | str:
-    rows = _run_rows(root, wanted)
-    if not rows:
-        return f"no runs in {root}" if not wanted.states else f"no runs in {root} that are {' or '.join(wanted.states)}"
-    table = Table(box=None, header_style="bold")
-    for column in ("run", "state", "seeds", "step", "seen", "headline", "age"):
-        table.add_column(column, justify="right" if column in ("seeds", "step", "seen") else "left")
-    for row in rows:
-        step = f"{row['step']:,}" if "step" in row else "–"
+def _runs_table(root: Path, wanted: RunFilter) -> Table | str:
+    shown = []
+    for row in _run_rows(root, wanted):
         seen = [f"{row[key]:,} {unit}" for key, unit in (("frame", "frames"), ("tokens", "tokens")) if key in row]
+        step = f"{row['step']:,}" if "step" in row else "–"
         headline = row["error"] if "error" in row else in_words(row["headline"])
-        age = "" if row["created"] is None else _age(row["created"])
-        run = f"{row['name']}/{row['id']}"
-        table.add_row(run, row["state"], str(len(row["seeds"])), step, *(seen or ["–"]), headline, age)
-    return table
+        cells = (f"{row['name']}/{row['id']}", row["state"], str(len(row["seeds"])), step, *(seen or ["–"]), headline)
+        shown.append((*cells, "" if row["created"] is None else _age(row["created"])))
+    if not shown:
+        return f"no runs in {root}" + (f" that are {' or '.join(wanted.states)}" if wanted.states else "")
+    columns = ("run", "state", "seeds", "step", "seen", "headline", "age")
+    return table(columns, shown, right=("seeds", "step", "seen"))
 
 
 def show_diff(a: str, b: str, root: Path) -> None:
-    """Spec fields that differ and the numbers of both runs, side by side."""
+    """The spec fields and the results in which two runs differ, side by side."""
     left, right = open_run(a, root), open_run(b, root)
     difference = diff(left, right)
-    names = (f"{left.name}/{left.id}", f"{right.name}/{right.id}")
-    _table("spec", names, [(d.path, _inline(d.before), _inline(d.after)) for d in difference.spec])
-    _table("results", names, [(r.metric, _number(r.a), _number(r.b)) for r in difference.results])
-
-
-def _table(what: str, names: tuple[str, str], rows: list[tuple[str, str, str]]) -> None:
-    if not rows:
-        print(f"{what}: no difference")
-        return
-    table = Table(box=None, header_style="bold")
-    for column in (what, *names):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+    spec = [(field.path, _inline(field.before), _inline(field.after)) for field in difference.spec]
+    results = [(row.metric, _number(row.a), _number(row.b)) for row in difference.results]
+    for what, rows in (("spec", spec), ("results", results)):
+        columns = (what, f"{left.name}/{left.id}", f"{right.name}/{right.id}")
+        console().print(table(columns, rows) if rows else f"{what}: no difference")
 
 
 def _number(value: float | None) -> str:
@@ -267,97 +260,77 @@ def _number(value: float | None) -> str:
 
 def _age(created: str) -> str:
     seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
 LONGEST = 240
 """Characters of a value in a sample."""
+LENGTHS = [{0: "min", 50: "median", 100: "max"}.get(percent, f"{percent} %") for percent in PERCENTILES]
 
 
 def show_inspection(where: str, *, rows: int, samples: int, split: str | None) -> None:
-    """Look into a data set and say what is there."""
+    """Inspect a dataset or a token store and describe it."""
     found = inspect(where, rows=rows, samples=samples, split=split)
-    screen = console()
     if isinstance(found, StoreInspection):
-        _show_store(screen, where, found)
+        _show_store(console(), where, found)
     else:
-        _show_rows(screen, where, found)
+        _show_rows(console(), where, found)
 
 
 def _show_rows(screen: Console, where: str, found: Inspection) -> None:
     rows = f"{found.rows:,} rows" if found.complete else f"more than {found.rows:,} rows (--rows 0 reads all)"
     files = f"{found.files:,} file{'s' if found.files > 1 else ''} ({', '.join(found.formats)})"
-    screen.print(escape(f"{where}: {files}, {size(found.bytes)}, {rows}"))
+    screen.print(Text(f"{where}: {files}, {size(found.bytes)}, {rows}"))
     if found.files > 1:
-        screen.print(escape(f"the largest file: {found.largest[0]}, {size(found.largest[1])}"))
-    table = Table("column", "type", "of", *_heads(), box=None, pad_edge=False)
-    for name, column in found.columns.items():
-        table.add_row(escape(name), escape(_types(column)), _of(column), *_values(column.percentiles()))
+        screen.print(Text(f"largest file: {found.largest[0]}, {size(found.largest[1])}"))
     screen.print()
-    screen.print(table)
+    columns = [(name, *_column_cells(column)) for name, column in found.columns.items()]
+    screen.print(table(("column", "type", "of", *LENGTHS), columns))
     for number, row in enumerate(found.samples, 1):
         screen.print(f"\nsample {number}")
         for name, value in row.items():
-            screen.print(escape(f"  {name}: {_short(value)}"))
+            screen.print(Text(f"  {name}: {_short(value)}"))
     if found.counts is not None:
         screen.print("\nmade by a data step")
         for key, value in found.counts.items():
-            screen.print(escape(f"  {key}: {json.dumps(value, ensure_ascii=False)}"))
+            screen.print(Text(f"  {key}: {json.dumps(value, ensure_ascii=False)}"))
 
 
 def _show_store(screen: Console, where: str, found: StoreInspection) -> None:
-    screen.print(escape(f"{where}: a token store of {found.documents:,} documents, {found.tokens:,} tokens"))
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("tokenizer", escape(f"{found.tokenizer}, a vocabulary of {found.vocab_size:,}"))
-    table.add_row("text", f"{size(found.bytes)}, {found.bytes / max(found.tokens, 1):.2f} bytes a token")
-    table.add_row("trained on", f"{found.trained:,} tokens")
-    table.add_row("largest token", f"{found.largest_token:,}")
-    table.add_row("recipe", escape(json.dumps(found.recipe, ensure_ascii=False)[:LONGEST]))
-    for path, documents, tokens in found.shards[:10]:
-        table.add_row("from", escape(f"{path}: {documents:,} documents, {tokens:,} tokens"))
+    screen.print(Text(f"{where}: a token store of {found.documents:,} documents, {found.tokens:,} tokens"))
+    rows = [
+        ("tokenizer", f"{found.tokenizer}, vocabulary of {found.vocab_size:,}"),
+        ("text", f"{size(found.bytes)}, {found.bytes / max(found.tokens, 1):.2f} bytes per token"),
+        ("trained on", f"{found.trained:,} tokens"),
+        ("largest token", f"{found.largest_token:,}"),
+        ("recipe", json.dumps(found.recipe, ensure_ascii=False)[:LONGEST]),
+    ]
+    rows += [("from", f"{path}: {documents:,} documents, {n:,} tokens") for path, documents, n in found.shards[:10]]
     if len(found.shards) > 10:
-        table.add_row("", f"and {len(found.shards) - 10} more files")
-    screen.print(table)
-    lengths = Table("", *_heads(), box=None, pad_edge=False)
-    lengths.add_row("tokens a document", *_values(found.lengths))
+        rows.append(("", f"and {len(found.shards) - 10} more files"))
+    for label, text in rows:
+        screen.print(Text(f"{label:<15}{text}"))
     screen.print()
-    screen.print(lengths)
+    screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(found.lengths))]))
     for number, tokens in enumerate(found.samples, 1):
         screen.print(f"\nsample {number}: {' '.join(map(str, tokens))} …")
 
 
-def size(number: int) -> str:
-    """Bytes for people."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} bytes"
-
-
-def _heads() -> list[str]:
-    return [{0: "least", 50: "median", 100: "most"}.get(percent, f"{percent} %") for percent in PERCENTILES]
-
-
-def _types(column: Column) -> str:
-    total = column.types.total()
-    if len(column.types) == 1:
-        return next(iter(column.types))
-    return ", ".join(f"{name} {count / total:.1%}" for name, count in column.types.most_common())
-
-
-def _of(column: Column) -> str:
+def _column_cells(column: Column) -> list[str]:
+    """The types of a column, what its percentiles are of, and the percentiles."""
+    counts = column.types.most_common()
+    types = ", ".join(name if len(counts) == 1 else f"{name} {n / column.types.total():.1%}" for name, n in counts)
+    of = "values" if column.numbers else ""
     if column.lengths:
-        return "characters" if column.types["text"] >= column.types["list"] else "items"
-    return "values" if column.numbers else ""
+        of = "characters" if column.types["text"] >= column.types["list"] else "items"
+    return [types, of, *_percentiles(column.percentiles())]
 
 
-def _values(found: Mapping[int, float]) -> list[str]:
-    return [f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" for value in found.values()] or [
-        "" for _ in PERCENTILES
-    ]
+def _percentiles(values: Mapping[int, float]) -> list[str]:
+    return [f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" for value in values.values()]
 
 
 def _short(value: Any) -> str:
@@ -367,115 +340,89 @@ def _short(value: Any) -> str:
 
 
 REPORT = "evaluation.json"
-COUNTED = ("truncated", "unparsable", "timeout", "error", "no_room")
-"""Shares that are shown where they are not 0; the first one always."""
+SHARES = ("truncated", "unparsable", "timeout", "error", "no_room")
+"""Shares of completions that are shown where they are not 0; the first one always."""
 
 
 def show_evaluation(run: Run) -> None:
-    """Every score of an evaluation with what it was measured on, and where the answers are."""
-    found = [session.path for session in run.sessions if (session.path / REPORT).exists()]
-    if not found:
+    """Every score of an evaluation with what it was measured on, and where the completions are."""
+    sessions = [session.path for session in run.sessions if (session.path / REPORT).exists()]
+    if not sessions:
         kind = run.spec["kind"]
         why = f"it is {run.state}" if kind == "evaluate" else f"it is a run of kind {kind}"
         raise UsageError(f"{run.path} has no evaluation to show: {why}")
-    for place, session in enumerate(found):
+    for index, session in enumerate(sessions):
         report = read_json(session / REPORT)
-        if place == 0:
+        if index == 0:
             model = report["model"]
-            print(f"{'model':<12}{model['init']} ({model['dtype']}, weights {model['sha256'][:12]})")
-        if len(found) > 1:
+            print_pairs([("model", f"{model['init']} ({model['dtype']}, weights {model['sha256'][:12]})")])
+        if len(sessions) > 1:
             print(f"\nseed {report['seed']}")
-        for table in tables(report):
-            console().print(table)
-        for name, text in (("mean", _mean(report["metrics"])), ("answers", _answers(session))):
-            if text:
-                print(f"{name:<12}{text}")
-    print(f"{'run folder':<12}{run.path}")
+        for columns, rows in (_tasks(report), _likelihood(report), _texts(report)):
+            if rows:
+                console().print(table(columns, rows, right=columns[1:]))
+        files = [session / name for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl")]
+        pairs = (("mean", _mean(report["metrics"])), ("answers", ", ".join(str(f) for f in files if f.exists())))
+        print_pairs(pair for pair in pairs if pair[1])
+    print_pairs([("run folder", run.path)])
 
 
-def tables(report: Mapping[str, Any]) -> list[Table]:
-    """One of the tasks that were answered, one of the answers that were scored, one of texts; those that have rows."""
-    return [table for table in (_tasks(report), _likelihood(report), _texts(report)) if table.rows]
+Rows = tuple[list[str], list[list[str]]]
+"""Columns, and the cells of each row."""
 
 
-def _tasks(report: Mapping[str, Any]) -> Table:
+def _tasks(report: Mapping[str, Any]) -> Rows:
     tasks, decoding = report["tasks"], report["decoding"]
-    rows = {label: _shares(task) for label, task in tasks.items()}
-    shown = [name for name in COUNTED if name == "truncated" or any(shares[name] for shares in rows.values())]
+    shares = {label: _shares(task) for label, task in tasks.items()}
+    shown = [name for name in SHARES if name == "truncated" or any(of[name] for of in shares.values())]
     ks = decoding["k"] if decoding["samples"] else []
     greedy = ["accuracy", "95 %"] if decoding["greedy"] else []
-    table = _score_table("task", "split", "problems", *greedy, *(f"pass@{k}" for k in ks), *shown, "tokens")
+    rows = []
     for label, task in tasks.items():
         cells = [label, task["split"], f"{task['problems']:,} of {task['of']:,}"]
         if decoding["greedy"]:
             cells += [_percent(task["greedy"]["accuracy"]["mean"]), _interval(task["greedy"]["accuracy"])]
         cells += [_with_error(task["samples"][f"pass@{k}"]) for k in ks]
-        cells += [_percent(rows[label][name]) for name in shown]
-        table.add_row(*cells, f"{_first(task)['tokens']:.0f}")
-    return table
+        cells += [_percent(shares[label][name]) for name in shown]
+        rows.append([*cells, f"{task['greedy' if 'greedy' in task else 'samples']['tokens']:.0f}"])
+    return ["task", "split", "problems", *greedy, *(f"pass@{k}" for k in ks), *shown, "tokens"], rows
 
 
-def _likelihood(report: Mapping[str, Any]) -> Table:
-    table = _score_table(
-        "likelihood", "rows", "shots", "by", "accuracy", "95 %", "guessing", "centred", "bits/byte", "cut"
-    )
+def _likelihood(report: Mapping[str, Any]) -> Rows:
+    columns = ["likelihood", "rows", "shots", "by", "accuracy", "95 %", "guessing", "centred", "bits/byte", "cut"]
+    rows = []
     for label, suite in report["likelihood"].items():
-        table.add_row(
-            label,
-            f"{suite['items']:,} of {suite['of']:,}",
-            str(suite["shots"]),
-            suite["by"],
-            _percent(suite["accuracy"]["mean"]),
-            _interval(suite["accuracy"]),
-            _percent(suite["baseline"]),
-            f"{suite['centred']:.3f}",
-            f"{suite['bits_per_byte']:.3f}",
-            str(suite["cut"]),
-        )
-    return table
+        accuracy = [_percent(suite["accuracy"]["mean"]), _interval(suite["accuracy"]), _percent(suite["baseline"])]
+        about = [f"{suite['items']:,} of {suite['of']:,}", str(suite["shots"]), suite["by"]]
+        numbers = [f"{suite['centred']:.3f}", f"{suite['bits_per_byte']:.3f}", str(suite["cut"])]
+        rows.append([label, *about, *accuracy, *numbers])
+    return columns, rows
 
 
-def _texts(report: Mapping[str, Any]) -> Table:
-    table = _score_table("texts", "documents", "tokens", "bytes", "loss", "bits/byte")
-    for label, found in report.get("texts", {}).items():  # evaluations of before have none
-        counts = (f"{found['items']:,} of {found['of']:,}", f"{found['tokens']:,}", f"{found['bytes']:,}")
-        table.add_row(label, *counts, f"{found['loss']:.3f}", f"{found['bits_per_byte']:.3f}")
-    return table
-
-
-def _score_table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right")
-    return table
-
-
-def _first(task: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Greedy answers, or the drawn ones where there are no others."""
-    return task["greedy"] if "greedy" in task else task["samples"]
+def _texts(report: Mapping[str, Any]) -> Rows:
+    rows = []
+    for label, suite in report.get("texts", {}).items():  # old evaluations have none
+        counts = [f"{suite['items']:,} of {suite['of']:,}", f"{suite['tokens']:,}", f"{suite['bytes']:,}"]
+        rows.append([label, *counts, f"{suite['loss']:.3f}", f"{suite['bits_per_byte']:.3f}"])
+    return ["texts", "documents", "tokens", "bytes", "loss", "bits/byte"], rows
 
 
 def _shares(task: Mapping[str, Any]) -> dict[str, float]:
-    """The worse of both modes: nothing is hidden behind the better one."""
-    found = dict.fromkeys(COUNTED, 0.0)
+    """The worse of both decoding modes: nothing is hidden behind the better one."""
+    worst = dict.fromkeys(SHARES, 0.0)
     for outcome in (task[mode] for mode in ("greedy", "samples") if mode in task):
-        counts = {name: outcome["statuses"].get(name, 0) / max(1, outcome["answers"]) for name in COUNTED}
-        counts |= {"truncated": outcome["truncated"]}
-        counts |= {"no_room": outcome["statuses"].get("no_room", 0) / outcome["problems"]}
-        found = {name: max(found[name], counts[name]) for name in COUNTED}
-    return found
+        shares = {name: outcome["statuses"].get(name, 0) / max(1, outcome["answers"]) for name in SHARES}
+        shares["truncated"] = outcome["truncated"]
+        shares["no_room"] = outcome["statuses"].get("no_room", 0) / outcome["problems"]
+        worst = {name: max(worst[name], shares[name]) for name in SHARES}
+    return worst
 
 
 def _mean(metrics: Mapping[str, float]) -> str:
-    named = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.count("/") == 1}
-    plain = ("centred", "bits_per_byte")
-    shown = {name: f"{value:.3f}" if name in plain else _percent(value) for name, value in named.items()}
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def _answers(session: Path) -> str:
+    means = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.count("/") == 1}
     return ", ".join(
-        str(path) for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl") if (path := session / name).exists()
+        f"{name} {f'{value:.3f}' if name in ('centred', 'bits_per_byte') else _percent(value)}"
+        for name, value in means.items()
     )
 
 
@@ -484,8 +431,8 @@ def _percent(value: float) -> str:
 
 
 def _with_error(estimate: Mapping[str, Any]) -> str:
-    mean = f"{100 * estimate['mean']:.1f}"
-    return f"{mean} %" if estimate["error"] is None else f"{mean} ± {100 * estimate['error']:.1f} %"
+    error = "" if estimate["error"] is None else f" ± {100 * estimate['error']:.1f}"
+    return f"{100 * estimate['mean']:.1f}{error} %"
 
 
 def _interval(estimate: Mapping[str, Any]) -> str:
@@ -496,11 +443,11 @@ def _interval(estimate: Mapping[str, Any]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between, such as 1,8."""
+    """Integers separated by commas, such as 1,8."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise UsageError(f"--k {text}: expected whole numbers with commas between, such as 1,8") from error
+        raise UsageError(f"--k {text}: expected whole numbers separated by commas, such as 1,8") from error
 
 
 def pairs(texts: Sequence[str]) -> dict[str, Any]:
@@ -511,7 +458,7 @@ def pairs(texts: Sequence[str]) -> dict[str, Any]:
     return dict(parse(texts))
 
 
-COLOURS = {
+COLORS = {
     Status.CORRECT: "green",
     Status.WRONG: "red",
     Status.UNPARSABLE: "yellow",
@@ -519,98 +466,91 @@ COLOURS = {
     Status.ERROR: "bold red",
 }
 LONGEST_PROMPT = 1000
-"""Characters of a prompt; of a longer one the end is shown."""
-# What a terminal would obey instead of show: controls, halves of characters, changes of the writing direction.
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-
-Shown = tuple[RolloutRecord, list[int]]
-"""A record and which of its trajectories to show."""
+"""Characters of a prompt; of a longer one only the end is shown."""
+# What a terminal would execute instead of print: control characters, lone surrogates, bidirectional overrides.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None, step: int | None, limit: int) -> None:
-    """The newest `limit` answers of each seed that have a status, are of a task, were used in a step."""
+    """The newest `limit` completions of each seed that match the status, the task and the training step."""
     if status is not None and status not in list(Status):
         raise UsageError(f"no status {status!r}: choose one of {', '.join(Status)}")
-    found = open_run(run, root)
-    files = {session.seed: session.path / FILE for session in found.sessions}
+    opened = open_run(run, root)
+    files = {session.seed: session.path / FILE for session in opened.sessions}
     if not any(path.is_file() for path in files.values()):
-        kind = found.spec["kind"]
+        kind = opened.spec["kind"]
         why = "none has been trained on yet" if kind == "posttrain" else f"a run of kind {kind} has none"
-        raise UsageError(f"{found.path} has no {FILE}: {why}")
-    target = console()
+        raise UsageError(f"{opened.path} has no {FILE}: {why}")
+    screen = console()
     for seed, path in files.items():
         if not path.is_file():
             continue
         if len(files) > 1:
-            target.print(Text(f"seed {seed}", "bold"))
-        records = (one for one in newest(path) if _asked(one, task, step))
-        chosen, more = _chosen(records, status, limit)
-        for record, places in reversed(chosen):
-            _show(target, record, places)
+            screen.print(Text(f"seed {seed}", "bold"))
+        wanted = (r for r in newest(path) if task in (None, r.group.problem.task) and step in (None, r.step))
+        chosen, more = _newest_matching(wanted, status, limit)
+        for record, indices in reversed(chosen):
+            _show_record(screen, record, indices)
         if not chosen:
-            target.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
+            screen.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
         elif more:
-            target.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
+            screen.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
 
 
-def _asked(record: RolloutRecord, task: str | None, step: int | None) -> bool:
-    return task in (None, record.group.problem.task) and step in (None, record.step)
-
-
-def _chosen(records: Iterable[RolloutRecord], status: str | None, limit: int) -> tuple[list[Shown], bool]:
-    """The first records with answers of the status, until there are `limit` answers; and whether there are more."""
-    chosen: list[Shown] = []
+def _newest_matching(
+    records: Iterable[RolloutRecord], status: str | None, limit: int
+) -> tuple[list[tuple[RolloutRecord, list[int]]], bool]:
+    """The first records with the indices of their completions to show, `limit` in all; whether there are more."""
+    chosen: list[tuple[RolloutRecord, list[int]]] = []
     for record in records:
-        matching = [
-            place
-            for place, one in enumerate(record.group.trajectories)
-            if status is None or one.verdict.status == status
-        ]
-        if not matching:
-            continue
-        if limit == 0:
+        statuses = [trajectory.verdict.status for trajectory in record.group.trajectories]
+        matching = [index for index, found in enumerate(statuses) if status in (None, found)]
+        if matching and limit == 0:
             return chosen, True
-        chosen.append((record, matching[:limit]))
-        if len(matching) > limit:
-            return chosen, True
-        limit -= len(matching)
+        if matching:
+            chosen.append((record, matching[:limit]))
+            if len(matching) > limit:
+                return chosen, True
+            limit -= len(matching)
     return chosen, False
 
 
-def _show(target: Console, record: RolloutRecord, places: list[int]) -> None:
+def _show_record(screen: Console, record: RolloutRecord, indices: list[int]) -> None:
     group = record.group
-    target.print(Text(f"── {group.problem.id}  number {group.number}  step {record.step}  {record.fate}", "bold"))
-    for line in _prompt_lines(group.problem):
-        target.print(Text(line, "dim"))
-    for place in places:
-        one = group.trajectories[place]
-        verdict, colour = one.verdict, COLOURS[one.verdict.status]
-        drawn = sorted({v for v, used in zip(one.versions, one.loss_mask, strict=True) if used})
-        facts = [f"reward {one.reward:g}", f"{one.sampled} tokens", one.stop_reason]
+    screen.print(Text(f"── {group.problem.id}  number {group.number}  step {record.step}  {record.fate}", "bold"))
+    screen.print(Text(_indented(_prompt(group.problem)), "dim"))
+    for index in indices:
+        trajectory = group.trajectories[index]
+        verdict, color = trajectory.verdict, COLORS[trajectory.verdict.status]
+        versions = sorted({v for v, used in zip(trajectory.versions, trajectory.loss_mask, strict=True) if used})
+        facts = [f"reward {trajectory.reward:g}", f"{trajectory.sampled} tokens", trajectory.stop_reason]
         if record.advantages:
-            mean = sum(record.advantages[place]) / max(one.sampled, 1)
+            mean = sum(record.advantages[index]) / max(trajectory.sampled, 1)
             facts.insert(1, f"advantage {mean:+.3g}")
-        if drawn:
-            facts.append(f"version {drawn[0]}" if len(drawn) == 1 else f"versions {drawn[0]} to {drawn[-1]}")
+        if versions:
+            last = f" to {versions[-1]}" if len(versions) > 1 else ""
+            facts.append(f"version{'s' if last else ''} {versions[0]}{last}")
         facts += [f"{name} {value:g}" for name, value in verdict.parts.items()]
-        head = Text(f"{verdict.status}", f"bold {colour}")
-        head.append(f"  answer {place + 1} of {len(group.trajectories)}: {', '.join(facts)}", "not bold")
-        target.print(head)
+        head = Text(f"{verdict.status}", f"bold {color}")
+        head.append(f"  completion {index + 1} of {len(group.trajectories)}: {', '.join(facts)}", "not bold")
+        screen.print(head)
         if verdict.note:
-            target.print(Text(f"  note: {_seen(verdict.note)}", "italic"))
-        target.print(Text("\n".join(f"  {line}" for line in _seen(one.completion).split("\n")), colour))
-    target.print()
+            screen.print(Text(f"  note: {_printable(verdict.note)}", "italic"))
+        screen.print(Text(_indented(trajectory.completion), color))
+    screen.print()
 
 
-def _prompt_lines(problem: Problem) -> Iterator[str]:
-    if isinstance(problem.prompt, str):
-        text = problem.prompt
-    else:
-        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in problem.prompt)
-    text = _seen(text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}")
-    yield from (f"  {line}" for line in text.split("\n"))
+def _prompt(problem: Problem) -> str:
+    text = problem.prompt
+    if not isinstance(text, str):
+        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in text)
+    return text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}"
 
 
-def _seen(text: str) -> str:
-    """The text with what a terminal would obey spelled out."""
-    return UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in _printable(text).split("\n"))
+
+
+def _printable(text: str) -> str:
+    """The text with control characters spelled out."""
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

@@ -1,168 +1,159 @@
-"""The commands `palestra sweep` and `palestra speedrun`, and what they print."""
+"""The commands that compare many runs: `palestra sweep`, `palestra speedrun` and `palestra bench`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from palestra.cli.lab import EXPERIMENTS, RUNS, Root, Set, variables
+from palestra.cli.options import (
+    EXPERIMENTS,
+    RUNS,
+    SHARING,
+    Overrides,
+    Quiet,
+    Root,
+    Set,
+    Spec,
+    SpecToRun,
+    parse_set,
+)
 
 app = typer.Typer()
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Overrides of the spec: optim.lr=3e-4", metavar="KEY=VALUE")
-]
-Spec = Annotated[str, typer.Argument(help="FILE.yaml or FILE.yaml:NAME")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 @app.command(rich_help_panel=EXPERIMENTS)
 def sweep(
     spec: Spec,
     overrides: Overrides = None,
-    set_: Set = None,
+    variables: Set = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs and their sizes; write nothing.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=SETTING", help="Only these settings: size=s,m; may be repeated.")
+        list[str] | None, typer.Option(metavar="AXIS=SETTING", help="Only these settings, as size=s,m; repeatable.")
     ] = None,
     group: Annotated[
-        str | None, typer.Option(help="The folder that the runs share; by default NAME_COMMIT.", metavar="NAME")
+        str | None, typer.Option(help="The folder of this sweep's runs; by default NAME_COMMIT.", metavar="NAME")
     ] = None,
     parallel: Annotated[int, typer.Option(min=1, help="Worker processes here; more may run elsewhere.")] = 1,
     runs: Root = RUNS,
     quiet: Quiet = False,
 ) -> None:
-    """Run the cross product of a spec's `sweep:` block; what is done is kept, and any number of processes share it."""
+    """Run the cross product of a spec's `sweep:` block, shared by several processes; finished runs are kept."""
     from palestra.sweep.run import plan as planned
     from palestra.sweep.run import sweep as start
 
-    found = planned(spec, only=only or [], group=group, variables=variables(set_), root=runs, overrides=overrides or [])
+    points = planned(
+        spec, only=only or [], group=group, variables=parse_set(variables), root=runs, overrides=overrides or []
+    )
     if plan:
-        show_plan(found)
-        return
-    show_sweep(start(found, parallel=parallel, quiet=quiet), found.folder)
+        show_plan(points)
+    else:
+        show_sweep(start(points, parallel=parallel, quiet=quiet), points.folder)
 
 
 def show_plan(planned: Any) -> None:
     """Every run with its sizes and its state, then how many are left."""
-    from rich.table import Table
-
-    from palestra.cli.show import console
+    from palestra.cli.show import console, table
     from palestra.sweep.results import sizes
 
-    told = {point.name: sizes(point.spec) for point in planned.points}
-    states = {point.name: planned.state(point.name) for point in planned.points}
-    columns = list(dict.fromkeys(column for sizes_of in told.values() for column in sizes_of))
-    table = Table(box=None, header_style="bold")
-    for column in ("run", *columns, "state"):
-        table.add_column(column, justify="left" if column in ("run", "state") else "right")
-    for name, sizes_of in told.items():
-        table.add_row(name, *(_number(sizes_of.get(column), column) for column in columns), states[name])
-    console().print(table)
+    sizes_of = {point.name: sizes(point.spec) for point in planned.points}
+    states = {name: planned.state(name) for name in sizes_of}
+    columns = list(dict.fromkeys(column for row in sizes_of.values() for column in row))
+    rows = [(name, *(_size(row, column) for column in columns), states[name]) for name, row in sizes_of.items()]
+    console().print(table(("run", *columns, "state"), rows, right=columns))
     left = sum(state != "done" for state in states.values())
-    total = sum(float(sizes_of.get("training FLOPs", 0)) for sizes_of in told.values())
+    total = sum(float(row.get("training FLOPs", 0)) for row in sizes_of.values())
     cost = f", {total:.3e} FLOPs in all" if total else ""
-    print(f"{len(told)} runs in {planned.folder}, {left} to run{cost}")
+    print(f"{len(rows)} runs in {planned.folder}, {left} to run{cost}")
+
+
+def _size(sizes: dict[str, float], column: str) -> str:
+    if column not in sizes:
+        return "–"
+    return f"{sizes[column]:.3e}" if column == "training FLOPs" else f"{sizes[column]:,}"
 
 
 def show_sweep(summary: dict[str, Any], folder: Path) -> None:
-    """Every run of the group with its score, the best one and where all is."""
-    from rich.table import Table
+    """Every run of the group with its score, the best one marked, and where the results are."""
+    from palestra.cli.show import console, print_pairs, table
 
-    from palestra.cli.show import console
-
-    table = Table(box=None, header_style="bold")
-    for column in ("run", "state", summary["metric"] or "score"):
-        table.add_column(column)
+    rows = []
     for row in summary["runs"]:
         mark = "*" if row["run"] == summary["best"] else ""
-        table.add_row(f"{mark}{row['run']}", row["state"], "–" if row["score"] is None else f"{row['score']:.6g}")
-    console().print(table)
-    print(f"{'folder':<15}{folder}")
-    for path in sorted((folder / "plots").glob("*.png")):
-        print(f"{'plot':<15}{path}")
+        rows.append((f"{mark}{row['run']}", row["state"], "–" if row["score"] is None else f"{row['score']:.6g}"))
+    console().print(table(("run", "state", summary["metric"] or "score"), rows))
+    print_pairs([("folder", folder), *(("plot", path) for path in sorted((folder / "plots").glob("*.png")))])
 
 
 speedruns = typer.Typer(help="Speedruns: submissions, leaderboard, Pareto frontier.", no_args_is_help=True)
 app.add_typer(speedruns, name="speedrun", rich_help_panel=EXPERIMENTS)
-Submissions = Annotated[Path, typer.Argument(help="A folder of submissions: every speedrun.json in it counts.")]
+Submissions = Annotated[Path, typer.Argument(help="A folder of submissions; every speedrun.json in it counts.")]
 
 
 @speedruns.command()
-def info(spec: Spec, overrides: Overrides = None, set_: Set = None) -> None:
-    """What a run would cost, before it: its size, its tokens, its FLOPs, and hardware FLOPs and hours at a guess."""
+def info(spec: Spec, overrides: Overrides = None, variables: Set = None) -> None:
+    """Estimate the cost of a run: parameters, tokens, model FLOPs, hardware FLOPs and hours."""
     from palestra.speedrun.submission import about
 
-    for name, value in about(spec, variables=variables(set_), overrides=overrides or []).items():
+    for name, value in about(spec, variables=parse_set(variables), overrides=overrides or []).items():
         typer.echo(f"{name:<28}{value}")
 
 
 @speedruns.command()
 def run(
-    spec: Annotated[str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.")] = None,
+    spec: SpecToRun = None,
     overrides: Overrides = None,
-    author: Annotated[str | None, typer.Option(help="Who submits it; by default git's user.name.")] = None,
-    affiliation: Annotated[str, typer.Option(help="The author's.")] = "",
-    url: Annotated[str, typer.Option(help="Where to find the author.")] = "",
-    description: Annotated[str, typer.Option(help="What is new about it, in a sentence.")] = "",
+    author: Annotated[str | None, typer.Option(help="The author's name; by default git's user.name.")] = None,
+    affiliation: Annotated[str, typer.Option(help="The author's affiliation.")] = "",
+    url: Annotated[str, typer.Option(help="The author's home page.")] = "",
+    description: Annotated[str, typer.Option(help="What is new about it, in one sentence.")] = "",
     peak: Annotated[
-        float | None, typer.Option(help="FLOPs a second of one device, where it is not known.", metavar="FLOPS")
+        float | None, typer.Option(help="Peak FLOPs per second of one device, if it is not known.", metavar="FLOPS")
     ] = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")] = None,
-    set_: Set = None,
-    runs: Root = RUNS,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue a run that was stopped.")] = None,
+    variables: Set = None,
+    root: Root = RUNS,
     quiet: Quiet = False,
 ) -> None:
-    """Train a spec and write speedrun.json into its run folder: the spec, and all that was measured."""
-    from palestra.speedrun.submission import Author, submit
+    """Train a spec and write speedrun.json into its run folder: the spec and all measurements."""
+    options = locals() | {"variables": parse_set(variables), "overrides": overrides or []}
+    from palestra.speedrun.submission import submit
 
-    path = submit(
-        spec,
-        author=Author.found(author, affiliation, url),
-        description=description,
-        peak=peak,
-        resume=resume,
-        variables=variables(set_),
-        root=runs,
-        quiet=quiet,
-        overrides=overrides or [],
-    )
-    typer.echo(path)
+    typer.echo(submit(**options))
 
 
 @speedruns.command()
 def leaderboard(
     folder: Submissions,
-    to: Annotated[Path | None, typer.Option("--json", help="Write the rows there too.", metavar="FILE")] = None,
+    to: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.", metavar="FILE")] = None,
 ) -> None:
-    """The submissions of a folder, best bits per byte first."""
-    from rich.table import Table
-
-    from palestra.cli.show import console
+    """List the submissions of a folder, lowest bits per byte first."""
+    from palestra.cli.show import console, table
     from palestra.runs.store import write_bytes
     from palestra.speedrun.leaderboard import read_rows
 
+    left = ("", "run", "author", "device")
+    numbers = ("bits/byte", "parameters", "tokens", "model FLOPs", "hardware FLOPs", "MFU", "minutes")
     rows = read_rows(folder)
-    table = Table(box=None, header_style="bold")
-    shown = {
-        "": lambda row: "*" if row["pareto"] else "",
-        "run": lambda row: row["run_name"],
-        "author": lambda row: row["author"],
-        "bits/byte": lambda row: f"{row['eval_bits_per_byte']:.4f}",
-        "parameters": lambda row: f"{row['model_size']:,}",
-        "tokens": lambda row: f"{row['total_tokens']:.3g}",
-        "model FLOPs": lambda row: f"{row['model_flops']:.3g}",
-        "hardware FLOPs": lambda row: f"{row['training_hardware_flops']:.3g}",
-        "MFU": lambda row: f"{row['mfu']:.1%}",
-        "minutes": lambda row: f"{row['training_time'] / 60:.1f}",
-        "device": lambda row: row["device"],
-    }
-    for column in shown:
-        table.add_column(column, justify="left" if column in ("", "run", "author", "device") else "right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in shown.values()))
-    console().print(table)
-    typer.echo("* nothing is better for fewer hardware FLOPs")
+    cells = [
+        (
+            "*" if row["pareto"] else "",
+            row["run_name"],
+            row["author"],
+            f"{row['eval_bits_per_byte']:.4f}",
+            f"{row['model_size']:,}",
+            f"{row['total_tokens']:.3g}",
+            f"{row['model_flops']:.3g}",
+            f"{row['training_hardware_flops']:.3g}",
+            f"{row['mfu']:.1%}",
+            f"{row['training_time'] / 60:.1f}",
+            row["device"],
+        )
+        for row in rows
+    ]
+    console().print(table((*left[:3], *numbers, left[3]), cells, right=numbers))
+    typer.echo("* on the Pareto frontier: no better score for as many or fewer hardware FLOPs")
     if to is not None:
         write_bytes(to, (json.dumps(rows, indent=1) + "\n").encode())
 
@@ -172,13 +163,36 @@ def pareto(
     folder: Submissions,
     out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("pareto.png"),
 ) -> None:
-    """Draw bits per byte over hardware FLOPs, and the frontier that nobody has beaten."""
+    """Plot bits per byte over hardware FLOPs, with the Pareto frontier."""
     from palestra.speedrun.leaderboard import draw, read_rows
 
     typer.echo(draw(read_rows(folder), out))
 
 
-def _number(value: float | None, column: str) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.3e}" if column == "training FLOPs" else f"{value:,}"
+@app.command(rich_help_panel=SHARING)
+def bench(
+    suite: Annotated[str | None, typer.Argument(help="classic, box2d, mujoco or atari.", metavar="SUITE")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="1000-1003", help="Seeds to run and show; by default those of the table.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only specs whose name matches.")] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="Parallel runs; by default one per core.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page to write, with results and plots/ next to it; in a checkout docs/benchmarks.md."),
+    ] = None,
+    table_only: Annotated[
+        bool, typer.Option("--table", help="Run nothing: update the table from the run folders.")
+    ] = False,
+    specs: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The suite's specs; by default examples/control.")
+    ] = None,
+    root: Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of benchmark runs.")] = Path(
+        "runs/bench"
+    ),
+) -> None:
+    """Run the shipped specs of a suite over seeds and update the table; finished seeds are kept, others resumed."""
+    options = locals() | {"parallel": parallel or os.cpu_count() or 1}
+    from palestra.bench.run import bench as run_suite
+
+    run_suite(**options, tell=typer.echo)

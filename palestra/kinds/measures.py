@@ -11,7 +11,7 @@ import torch
 from palestra.data.chat import encode_chat
 from palestra.errors import UsageError
 from palestra.evaluate.suites import (
-    Opened,
+    Suite,
     add_result,
     begin_results,
     check_suite,
@@ -58,7 +58,7 @@ class Suites:
         stack: ExitStack,
     ):
         self.uses, self.engine, self.start, self.session = uses, engine, start, session
-        self.opened: dict[str, tuple[Opened, Verifiers]] = {}
+        self.opened: dict[str, tuple[Suite, Verifiers]] = {}
         if not engine.ranks.first:  # which measures, while the others wait
             return
         for use in uses:

@@ -38,7 +38,7 @@ from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import Aside, Learner
@@ -81,7 +81,7 @@ COUNTED = 100_000
 
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
-    """Train every seed of the spec, then summarise and plot the trial."""
+    """Train every seed of the spec, then summarize and plot the trial."""
 
     def check(start: Start) -> None:
         make_filter(spec.algorithm.filters)
@@ -296,7 +296,7 @@ def _learner(
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
     engine = TrainEngine(
         model,
-        Optimiser(model, spec.optim, updates),
+        Optimizer(model, spec.optim, updates),
         Ranks(),
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),

@@ -33,14 +33,14 @@ def open_engine(ref: str | Path, *, dtype: str, device: str, root: Path, **setti
 def chat(
     ref: str | Path,
     *,
-    system: str | None,
-    temperature: float,
-    max_new_tokens: int,
-    dtype: str,
-    device: str,
     root: Path,
+    system: str | None = None,
+    temperature: float = 0.7,
+    max_new_tokens: int = 512,
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
-    """Talk with a model in the terminal."""
+    """Chat with a model in the terminal."""
     engine = open_engine(ref, dtype=dtype, device=device, root=root, max_running=1)
     assert engine.tokenizer is not None  # open_model refuses a folder without one
     sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens)
@@ -51,9 +51,9 @@ def chat(
 def serve(
     ref: str | Path,
     *,
-    dtype: str,
-    device: str,
     root: Path,
+    dtype: str = "auto",
+    device: str = "auto",
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,

@@ -113,7 +113,7 @@ def _layers(boxes: Sequence[Box]) -> tuple[list[list[_Place]], dict[str, _Place]
 
 
 def _untangle(layers: list[list[_Place]]) -> None:
-    """Order each layer by the middle of its neighbours', downwards and upwards in turn (Sugiyama et al. 1981)."""
+    """Order each layer by the middle of its neighbors', downwards and upwards in turn (Sugiyama et al. 1981)."""
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         for level, layer in list(enumerate(layers))[:: 1 if down else -1]:
@@ -129,7 +129,7 @@ def _untangle(layers: list[list[_Place]]) -> None:
 
 
 def _straighten(layers: list[list[_Place]]) -> None:
-    """Put each place below its inputs, and above those who need it, as far as its neighbours let it."""
+    """Put each place below its inputs, and above those who need it, as far as its neighbors let it."""
     for layer in layers:
         _spread(layer, [0.0] * len(layer))
     for sweep in range(SWEEPS):

@@ -53,13 +53,13 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]
 
 def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Commit, whether it is dirty and what is untracked, and the difference from the commit as text."""
-    inside = _git_output(folder, "rev-parse", "--show-toplevel")
+    inside = git_output(folder, "rev-parse", "--show-toplevel")
     if not inside:
         return None, ""
     top = Path(inside.strip())
-    commit = _git_output(top, "rev-parse", "--verify", "--quiet", "HEAD")
-    diff = _git_output(top, "diff", "HEAD", "--no-ext-diff", "--no-color") if commit else ""
-    untracked = (_git_output(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    commit = git_output(top, "rev-parse", "--verify", "--quiet", "HEAD")
+    diff = git_output(top, "diff", "HEAD", "--no-ext-diff", "--no-color") if commit else ""
+    untracked = (git_output(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     about = {
         "commit": commit.strip() if commit else None,
         "dirty": bool(diff or untracked),
@@ -68,7 +68,7 @@ def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
     return about, diff or ""
 
 
-def _git_output(folder: Path, *arguments: str) -> str | None:
+def git_output(folder: Path, *arguments: str) -> str | None:
     """What git says, at most DIFF_LIMIT_BYTES of it; None where it fails or is not installed."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("palestra.runs")
 
-# Okabe and Ito's palette, told apart also by people who do not see all colours; yellow is too faint for a line.
+# Okabe and Ito's palette, told apart also by people who do not see all colors; yellow is too faint for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINE_STYLES = ("-", "--", ":")  # one palette after another
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
@@ -57,18 +57,18 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
     missing = [f"{run.name}/{run.id}" for run in runs if run not in [other for other, _ in drawn]]
     if missing:
         log.warning("no values of %r in %s: left out of the picture", metric, ", ".join(missing))
-    figure = _figure(6.4, 4.0)
+    figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     names = [run.name for run, _ in drawn]
     for index, (run, curve) in enumerate(drawn):
         name = run.name if names.count(run.name) == 1 else f"{run.name} {run.id}"
         _draw(axes, curve, index, f"{name} ({_counted(len(curve.ys), 'seed')})")
-    _dress(axes, x)
-    axes.set_xlabel(AXES.get(x, _words(x)))
-    axes.set_ylabel(_words(metric))
+    style_axes(axes, x)
+    axes.set_xlabel(AXES.get(x, words(x)))
+    axes.set_ylabel(words(metric))
     meaning = "mean ± standard deviation" if any(len(curve.ys) > 1 for _, curve in drawn) else None
     axes.legend(frameon=False, fontsize=9, loc="best", title=meaning, title_fontsize=8, alignment="left")
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def trial_plots(run: Run) -> list[Path]:
@@ -89,7 +89,7 @@ def trial_plots(run: Run) -> list[Path]:
     changing = {key: curve for key, curve in drawn.items() if key in leading or curve.ys.min() < curve.ys.max()}
     shown = list((changing or drawn).items())[:GRID_LIMIT]
     if shown:
-        written += _save(_grid(shown, x, errors), run.path / "plots" / "metrics")
+        written += save_figure(_grid(shown, x, errors), run.path / "plots" / "metrics")
     return written + suite_plots(run)
 
 
@@ -107,12 +107,12 @@ def suite_plots(run: Run) -> list[Path]:
         }
         panels = {name: some for name, some in panels.items() if some}
         tasks = max(len({one.task for one in some}) for some in panels.values())
-        figure = _figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
+        figure = new_figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
         for place, (name, some) in enumerate(panels.items()):
             axes = figure.add_subplot(1, len(panels), place + 1)
             (_suite_curves if several else _suite_bars)(axes, some, name)
         figure.suptitle(f"{run.name}: suite {suite}", fontsize=10)
-        written += _save(figure, run.path / "plots" / f"suite_{suite}")
+        written += save_figure(figure, run.path / "plots" / f"suite_{suite}")
     return written
 
 
@@ -126,7 +126,7 @@ def _suite_curves(axes: "Axes", found: Sequence[Measured], name: str) -> None:
             axes.plot(curve.x, curve.ys.mean(0), color="#000000", linewidth=2.4, label="mean, centred", zorder=4)
         else:
             _draw(axes, curve, index, task)
-    _dress(axes, "step")
+    style_axes(axes, "step")
     axes.set_xlabel(AXES["step"])
     axes.set_ylabel(name)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -140,7 +140,7 @@ def _suite_bars(axes: "Axes", found: Sequence[Measured], name: str) -> None:
     for place, some in enumerate(values):
         if len(some) > 1:
             axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one a seed
-    _dress(axes, "value")
+    style_axes(axes, "value")
     axes.set_yticks(range(len(tasks)), ["mean, centred" if task == MEAN else task for task in tasks])
     axes.set_ylim(-0.6, len(tasks) - 0.4)
     axes.set_xlabel(name)
@@ -169,7 +169,7 @@ def _leading(metrics: Sequence[str]) -> list[str]:
 def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve]) -> "Figure":
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
-    figure = _figure(3.4 * columns, 2.4 * lines)
+    figure = new_figure(3.4 * columns, 2.4 * lines)
     for index, (metric, curve) in enumerate(metrics):
         axes = figure.add_subplot(lines, columns, index + 1)
         _draw(axes, curve, 0, None)
@@ -177,11 +177,11 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
             mean, (seeds, *_) = curve.ys.mean(0), curve.ys.shape
             spread = (errors[metric].ys ** 2).sum(0) ** 0.5 / seeds  # of the mean over independent seeds
             axes.errorbar(curve.x, mean, yerr=spread, fmt="o", color=PALETTE[0], markersize=3, capsize=2, linewidth=1)
-        _dress(axes, x)
-        title = f"{_words(metric)} ± SE" if metric in errors else _words(metric)
+        style_axes(axes, x)
+        title = f"{words(metric)} ± SE" if metric in errors else words(metric)
         axes.set_title(title, loc="left", fontsize=9)
         if index + columns >= len(metrics):  # the lowest picture of each column says what x is
-            axes.set_xlabel(AXES.get(x, _words(x)), fontsize=9)
+            axes.set_xlabel(AXES.get(x, words(x)), fontsize=9)
     return figure
 
 
@@ -205,27 +205,28 @@ def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
 
 
 def _draw(axes: "Axes", curve: Curve, index: int, label: str | None) -> None:
-    colour = PALETTE[index % len(PALETTE)]
+    color = PALETTE[index % len(PALETTE)]
     style = LINE_STYLES[index // len(PALETTE) % len(LINE_STYLES)]
     mean = curve.ys.mean(0)
     marker = "o" if len(curve.x) == 1 else None
-    axes.plot(curve.x, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, label=label, zorder=3)
+    axes.plot(curve.x, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, label=label, zorder=3)
     if len(curve.ys) == 1:
         return
     spread = curve.ys.std(0)
-    axes.fill_between(curve.x, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0, zorder=1)
+    axes.fill_between(curve.x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0, zorder=1)
     if len(curve.ys) <= FAINT_SEEDS:
-        axes.plot(curve.x, curve.ys.T, color=colour, linewidth=0.6, alpha=0.3, zorder=2)
+        axes.plot(curve.x, curve.ys.T, color=color, linewidth=0.6, alpha=0.3, zorder=2)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     """A figure of its own: pyplot's global state is never touched, so this works in any thread."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _dress(axes: "Axes", x: str) -> None:
+def style_axes(axes: "Axes", x: str = "") -> None:
+    """Ticks, grid and spines as in all plots; `x` is the column of metrics.jsonl on the x-axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.margins(x=0.01)
@@ -249,7 +250,8 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _save(figure: "Figure", out: Path) -> list[Path]:
+def save_figure(figure: "Figure", out: Path) -> list[Path]:
+    """Write `out`.png and `out`.svg."""
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
@@ -273,7 +275,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _words(name: str) -> str:
+def words(name: str) -> str:
+    """The name of a metric as an axis label."""
     return name.replace("eval/", "evaluation ").replace("/", " ").replace("_", " ")
 
 

@@ -1,20 +1,17 @@
-"""Pictures of a search: the trials as lines across the space, what mattered, and the best so far."""
+"""Plots of a search: parallel coordinates of the trials, importance of each field, best score so far."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.runs.plot import PALETTE
+from palestra.runs.plot import PALETTE, new_figure, style_axes
 from palestra.search.study import TrialRecord
 from palestra.spec.blocks import Axis
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-BLUE, RED = PALETTE[0], PALETTE[1]
 
 
 def search_plots(
@@ -24,161 +21,94 @@ def search_plots(
     order: Sequence[TrialRecord],
     metric: str,
     *,
-    maximise: bool,
-) -> list[Path]:
+    maximize: bool,
+) -> None:
     """Write parallel_coordinates, importance and best_so_far as PNG; `order`: trials with a score, best first."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "parallel_coordinates": parallel_coordinates(space, order, metric, maximise=maximise),
-        "importance": importance_bars(space, order, metric),
-        "best_so_far": best_so_far(records, order, metric),
+    found = importances(space, order)
+    drawings = {
+        "parallel_coordinates": (
+            max(6.4, 1.7 * (len(space) + 1)),
+            4.2,
+            lambda axes: _parallel_coordinates(axes, space, order, metric, maximize=maximize),
+        ),
+        "importance": (6.4, 1.4 + 0.35 * len(found), lambda axes: _importance_bars(axes, found, order, metric)),
+        "best_so_far": (6.4, 3.8, lambda axes: _best_so_far(axes, records, order, metric)),
     }
-    paths = []
-    for name, figure in figures.items():
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=150)
-        paths.append(path)
-    return paths
+    for name, (width, height, draw) in drawings.items():
+        figure = new_figure(width, height)
+        draw(figure.add_subplot())
+        figure.savefig(folder / f"{name}.png", dpi=150)
 
 
 def importances(space: Mapping[str, Axis], records: Sequence[TrialRecord]) -> dict[str, float]:
-    """How strongly each field goes together with the score, 0 to 1, most first.
+    """How strongly each field correlates with the score, 0 to 1, highest first.
 
-    The size of Spearman's rank correlation; of choices the correlation ratio η, over ranks of the score too. Scores are
-    those at the first rung, to which every trial came. Fields are looked at one by one, so what matters only together
-    with another is not seen.
+    The absolute value of Spearman's rank correlation; for choices the correlation ratio η over ranks of the score.
+    Scores are those at the first rung, which every trial reached. Interactions between fields are not measured.
     """
     import numpy as np
+
+    def ranks(values: Any) -> "np.ndarray":
+        values = np.asarray(values, dtype=float)  # equal values share the mean of their ranks
+        return np.array([((values < value).sum() + (values <= value).sum()) / 2 for value in values])
 
     scored = [record for record in records if record.scores]
     if len(scored) < 3:
         return dict.fromkeys(space, 0.0)
-    score = _ranks(np.array([next(iter(record.scores.values())) for record in scored]))
+    score = ranks([next(iter(record.scores.values())) for record in scored])
     found = {}
     for key, axis in space.items():
         values = [record.values[key] for record in scored]
-        if axis.form == "choice":
-            found[key] = _correlation_ratio([axis.values.index(value) for value in values], score)
+        if axis.form == "choice":  # η is the correlation of the scores with the mean of their group
+            x = np.array([score[[other == value for other in values]].mean() for value in values])
         else:
-            found[key] = abs(_correlation(_ranks(np.array(values, dtype=float)), score))
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+            x = ranks(values)
+        found[key] = abs(float(np.corrcoef(x, score)[0, 1])) if np.ptp(x) and np.ptp(score) else 0.0
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def parallel_coordinates(
-    space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximise: bool
-) -> "Figure":
+def _parallel_coordinates(
+    axes: "Axes", space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximize: bool
+) -> None:
     """A line for every trial with a score, across one axis for each field and one for the score."""
     import numpy as np
     from matplotlib import colormaps
 
-    figure = _figure(max(6.4, 1.7 * (len(space) + 1)), 4.2)
-    axes = figure.add_subplot()
     scores = np.array([record.score for record in order], dtype=float)
     low, high = float(scores.min()), float(scores.max())
-    shade = (scores - low) / (high - low) if high > low else np.ones_like(scores)
-    for position, record in reversed(list(enumerate(order))):  # the best on top
-        heights = [_height(axis, record.values[key]) for key, axis in space.items()] + [shade[position]]
+    height = (scores - low) / (high - low) if high > low else np.ones_like(scores)
+    for rank, record in reversed(list(enumerate(order))):  # the best on top
+        heights = [_height(axis, record.values[key]) for key, axis in space.items()] + [height[rank]]
         complete = record.state == "complete"
         axes.plot(
             range(len(heights)),
             heights,
-            color=colormaps["viridis"](0.92 * float(1 - shade[position] if maximise else shade[position])),
-            linewidth=2.2 if position == 0 else 1.3,
+            color=colormaps["viridis"](0.92 * float(1 - height[rank] if maximize else height[rank])),
+            linewidth=2.2 if rank == 0 else 1.3,
             linestyle="-" if complete else (0, (4, 2)),
             alpha=1.0 if complete else 0.65,
             zorder=3 if complete else 2,
         )
-    for column, axis in enumerate(space.values()):
-        for height, text in _marks(axis):
-            _mark(axes, column, height, text)
-    for height, value in ((0.0, low), (1.0, high)) if high > low else ((1.0, high),):
-        _mark(axes, len(space), height, f"{value:.4g}")
+    marks = [(column, *mark) for column, axis in enumerate(space.values()) for mark in _marks(axis)]
+    marks += [(len(space), 1.0, f"{high:.4g}"), *([(len(space), 0.0, f"{low:.4g}")] if high > low else [])]
+    box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    style: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
+    for column, y, text in marks:
+        axes.annotate(text, (column, y), **style, zorder=4, bbox=box)
     for column in range(len(space) + 1):
         axes.axvline(column, color="#999999", linewidth=0.8, zorder=1)
-    axes.set_xticks(range(len(space) + 1), [*(_label(key) for key in space), metric], fontsize=8)
+    labels = [".\n".join(key.rsplit(".", 1)) for key in space]  # a long path on two lines
+    axes.set_xticks(range(len(space) + 1), [*labels, metric], fontsize=8)
     axes.set_yticks([])
     axes.set_xlim(-0.15, len(space) + 0.5)
     axes.set_ylim(-0.06, 1.06)
     axes.spines[:].set_visible(False)
-    axes.set_title("trials: complete drawn through, pruned dashed; dark is the better score", loc="left", fontsize=9)
-    return figure
-
-
-def importance_bars(space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str) -> "Figure":
-    """A bar for every field."""
-    found = importances(space, order)
-    figure = _figure(6.4, 1.4 + 0.35 * len(found))
-    axes = figure.add_subplot()
-    names = list(found)[::-1]
-    axes.barh(range(len(names)), [found[name] for name in names], color=BLUE, height=0.6)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("|Spearman's ρ|, of choices η", fontsize=9)
-    where = "at the first rung" if any(len(r.scores) > 1 or r.state == "pruned" for r in order) else "at the end"
-    axes.set_title(f"how each field goes with {metric} {where} ({len(order)} trials)", loc="left", fontsize=9)
-    _dress(axes)
-    return figure
-
-
-def best_so_far(records: Sequence[TrialRecord], order: Sequence[TrialRecord], metric: str) -> "Figure":
-    """Every trial's last score by its number, and the best of those up to it."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure = _figure(6.4, 3.8)
-    axes = figure.add_subplot()
-    rank = {record.number: position for position, record in enumerate(order)}
-    for state, marker, colour in (("complete", "o", BLUE), ("pruned", "x", "#888888")):
-        shown = [record for record in order if record.state == state]
-        if shown:
-            numbers = [record.number for record in shown]
-            scores = [record.score or 0.0 for record in shown]  # all of `order` have one
-            axes.scatter(numbers, scores, marker=marker, color=colour, s=28, label=state, zorder=3)
-    failed = [record.number for record in records if record.state == "failed"]
-    if failed:
-        bottom = min(record.score for record in order if record.score is not None)
-        axes.scatter(failed, [bottom] * len(failed), marker="v", color=RED, s=24, label="failed (no score)", zorder=3)
-    line, best = [], None
-    for record in sorted(order, key=lambda one: one.number):
-        best = record if best is None or rank[record.number] < rank[best.number] else best
-        line.append((record.number, best.score))
-    axes.step(*zip(*line, strict=True), where="post", color=BLUE, linewidth=1.4, label="best so far", zorder=2)
-    axes.set_xlabel("trial", fontsize=9)
-    axes.set_ylabel(metric, fontsize=9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8)
-    _dress(axes)
-    return figure
-
-
-def _ranks(values: "np.ndarray") -> "np.ndarray":
-    """Ranks from 1, equals sharing the mean of theirs."""
-    import numpy as np
-
-    return np.array([((values < value).sum() + (values <= value).sum() + 1) / 2 for value in values])
-
-
-def _correlation(x: "np.ndarray", y: "np.ndarray") -> float:
-    x, y = x - x.mean(), y - y.mean()
-    size = float((x @ x) * (y @ y)) ** 0.5
-    return 0.0 if size == 0 else float(x @ y) / size
-
-
-def _correlation_ratio(groups: list[int], score: "np.ndarray") -> float:
-    """√(variance between the groups / all variance)."""
-    import numpy as np
-
-    index = np.array(groups)
-    whole = float(((score - score.mean()) ** 2).sum())
-    between = sum(
-        float((index == group).sum()) * float(score[index == group].mean() - score.mean()) ** 2 for group in set(groups)
-    )
-    return 0.0 if whole == 0 else (between / whole) ** 0.5
+    axes.set_title("trials: complete solid, pruned dashed; darker is better", loc="left", fontsize=9)
 
 
 def _height(axis: Axis, value: Any) -> float:
-    """Where a value stands on its axis, 0 to 1."""
-    import math
-
+    """The position of a value on its axis, 0 to 1."""
     if axis.form == "choice":
         return axis.values.index(value) / (len(axis.values) - 1)
     low, high = axis.values
@@ -193,26 +123,37 @@ def _marks(axis: Axis) -> list[tuple[float, str]]:
     return [(0.0, f"{axis.values[0]:g}"), (1.0, f"{axis.values[1]:g}")]
 
 
-def _mark(axes: "Axes", column: int, height: float, text: str) -> None:
-    box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-    place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-    axes.annotate(text, (column, height), **place, fontsize=7, zorder=4, bbox=box)
+def _importance_bars(axes: "Axes", found: Mapping[str, float], order: Sequence[TrialRecord], metric: str) -> None:
+    names = list(found)[::-1]
+    axes.barh(range(len(names)), [found[name] for name in names], color=PALETTE[0], height=0.6)
+    style_axes(axes)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("|Spearman's ρ|; of choices η", fontsize=9)
+    where = "at the first rung" if any(len(r.scores) > 1 or r.state == "pruned" for r in order) else "at the end"
+    axes.set_title(f"correlation of each field with {metric} {where} ({len(order)} trials)", loc="left", fontsize=9)
 
 
-def _label(key: str) -> str:
-    """A long path on two lines."""
-    head, dot, tail = key.rpartition(".")
-    return f"{head}{dot}\n{tail}" if dot else key
+def _best_so_far(axes: "Axes", records: Sequence[TrialRecord], order: Sequence[TrialRecord], metric: str) -> None:
+    """Every trial's last score by its number, and the best of those up to it."""
+    from matplotlib.ticker import MaxNLocator
 
-
-def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _dress(axes: "Axes") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8)
+    scores = {record.number: record.score or 0.0 for record in order}  # all of `order` have one
+    for state, label, marker, color in (
+        ("complete", "complete", "o", PALETTE[0]),
+        ("pruned", "pruned", "x", "#888888"),
+        ("failed", "failed (no score)", "v", PALETTE[1]),
+    ):
+        numbers = [record.number for record in records if record.state == state]
+        if numbers:
+            ys = [scores.get(number, min(scores.values())) for number in numbers]
+            axes.scatter(numbers, ys, marker=marker, color=color, s=28, label=label, zorder=3)
+    rank = {record.number: index for index, record in enumerate(order)}
+    numbers = sorted(scores)
+    best = [scores[min(numbers[: index + 1], key=lambda number: rank[number])] for index in range(len(numbers))]
+    axes.step(numbers, best, where="post", color=PALETTE[0], linewidth=1.4, label="best so far", zorder=2)
+    style_axes(axes)
+    axes.set_xlabel("trial", fontsize=9)
+    axes.set_ylabel(metric, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8)

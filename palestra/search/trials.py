@@ -1,4 +1,4 @@
-"""One trial of a search: its folder, its worker, its pause at a rung, and what can be read of it afterwards."""
+"""One trial of a search: its folder, its worker, its pause at a rung, and its outcome."""
 
 import math
 import os
@@ -25,23 +25,14 @@ from palestra.spec.model import plain
 from palestra.work.fanout import Resources
 from palestra.work.redact import redacted
 
-NAME = "rung.json"
+RUNG = "rung.json"
+"""How far a trial runs before it pauses; a trial without this file runs to its end."""
 HOOK = "palestra.search.trials:pause_at_rung"
 
 
-def write_rung(trial: Path, metric: str, by: str, level: int) -> None:
-    """Say how far a trial runs before it pauses; a trial without this file runs to its end."""
-    write_json(trial / NAME, {"metric": metric, "by": by, "level": level})
-
-
-def clear_rung(trial: Path) -> None:
-    """Let the trial run to its end whenever it is resumed."""
-    (trial / NAME).unlink(missing_ok=True)
-
-
 def pause_at_rung(moment: Moment) -> None:
-    """Ask the session to stop, as SIGTERM does, at the first row with the metric at or after its rung."""
-    path = moment.folder.parent.parent / NAME
+    """Stop the session, as SIGTERM does, at the first row with the metric at or after its rung."""
+    path = moment.folder.parent.parent / RUNG
     if not path.exists():
         return
     rung: dict[str, Any] = read_json(path)
@@ -52,7 +43,7 @@ def pause_at_rung(moment: Moment) -> None:
 
 @dataclass(frozen=True)
 class Rung:
-    """How far a trial is to run: to its first row with the metric at `level` of `by`, or to its end before that."""
+    """How far a trial runs: to its first row with the metric at `level` of `by`, or to its end before that."""
 
     metric: str
     by: str
@@ -62,7 +53,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a trial came to: "complete", "paused" at its rung, "failed" for a reason, or "stopped" before all that."""
+    """How a trial ended: "complete", "paused" at its rung, "failed" for a reason, or "stopped" before its rung."""
 
     state: str
     score: float | None = None
@@ -77,12 +68,12 @@ def trial_spec(data: Mapping[str, Any], values: Mapping[str, Any], threads: int,
     return resolved(changed)
 
 
-def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str]) -> Trial:
-    """A trial's folder with its trial.json, as any other run has; one that is there already is kept."""
+def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str], *, name: str, id: str) -> Trial:
+    """A trial's folder with its trial.json, as any other run has; an existing one is kept."""
     if not (path / "trial.json").exists():
         info = {
-            "name": spec.name,
-            "id": f"{path.parent.parent.name}/trials/{path.name}",
+            "name": name,
+            "id": id,
             "seeds": spec.seeds,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": redacted(list(command)),
@@ -95,7 +86,7 @@ def make_trial(path: Path, spec: ExperimentSpec, command: Sequence[str]) -> Tria
 
 
 def run_trial(path: Path, root: Path, command: Sequence[str], gpu_share: float | None) -> None:
-    """In a worker: run the trial from where it is, until it pauses, ends or fails."""
+    """In a worker: continue the trial until it pauses, ends or fails."""
     if gpu_share is not None:
         import torch
 
@@ -111,31 +102,44 @@ def run_trial(path: Path, root: Path, command: Sequence[str], gpu_share: float |
 
 
 def trial_outcome(path: Path, rung: Rung) -> TrialOutcome:
-    """What a trial that is not running came to, read from its folder."""
+    """The outcome of a trial that is not running, read from its folder."""
     run = Run(path)
     state = run.state if run.sessions else "new"
     if state == "failed":
-        return TrialOutcome("failed", reason=_reason(run))
-    rows = [run.metrics(seed) for seed in run.seeds]
+        reasons = [status["reason"] for status in _statuses(run) if status["state"] == "failed"]
+        return TrialOutcome("failed", reason=next(iter(reasons), "failed"))
+    rows = [[row for row in run.metrics(seed) if rung.metric in row] for seed in run.seeds]
     if state == "done":
-        return _scored("complete", [_last(each, rung.metric) for each in rows], rung.metric)
+        return _scored("complete", [of_seed[-1:] for of_seed in rows], rung.metric)
     if state in ("interrupted", "unfinished") and rung.level is not None:
-        reached = [_first_at(each, rung) for each in rows]
-        if all(value is not None for value in reached):
+        reached = [[row for row in of_seed if row[COLUMNS[rung.by]] >= rung.level][:1] for of_seed in rows]
+        if all(reached):
             return _scored("paused", reached, rung.metric)
     return TrialOutcome("stopped")
 
 
+def _scored(state: str, rows: Sequence[Sequence[dict[str, Any]]], metric: str) -> TrialOutcome:
+    """The mean over seeds of the metric in the one row of each."""
+    values = [row[metric] for of_seed in rows for row in of_seed]
+    values = [value for value in values if value is not None and math.isfinite(value)]
+    if len(values) < len(rows):
+        return TrialOutcome("failed", reason=f"{metric} is missing or non-finite")
+    return TrialOutcome(state, fmean(values))
+
+
 def counted(path: Path, by: str) -> int:
-    """Steps, frames or tokens that the sessions of a trial trained, all together."""
+    """Steps, frames or tokens that all sessions of a trial have trained together."""
     if not (path / "trial.json").exists():
         return 0
-    told = [read_status(session.path) for session in Run(path).sessions]
-    return sum(status["progress"].get(COLUMNS[by], 0) for status in told if status is not None)
+    return sum(status["progress"].get(COLUMNS[by], 0) for status in _statuses(Run(path)))
+
+
+def _statuses(run: Run) -> list[dict[str, Any]]:
+    return [status for session in run.sessions if (status := read_status(session.path)) is not None]
 
 
 def gpus() -> list[str]:
-    """The GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them; found without torch."""
+    """The GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them; without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
@@ -144,28 +148,6 @@ def gpus() -> list[str]:
 
 
 def shared(parallel: int, threads: int, device: str) -> tuple[Resources, float]:
-    """What so many runs at once share, with the GPUs that there are, and the share of a GPU that each then has."""
-    found = [] if device == "cpu" else gpus()
-    return Resources(parallel * threads, found), 1.0 / math.ceil(parallel / len(found)) if found else 0.0
-
-
-def _scored(state: str, values: Sequence[float | None], metric: str) -> TrialOutcome:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if len(known) < len(values):
-        return TrialOutcome("failed", reason=f"{metric} is missing or not a finite number")
-    return TrialOutcome(state, fmean(known))
-
-
-def _last(rows: list[dict[str, Any]], metric: str) -> float | None:
-    return next((row[metric] for row in reversed(rows) if metric in row), None)
-
-
-def _first_at(rows: list[dict[str, Any]], rung: Rung) -> float | None:
-    assert rung.level is not None
-    found = (row[rung.metric] for row in rows if rung.metric in row and row[COLUMNS[rung.by]] >= rung.level)
-    return next(found, None)
-
-
-def _reason(run: Run) -> str:
-    told = [read_status(session.path) for session in run.sessions]
-    return next((status["reason"] for status in told if status is not None and status["state"] == "failed"), "failed")
+    """The cores and GPUs that `parallel` runs share, and the fraction of a GPU that each gets."""
+    names = [] if device == "cpu" else gpus()
+    return Resources(parallel * threads, names), 1.0 / math.ceil(parallel / len(names)) if names else 0.0

@@ -1,11 +1,11 @@
-"""A folder of submissions as a leaderboard, best first, and the picture of its Pareto frontier."""
+"""The leaderboard of a folder of submissions, and the plot of its Pareto frontier."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.plot import PALETTE
+from palestra.runs.plot import PALETTE, new_figure, style_axes
 from palestra.runs.store import read_json
 from palestra.speedrun.submission import NAME, SCORE
 
@@ -14,7 +14,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     """A row for every run in every speedrun.json below a folder, fewest bits per byte first."""
     files = sorted(folder.rglob(NAME))
     if not files:
-        raise UsageError(f"no {NAME} in {folder}: submissions are written by palestra speedrun run")
+        raise UsageError(f"no {NAME} in {folder}: `palestra speedrun run` writes submissions")
     rows = [_row(entry["run_info"], path, folder) for path in files for entry in _entries(path)]
     best = {id(row) for row in frontier(rows)}
     ordered = sorted(rows, key=lambda row: (row["eval_bits_per_byte"], row["training_hardware_flops"]))
@@ -22,19 +22,19 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def frontier(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with fewer bits per byte than all that took as many hardware FLOPs or fewer; cheapest first."""
-    kept: list[dict[str, Any]] = []
+    """The Pareto frontier, cheapest first: rows with fewer bits per byte than all of the same or a lower cost."""
+    best: list[dict[str, Any]] = []
     for row in sorted(rows, key=lambda row: (row["training_hardware_flops"], row["eval_bits_per_byte"])):
-        if not kept or row["eval_bits_per_byte"] < kept[-1]["eval_bits_per_byte"]:
-            kept.append(row)
-    return kept
+        if not best or row["eval_bits_per_byte"] < best[-1]["eval_bits_per_byte"]:
+            best.append(row)
+    return best
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-        raise PalestraError(f"{path} is no submission: expected a mapping with a list 'runs'")
-    return found["runs"]
+    data = read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("runs"), list):
+        raise PalestraError(f"{path} is not a submission: expected a mapping with a list 'runs'")
+    return data["runs"]
 
 
 def _row(info: dict[str, Any], path: Path, folder: Path) -> dict[str, Any]:
@@ -57,37 +57,26 @@ def _row(info: dict[str, Any], path: Path, folder: Path) -> dict[str, Any]:
             "run_completion_timestamp": info["run_completion_timestamp"],
         }
     except KeyError as error:
-        raise PalestraError(f"{path} is no whole submission: it lacks {error}") from error
-
-
-BLUE, RED = PALETTE[0], PALETTE[1]
+        raise PalestraError(f"{path} is not a complete submission: it lacks {error}") from error
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> Path:
-    """Draw the rows to a PNG; where it is."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    """Plot bits per byte over hardware FLOPs as a PNG; returns its path."""
+    figure = new_figure(7.2, 4.4)
     axes = figure.add_subplot()
     best = frontier(rows)
-    kept = {id(row) for row in best}
-    beaten = [row for row in rows if id(row) not in kept]
+    beaten = [row for row in rows if row not in best]
     axes.scatter(*_points(beaten), color="#999999", s=22, label="beaten", zorder=2)
-    axes.plot(*_points(best), color=BLUE, marker="o", markersize=5, linewidth=1.4, label="frontier", zorder=3)
+    axes.plot(*_points(best), color=PALETTE[0], marker="o", markersize=5, linewidth=1.4, label="frontier", zorder=3)
     for row in best:
-        axes.annotate(
-            row["run_name"].partition("/")[0],
-            (row["training_hardware_flops"], row["eval_bits_per_byte"]),
-            xytext=(6, 5),
-            textcoords="offset points",
-            fontsize=8,
-        )
+        point = (row["training_hardware_flops"], row["eval_bits_per_byte"])
+        name = row["run_name"].partition("/")[0]
+        axes.annotate(name, point, xytext=(6, 5), textcoords="offset points", fontsize=8)
+    style_axes(axes)
     axes.set_xscale("log")
     axes.margins(x=0.14, y=0.1)
     axes.set_xlabel("hardware FLOPs of training")
     axes.set_ylabel("bits per byte")
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     path = out if out.suffix == ".png" else out.with_name(f"{out.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,16 @@
-"""Runs a sweep, alone or beside other processes: each run of the grid is claimed and carried out once.
+"""Runs a sweep, alone or next to other processes: each run of the grid is claimed and run once.
 
-Nobody coordinates. A process takes the lease of a target that is neither done nor held, carries it out, and writes that
-it is done before it gives the lease back. A target that failed, or whose process died, is open again: others try it.
+There is no coordinator. A process takes the lease of a target that is neither done nor held, runs it, and writes that
+it is done before it releases the lease. A target that failed, or whose process died, is open again: others try it.
 """
 
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any
 
 from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
-from palestra.runs.folder import Trial, refuse_secrets
+from palestra.runs.folder import refuse_secrets
 from palestra.runs.lease import Lease, Owner
+from palestra.runs.manifest import git_output
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
-from palestra.search.trials import shared
+from palestra.search.trials import make_trial, shared
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import label
 from palestra.spec.compose import parse
@@ -36,38 +36,35 @@ from palestra.sweep.results import POINT, write_results
 from palestra.work import fanout
 from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome
 from palestra.work.pool import TaskFailed, WorkerDied
-from palestra.work.redact import redacted
 
 log = logging.getLogger("palestra.sweep")
 
-CLAIM_SECONDS = 0.5  # between two looks at what others hold
+CLAIMS = "claims"
+CLAIM_SECONDS = 0.5  # between two looks at the leases of others
+STOPPED = "the sweep was interrupted with everything saved; the same command resumes it"
 
 
 class TargetsFailed(PalestraError):
-    """Some targets failed in this process, and no other has carried them out since."""
+    """Some targets failed in this process, and no other process has succeeded with them since."""
 
 
-@dataclass
 class Claims:
-    """Who carries out what, in one folder: `<target>.lease.json` while somebody does, `<target>.json` for what came."""
+    """Who runs which target, in one folder: `<target>.lease.json` while it runs, `<target>.json` once it ended."""
 
-    folder: Path
-    _store: LocalStore = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._store = LocalStore(self.folder)
+    def __init__(self, folder: Path):
+        self.folder, self._store = folder, LocalStore(folder)
 
     def outcome(self, target: str) -> dict[str, Any] | None:
-        """What came of a target the last time: its `state`, done or failed; None where it never ended."""
-        found = self._store.get(f"{target}.json")
-        return None if found is None else json.loads(found)
+        """How a target ended the last time: its `state`, done or failed; None where it never ended."""
+        data = self._store.get(f"{target}.json")
+        return None if data is None else json.loads(data)
 
     def done(self, target: str) -> bool:
-        """Whether it has been carried out."""
+        """Whether some process has run it to its end."""
         return (self.outcome(target) or {}).get("state") == "done"
 
     def held(self, target: str) -> bool:
-        """Whether a living process is carrying it out."""
+        """Whether a live process is running it."""
         return self._lease(target).holder() is not None
 
     def run(
@@ -82,12 +79,12 @@ class Claims:
         logs: Path | None = None,
         **conditions: Any,
     ) -> list[str]:
-        """Carry out what is neither done nor held until all are done; what this process did, in that order.
+        """Run what is neither done nor held until all targets are done; returns what this process ran, in that order.
 
-        A target that fails here is left to the others, and the rest goes on; at the end `TargetsFailed` is raised
-        unless another process succeeded with it. While others hold targets this one waits, and takes over from the
-        dead. Being asked to stop (`Interrupted`) gives the target back at once. In line where no backend is given;
-        `logs` is the folder of what the targets print, and `conditions` are those of a `WorkItem`.
+        A target that fails here is left to the other processes; `TargetsFailed` is raised at the end unless one of them
+        succeeded. While others hold targets this process waits, and takes over from dead ones. `Interrupted` releases
+        the target at once. Without a backend the work runs in this process; `logs` is the folder for the output of
+        the targets, and `conditions` are those of a `WorkItem`.
         """
         stop, left = stop or Stop(), list(targets)
         ran: list[str] = []
@@ -109,7 +106,7 @@ class Claims:
                 elif stop.requested or isinstance(cause, Interrupted):
                     stop()
                 elif isinstance(cause, LeaseLost) or (isinstance(error, WorkerDied) and target not in died):
-                    # We were silent for too long, and its new owner carries it out; or our worker was killed, once.
+                    # Our lease expired and its new owner runs it; or our worker was killed for the first time.
                     log.warning("%s: %s", target, cause)
                     died.add(target)
                     left.append(target)
@@ -117,15 +114,15 @@ class Claims:
                     with clear_write_errors(self.folder):
                         raise error
                 else:
-                    # Logged with its traceback, counted, and raised at the end: one bad run must not end the others.
+                    # Logged with its traceback and raised at the end: one bad run must not end the others.
                     log.error("%s failed", target, exc_info=error)
-                    self._write(outcome, {"state": "failed", "error": _short(error)})
+                    self._write(outcome, {"state": "failed", "error": _first_line(error)})
                     failed[target] = error
         if stop.requested:
             raise Interrupted(STOPPED)
         still = {target: error for target, error in failed.items() if not self.done(target)}
         if still:
-            lines = "\n".join(f"  {target}: {_short(error)}" for target, error in still.items())
+            lines = "\n".join(f"  {target}: {_first_line(error)}" for target, error in still.items())
             raise TargetsFailed(f"{len(still)} of {len(targets)} failed:\n{lines}") from next(iter(still.values()))
         return ran
 
@@ -142,10 +139,10 @@ class Claims:
 
         return WorkItem(target, work, (target,), lease=lease, done=done, complete=complete, **conditions)
 
-    def _write(self, outcome: WorkOutcome, came: dict[str, Any]) -> None:
+    def _write(self, outcome: WorkOutcome, state: dict[str, Any]) -> None:
         target = outcome.item.name
         about = {
-            **came,
+            **state,
             "tries": (self.outcome(target) or {}).get("tries", 0) + 1,
             "seconds": round(outcome.seconds, 3),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,27 +155,18 @@ class Claims:
         return Lease(self._store, f"{target}.lease.json")
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(getattr(error, "message", error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
-CLAIMS = "claims"
-STOPPED = "the sweep was interrupted with everything saved; the same command resumes it"
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep would run, and where."""
+    """The runs of a sweep, and their folder."""
 
     spec: ExperimentSpec
     folder: Path
     points: list[Point]
-
-    @property
-    def group(self) -> str:
-        """The name that all runs share."""
-        return self.folder.name
 
     def state(self, name: str) -> str:
         """done, failed, running or new."""
@@ -215,61 +203,56 @@ def plan(
     wanted = _chosen(only, loaded)
     kept = [point for point in made if all(label(point.at[axis]) in labels for axis, labels in wanted.items())]
     if not kept:
-        raise UsageError(f"--only {' '.join(only)}: no run of {loaded.name} is left")
+        raise UsageError(f"--only {' '.join(only)}: matches no run of {loaded.name}")
     folder = Path(os.path.abspath(root)) / (loaded.sweep.group or default_group(loaded.name))
     return Plan(loaded, folder, kept)
 
 
 def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str, Any]:
-    """Run what is not done yet, together with any other process that does the same; the summary of the whole group.
+    """Run what is not done yet; returns the summary of the whole group.
 
-    With `parallel` above 1 so many worker processes share the runs, and the GPUs if there are any; any number of
-    processes, also on other machines that see the folder, may run the same sweep beside this one.
+    With `parallel` above 1 that many worker processes share the runs, and the GPUs if there are any. Any number of
+    processes, also on other machines that see the folder, may run the same sweep at the same time.
     """
-    claims, names, command = Claims(planned.folder / CLAIMS), [point.name for point in planned.points], list(sys.argv)
-    if parallel == 1:
-        orders = {point.name: _order(planned, point) for point in planned.points}
-        claims.run(names, partial(run_point, planned.folder, orders, command, not quiet))
-    else:
-        threads, stop = max(1, (os.cpu_count() or 1) // parallel), Stop()
-        resources, share = shared(parallel, threads, planned.spec.device)
-        orders = {point.name: _order(planned, point, None if share else threads) for point in planned.points}
-        work, backend = partial(run_point, planned.folder, orders, command, False), Processes(planned.group)
-        (logs := planned.folder / "logs").mkdir(parents=True, exist_ok=True)
+    claims, names, folder = Claims(planned.folder / CLAIMS), [p.name for p in planned.points], planned.folder
+    threads, stop = max(1, (os.cpu_count() or 1) // parallel), Stop()
+    resources, share = shared(parallel, threads, planned.spec.device)
+    in_workers = parallel > 1
+    data = {p.name: _point_data(folder, p, threads if in_workers and not share else None) for p in planned.points}
+    work = partial(run_point, folder, data, list(sys.argv), not (quiet or in_workers))
+    if in_workers:
+        (logs := folder / "logs").mkdir(parents=True, exist_ok=True)
+        pool = {"resources": resources, "backend": Processes(folder.name), "logs": logs}
         with stop_signals(stop):
-            claims.run(
-                names, work, stop=stop, resources=resources, backend=backend, logs=logs, cores=threads, gpu=share
-            )
-    return write_results(planned.folder)
+            claims.run(names, work, stop=stop, **pool, cores=threads, gpu=share)
+    else:
+        claims.run(names, work)
+    return write_results(folder)
 
 
 def run_point(
-    folder: Path, orders: Mapping[str, Mapping[str, Any]], command: Sequence[str], show: bool, name: str
+    folder: Path, points: Mapping[str, Mapping[str, Any]], command: Sequence[str], show: bool, name: str
 ) -> dict[str, Any]:
-    """Carry out one run; the process that did it."""
-    trial = _trial(folder, orders[name], command)
+    """Run or continue one point of the grid; returns the process that did."""
+    path, spec = folder / name, resolved(points[name]["spec"])
+    with clear_write_errors(path):
+        if not (path / POINT).exists():
+            write_json(path / POINT, {"at": points[name]["at"]})
+    trial = make_trial(path, spec, command, name=folder.name, id=name)
     spec = resolved(trial.info["spec"])
     runner(spec.kind)(spec, Launch(folder.parent, command, trial, show=show))
     return asdict(Owner.here())
 
 
 def default_group(name: str) -> str:
-    """The name of the sweep and the short commit of the code around it, else Palestra's; the name where there is none.
+    """The sweep's name and the short commit of the code in the current folder, else of Palestra, if there is one.
 
-    The code around is that of the current folder: a sweep of changed code is another sweep.
+    A sweep of changed code is another sweep.
     """
-    commit = _commit(Path.cwd()) or _commit(Path(__file__).parent)
-    return f"{name}_{commit}" if commit else name
-
-
-def _commit(folder: Path) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:  # no git here
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    for folder in (Path.cwd(), Path(__file__).parent):
+        if commit := (git_output(folder, "rev-parse", "--short", "HEAD") or "").strip():
+            return f"{name}_{commit}"
+    return name
 
 
 def _chosen(only: Sequence[str], spec: ExperimentSpec) -> dict[str, set[str]]:
@@ -287,30 +270,8 @@ def _chosen(only: Sequence[str], spec: ExperimentSpec) -> dict[str, set[str]]:
     return wanted
 
 
-def _order(planned: Plan, point: Point, threads: int | None = None) -> dict[str, Any]:
+def _point_data(folder: Path, point: Point, threads: int | None) -> dict[str, Any]:
     """What a worker needs to know of a run, as plain data."""
-    spec = point.spec
-    track = spec.track.model_copy(update={"project": spec.track.project or planned.group})
-    changes = {"track": track, "threads": spec.threads or threads}
-    return {"name": point.name, "at": point.at, "spec": plain(spec.model_copy(update=changes))}
-
-
-def _trial(folder: Path, order: Mapping[str, Any], command: Sequence[str]) -> Trial:
-    """The folder of a run with its trial.json, as any other run has; one that is there already goes on as it began."""
-    path = folder / order["name"]
-    with clear_write_errors(path):
-        if not (path / POINT).exists():
-            write_json(path / POINT, {"at": order["at"]})
-        if not (path / "trial.json").exists():
-            (path / "plots").mkdir(parents=True, exist_ok=True)
-            spec = resolved(order["spec"])
-            info = {
-                "name": folder.name,
-                "id": order["name"],
-                "seeds": spec.seeds,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": redacted(list(command)),
-                "spec": order["spec"],
-            }
-            write_json(path / "trial.json", info)
-    return Trial(path)
+    track = point.spec.track.model_copy(update={"project": point.spec.track.project or folder.name})
+    changes = {"track": track, "threads": point.spec.threads or threads}
+    return {"at": point.at, "spec": plain(point.spec.model_copy(update=changes))}
