@@ -11,7 +11,7 @@ import torch
 
 from palestra.data.chat import end_of_turn
 from palestra.data.mixture import stream_key
-from palestra.data.sources import resolve
+from palestra.data.sources import model_folder
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
@@ -34,7 +34,6 @@ from palestra.lm.model import Transformer
 from palestra.lm.ranks import Ranks, whole
 from palestra.lm.scorer import ScalarModel
 from palestra.runs.checkpoint import is_checkpoint, keep
-from palestra.runs.run import open_run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.base import ExperimentSpec
@@ -98,7 +97,7 @@ def open_model(
 
 
 def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> FoundModel:
-    folder = _folder(ref, root)
+    folder = model_folder(ref, root)
     if not (folder / ADAPTER_CONFIG).exists():
         return FoundModel(folder, None, folder, folder, folder)
     if folder.resolve() in seen:
@@ -112,33 +111,6 @@ def _found(ref: str, root: Path, seen: tuple[Path, ...]) -> FoundModel:
         folder if has_tokenizer(folder) else base.tokenizer,
         folder if (folder / GENERATION_CONFIG).exists() else base.generation,
     )
-
-
-def _folder(ref: str, root: Path) -> Path:
-    path = Path(ref).expanduser()
-    if (path / "config.json").exists() or (path / ADAPTER_CONFIG).exists():
-        return path
-    if (path / "meta.json").exists():  # a checkpoint
-        return _model_of(path)
-    if "://" in ref:
-        return resolve(ref, kind="model")
-    try:
-        run = open_run(ref, root)
-    except UsageError:
-        if path.exists():
-            raise UsageError(
-                f"{ref} is no model: it is neither a run, nor a checkpoint, nor a folder with a config.json"
-            ) from None
-        if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
-            raise
-        return resolve(ref, kind="model", root=root)
-    return _model_of(run.checkpoint("best"))
-
-
-def _model_of(checkpoint: Path) -> Path:
-    if not (checkpoint / "model").is_dir():
-        raise UsageError(f"{checkpoint} holds no language model")
-    return checkpoint / "model"
 
 
 INIT = "init.json"

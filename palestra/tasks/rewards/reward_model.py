@@ -1,4 +1,4 @@
-"""A trained reward model as a reward, and how models are found by run, checkpoint, folder, URL or Hub name."""
+"""A trained reward model as a reward."""
 
 import asyncio
 import math
@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palestra.data.sources import model_folder
 from palestra.errors import UsageError
-from palestra.runs.run import open_run
 from palestra.tasks.task import Completion, Message, Problem, Status, Verdict
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ OpenGenerator = Callable[[str, Path], "LocalGenerator"]
 ROWS = 16  # completions judged at the same time: the trainer needs most of the memory
 
 
-def model_folder(ref: str, root: Path) -> Path:
+def whole_model(ref: str, root: Path) -> Path:
     """The folder of a model without adapters."""
-    folder = _folder(ref, root)
+    folder = model_folder(ref, root)
     if (folder / "adapter_config.json").exists():
         raise UsageError(f"{folder} has adapters without their base model: give a model with merged weights")
     return folder
@@ -40,31 +40,8 @@ def open_generator(ref: str, root: Path) -> "LocalGenerator":
     from palestra.generate.local import LocalGenerator
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    engine = Engine.from_folder(model_folder(ref, root), dtype=dtype, device=device, max_running=ROWS)
+    engine = Engine.from_folder(whole_model(ref, root), dtype=dtype, device=device, max_running=ROWS)
     return LocalGenerator(engine)
-
-
-def _folder(ref: str, root: Path) -> Path:
-    path = Path(ref).expanduser()
-    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
-        return path
-    if (path / "meta.json").exists():
-        return _model_of(path)
-    if "://" not in ref:
-        try:
-            return _model_of(open_run(ref, root).checkpoint("best"))
-        except UsageError:
-            if path.exists() or path.parts[0] == root.name:  # something of this machine was meant, not of the Hub
-                raise
-    from palestra.data.sources import resolve
-
-    return resolve(ref, kind="model", root=root)
-
-
-def _model_of(checkpoint: Path) -> Path:
-    if not (checkpoint / "model").is_dir():
-        raise UsageError(f"{checkpoint} has no language model")
-    return checkpoint / "model"
 
 
 AT_ONCE = 256
@@ -92,7 +69,7 @@ class RewardModel:
         """The reward model of a run, a checkpoint or a folder."""
         from palestra.lm.scorer import Scorer
 
-        return cls(Scorer.load(model_folder(ref, root)))
+        return cls(Scorer.load(whole_model(ref, root)))
 
     async def verify(self, problem: Problem, completion: Completion) -> Verdict:
         messages = [*problem.messages, {"role": "assistant", "content": completion.text}]
