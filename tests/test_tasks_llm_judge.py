@@ -25,7 +25,7 @@ from palestra.generate.local import LocalGenerator
 from palestra.lm.hf import save_pretrained
 from palestra.spec.tasks import JudgeSpec, RewardSpec, TaskUse
 from palestra.tasks.rewards.llm_judge import PROMPT, LlmJudge, OpenAiChat, asks, filled, make_judge, score_in
-from palestra.tasks.rewards.reward_model import open_generator, whole_model
+from palestra.tasks.rewards.rewards import open_generator, whole_model
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 from palestra.tasks.verify.workers import Verifiers
 
@@ -346,7 +346,7 @@ def test_openai_chat_at_no_address_is_refused(url: str):
 
 
 def test_judges_and_rewards_are_imported_without_torch():
-    modules = ("rewards.rewards", "rewards.llm_judge", "rewards.reward_model", "sets.ifeval")
+    modules = ("rewards.rewards", "rewards.llm_judge", "sets.ifeval")
     code = (
         f"import sys; {'; '.join(f'import palestra.tasks.{name}' for name in modules)}; print('torch' in sys.modules)"
     )

@@ -11,8 +11,7 @@ from tiny_lm import Lab
 from palestra.errors import UsageError
 from palestra.lm.scorer import Scorer
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.rewards.reward_model import AT_ONCE, RewardModel, whole_model
-from palestra.tasks.rewards.rewards import make_reward
+from palestra.tasks.rewards.rewards import AT_ONCE, RewardModel, make_reward, whole_model
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 from palestra.tasks.verify.workers import Verifiers
 

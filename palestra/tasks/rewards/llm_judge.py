@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.types import Request, Sampling
 from palestra.spec.tasks import JudgeSpec
-from palestra.tasks.rewards.reward_model import OpenGenerator
+from palestra.tasks.rewards.rewards import OpenGenerator
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 if TYPE_CHECKING:
