@@ -118,8 +118,8 @@ def filled(template: str, problem: Problem, completion: Completion) -> str:
 
 def score_in(text: str) -> float | None:
     """The first number from 0 to 1 in a judge's reply, after its reasoning where that is marked."""
-    for found in SCORE.finditer(text.rpartition("</think>")[2]):
-        number, whole, percent = found.groups()
+    for match in SCORE.finditer(text.rpartition("</think>")[2]):
+        number, whole, percent = match.groups()
         under = float(whole) if whole else 100.0 if percent else 1.0
         score = float(number.replace("−", "-")) / under if under else None
         if score is not None and 0.0 <= score <= 1.0:

@@ -21,10 +21,10 @@ START_SECONDS = 60.0  # for a server to start, on a busy machine
 GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to reply
 BOOT = """
 import json, sys
-asked = json.loads(sys.argv.pop())
-sys.path[:] = asked["path"]
+settings = json.loads(sys.argv.pop())
+sys.path[:] = settings["path"]
 from palestra.tasks.sandbox.server import main
-main(asked)
+main(settings)
 """
 # Nothing of this process's environment; a fixed hash seed, so that sets have one order and verdicts are reproducible.
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -40,7 +40,7 @@ class Client:
         self._control, theirs = socket.socketpair()
         self._buffer, self._runs = b"", 0
         modules = import_path()
-        asked = {
+        settings = {
             "control": theirs.fileno(),
             "parent": os.getpid(),
             "path": [path for path in sys.path if path],
@@ -52,7 +52,7 @@ class Client:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, json.dumps(asked)],
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, json.dumps(settings)],
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -74,12 +74,12 @@ class Client:
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, kind: str, seconds: float, limits: Limits, given: list[int], files: "Files") -> dict[str, Any]:
+    def run(self, kind: str, seconds: float, limits: Limits, inputs: list[int], files: "Files") -> dict[str, Any]:
         """Run a job with its files, read its pipes, and return how it ended."""
         self._runs += 1
         request = {"run": self._runs, "kind": kind, "seconds": seconds, "limits": asdict(limits)}
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], given)
+            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], inputs)
         except OSError as error:
             raise PalestraError(f"the sandbox server is gone: {self._stderr()}") from error
         files.given_away()

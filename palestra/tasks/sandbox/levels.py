@@ -120,7 +120,7 @@ def isolate(level: Isolation, limits: Limits, seconds: float, *, role: int, scra
             raise OSError("the server is gone")
         os.close(server)
     if level.level != "namespaces":
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody reads its memory
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no other process may read its memory
         if filter.landlock_version():
             devices = [device for device in DEVICES if os.path.exists(device)]
             filter.restrict_files([*level.paths, *devices], [scratch, "/dev/null"])

@@ -93,11 +93,11 @@ class Sandbox:
         if not tests or not all(test.strip() for test in tests):
             raise UsageError("no test, or an empty one: any code would pass; give the problem tests")
         started = time.monotonic()
-        asked = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
+        exam = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
         with self._client() as client, Files() as files:
             writing, result = files.pipe(MOST_RESULT)
-            given = [files.written(code), files.written(asked), writing]
-            reply = client.run("together" if together else "tests", timeout, self._limits, given, files)
+            inputs = [files.written(code), files.written(exam), writing]
+            reply = client.run("together" if together else "tests", timeout, self._limits, inputs, files)
             level: Level = "weak" if together else client.level
         lines = _lines(result.text)
         passed = [False] * len(tests)
@@ -113,8 +113,8 @@ class Sandbox:
         with self._client() as client, Files() as files:
             most = self._limits.output << 10
             (out, stdout), (err, stderr) = files.pipe(most), files.pipe(most)
-            given = [files.written(code), files.written(stdin), out, err]
-            reply = client.run("program", timeout, self._limits, given, files)
+            inputs = [files.written(code), files.written(stdin), out, err]
+            reply = client.run("program", timeout, self._limits, inputs, files)
             level = client.level
         (ended,) = reply["status"]
         return ProgramOutput(

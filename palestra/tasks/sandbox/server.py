@@ -158,34 +158,34 @@ class Server:
         return [json.loads(line) for line in lines]
 
     def _start(self, job: SandboxJob, limits: Limits, seconds: float, scratch: str) -> Child:
-        life, held = os.pipe()
+        life, writing = os.pipe()
         try:
             pid = kernel.clone(self._isolation.namespaces[job.role])
             if pid == 0:
-                self._become(job, held, limits, seconds, scratch)
+                self._become(job, writing, limits, seconds, scratch)
         except OSError:
             os.close(life)
             raise
         finally:
-            os.close(held)
+            os.close(writing)
         return Child(pid, life)
 
-    def _become(self, job: SandboxJob, held: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
+    def _become(self, job: SandboxJob, writing: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
         """In a new process: isolate it, do its job, and end."""
         status = 1
         with contextlib.suppress(BaseException):  # never back into the server's own code
-            _, _, _, held, *others = arrange([*job.streams, held, *job.keep, *self._self])
-            kept, server = others[: len(job.keep)], others[len(job.keep) :]
+            _, _, _, writing, *others = arrange([*job.streams, writing, *job.keep, *self._self])
+            numbers, server = others[: len(job.keep)], others[len(job.keep) :]
             try:
                 if os.environ["TMPDIR"] != scratch:
                     os.environ["HOME"] = os.environ["TMPDIR"] = scratch
                 alive = server[0] if server else None
                 isolate(self._isolation, limits, seconds, role=job.role, scratch=scratch, server=alive)
             except BaseException as error:
-                os.write(held, f" {type(error).__name__}: {error}".encode())
+                os.write(writing, f" {type(error).__name__}: {error}".encode())
                 raise
-            os.write(held, LOCKED)
-            status = job.act(*kept) or 0
+            os.write(writing, LOCKED)
+            status = job.act(*numbers) or 0
         os._exit(status)
 
     def _scratch(self, number: int) -> str:
@@ -257,21 +257,22 @@ def warm_up() -> None:
     import_module("random").seed(0)
 
 
-def main(asked: dict[str, Any]) -> None:
-    """Serve the process that started this one; `asked` comes from `palestra.tasks.sandbox.client`."""
+def main(settings: dict[str, Any]) -> None:
+    """Serve the process that started this one; `settings` comes from `palestra.tasks.sandbox.client`."""
     try:
-        _serve(asked)
+        _serve(settings)
     finally:
-        shutil.rmtree(asked["folder"], ignore_errors=True)
+        shutil.rmtree(settings["folder"], ignore_errors=True)
 
 
-def _serve(asked: dict[str, Any]) -> None:
+def _serve(settings: dict[str, Any]) -> None:
     warm_up()
-    sys.path[:] = asked["modules"]
-    control = socket.socket(fileno=asked["control"])
+    sys.path[:] = settings["modules"]
+    control = socket.socket(fileno=settings["control"])
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this is killed before the run
-    isolation, reasons = choose(attempts(asked["strongest"], asked["weakest"]), asked["folder"], asked["readable"])
+    ways = attempts(settings["strongest"], settings["weakest"])
+    isolation, reasons = choose(ways, settings["folder"], settings["readable"])
     hello = {"level": None if isolation is None else isolation.level, "reasons": reasons}
     control.sendall(json.dumps(hello).encode() + b"\n")
     if isolation is None:
@@ -282,4 +283,4 @@ def _serve(asked: dict[str, Any]) -> None:
         filter.program(1)  # cached for all processes: each is the first in its namespace
     gc.collect()
     gc.freeze()
-    Server(control, isolation, asked["folder"], asked["parent"]).serve()
+    Server(control, isolation, settings["folder"], settings["parent"]).serve()

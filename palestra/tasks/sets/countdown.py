@@ -149,8 +149,8 @@ def _value(node: ast.expr) -> Fraction:
 def _candidate(text: str) -> str:
     """The last expression in the last line of a text, up to an equals sign."""
     lines = text.strip().splitlines() or [""]
-    found = re.findall(r"[0-9(][0-9+*/() -]*", lines[-1].partition("=")[0])
-    return found[-1].strip() if found else ""
+    expressions = re.findall(r"[0-9(][0-9+*/() -]*", lines[-1].partition("=")[0])
+    return expressions[-1].strip() if expressions else ""
 
 
 def _split(row: str) -> str:
