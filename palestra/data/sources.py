@@ -32,7 +32,7 @@ from palestra.data.cache import (
 )
 from palestra.data.remote import Bucket, Hub, Kind, at_url, open_filesystem
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.run import ROOT
+from palestra.runs.run import ROOT, open_run
 from palestra.runs.store import read_json
 
 if TYPE_CHECKING:
@@ -92,6 +92,31 @@ def resolve(
                 if place == "mirror" and os.environ.get("PALESTRA_MIRROR"):
                     log.warning("%s is not on the mirror, trying the Hub: %s", ref, miss)
     raise _not_found(ref, kind, root, tried)
+
+
+def model_folder(ref: str, root: Path) -> Path:
+    """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
+    path = Path(ref).expanduser()
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+        return path
+    if URL.fullmatch(ref):
+        return resolve(ref, kind="model")
+    checkpoint = path
+    if not (path / "meta.json").exists():  # that of a checkpoint
+        try:
+            run = open_run(ref, root)
+        except UsageError:
+            if path.exists():
+                raise UsageError(
+                    f"{ref} is not a model: it is neither a run, nor a checkpoint, nor a folder with a config.json"
+                ) from None
+            if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
+                raise
+            return resolve(ref, kind="model", root=root)
+        checkpoint = run.checkpoint("best")
+    if not (checkpoint / "model").is_dir():
+        raise UsageError(f"{checkpoint} has no language model")
+    return checkpoint / "model"
 
 
 def push(source: Path, url: str) -> CacheRecord:
