@@ -1,4 +1,4 @@
-"""The page of benchmarks, made from the file of results alone: a row for each shipped spec, run or not."""
+"""The page of benchmarks, made from the file of results: a row for each shipped spec, run or not."""
 
 import shutil
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.bench.results import BenchResult, Shipped, find, log_points, read, results
-from palestra.bench.suites import SEEDS, SUITES, Entry
+from palestra.bench.suites import SEEDS, SUITES, Entry, entries
 from palestra.runs.run import Run
 from palestra.runs.store import write_bytes
 
@@ -39,21 +39,20 @@ suite first.
 
 
 def write_page(out: Path, specs: Path, root: Path) -> None:
-    """Write the page of all suites from the results beside it, with a picture for each row whose runs are here."""
+    """Write the page of all suites from the results next to it, with a plot for each row whose runs are here."""
     known = results(read(out.with_suffix(".jsonl")))
     parts = [INTRODUCTION]
     for name, suite in SUITES.items():
         rows = [_row(entry, known, specs, root, out.parent / "plots") for entry in suite.entries]
         parts.append(f"## {suite.title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, rows)}")
-    entries = [entry for suite in SUITES.values() for entry in suite.entries]
-    past = [_past(entry, result) for entry in entries for key, result in known.items() if key[0] == entry.spec]
-    told = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
-    parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{told}")
+    past = [_past(entry, result) for entry in entries(None) for key, result in known.items() if key[0] == entry.spec]
+    history = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
+    parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{history}")
     write_bytes(out, "\n".join(parts).encode())
 
 
 def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, root: Path, plots: Path) -> list[str]:
-    """The cells of a shipped spec; takes its result out of `known`, so that only earlier versions are left there."""
+    """The cells of a shipped spec; removes its result from `known`, which then holds only earlier versions."""
     shipped = Shipped.read(specs, entry.spec)
     result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
     published = [f"{entry.published:g}"]
@@ -62,7 +61,7 @@ def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, r
         env, hash = ("–", "–") if shipped is None else (shipped.spec.env.id, f"`{shipped.hash[:8]}`")
         cells = [env, "–", note, "–", "–", "–", *published, "–", "–", f"{entry.published_frames:,}", "–", entry.differs]
         return [f"`{entry.spec}`", *cells, "–", "–", "–", hash, "–"]
-    last, interval = result.records[-1], result.interval
+    last, (low, high) = result.records[-1], result.interval
     return [
         f"`{entry.spec}`",
         last.env,
@@ -70,7 +69,7 @@ def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, r
         f"{result.mean:.2f}",
         f"{result.standard_error:.2f}",
         f"{result.iqm:.2f}",
-        f"{interval.low:.2f} to {interval.high:.2f}",
+        f"{low:.2f} to {high:.2f}",
         *published,
         verdict(entry, result),
         f"{last.frames:,}",
@@ -118,7 +117,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _curve(entry: Entry, shipped: Shipped, seeds: Sequence[int], root: Path, plots: Path) -> str:
-    """A link to the picture of that version of the spec, drawn where its runs are at hand."""
+    """A link to the plot of that version of the spec, drawn if its runs are here."""
     plot = plots / f"{entry.spec}_{shipped.hash[:8]}.png"
     done = find(root, shipped.spec.name, shipped.hash).done
     sessions = {seed: done[seed] for seed in seeds if seed in done and any(log_points(done[seed]))}
