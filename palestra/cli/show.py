@@ -154,7 +154,7 @@ def show_search(experiment: Experiment) -> None:
     keys = list(summary["trials"][0]["values"])
     rows = []
     for trial in summary["trials"]:
-        state = trial["state"] if trial["reason"] is None else f"{trial['state']}: {_last_line(trial['reason'])}"
+        state = trial["state"] + ("" if trial["reason"] is None else f": {trial['reason'].strip().splitlines()[-1]}")
         mark = "*" if trial["trial"] == summary["best"] else ""
         values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (trial["values"][key] for key in keys)]
         rows.append((f"{mark}{trial['trial']}", *values, _number(trial["score"]), f"{trial['counted']:,}", state))
@@ -172,10 +172,6 @@ def show_search(experiment: Experiment) -> None:
             ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
         ]
     )
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 @dataclass(frozen=True)
