@@ -115,7 +115,7 @@ def compared(given: argparse.Namespace, batch: int, engine: Engine, theirs: Any)
 
 def random_model(folder: Path) -> Path:
     model = Transformer(SMOLLM2)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     save_pretrained(folder, model, tokenizer=None, eos=(2,), dtype=torch.bfloat16)
     return folder
 

@@ -29,7 +29,7 @@ def model_of(folder: str | None) -> Transformer:
     if folder is not None:
         return load_pretrained(Path(folder), torch.bfloat16, device="cuda").model
     model = Transformer(SHAPE, torch.bfloat16)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     return model.cuda()
 
 
@@ -80,12 +80,12 @@ def main() -> None:
 @torch.no_grad()
 def mismatch(model: Transformer, results: list) -> dict[str, float]:
     sequences = [(*r.prompt, *r.generations[0].tokens) for r in results]
-    behaviour = torch.tensor([value for r in results for value in r.generations[0].logprobs], device="cuda")
+    behavior = torch.tensor([value for r in results for value in r.generations[0].logprobs], device="cuda")
     masks = [[0.0] * PROMPT + [1.0] * NEW for _ in results]
     batch = Batch.pack(sequences, masks).to("cuda")
     found = score(model, batch).logprobs[batch.loss_mask > 0]
-    gap = (found - behaviour).abs()
-    return {"k3": k3(behaviour, found).mean().item(), "gap_mean": gap.mean().item(), "gap_max": gap.max().item()}
+    gap = (found - behavior).abs()
+    return {"k3": k3(behavior, found).mean().item(), "gap_mean": gap.mean().item(), "gap_max": gap.max().item()}
 
 
 if __name__ == "__main__":

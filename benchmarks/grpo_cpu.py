@@ -95,7 +95,7 @@ def prepare(folder: Path, name: str, taught: str | None) -> None:
         made = Tokenizer.load(folder / "tokenizer")
         shape = Shape(layers=4, width=128, heads=4, mlp=384, context=64, vocab=made.vocab_size, tied=True)
         model = Transformer(shape)
-        model.initialise(torch.Generator().manual_seed(0))
+        model.initialize(torch.Generator().manual_seed(0))
         save_pretrained(folder / "model", model, tokenizer=made, eos=())
     else:
         loaded, made = open_model(taught or teach(folder), folder)

@@ -18,7 +18,7 @@ import torch
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine, compile_for_training
 from palestra.lm.model import Transformer
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.trainer import peak_flops
 from palestra.spec.lm import AdamWSpec, LmTrainSpec
@@ -36,13 +36,13 @@ def loss(model: Transformer, batch: Batch) -> Loss:
 
 def ours(batch: int, *, prompt: int = 0, share: bool = True) -> Callable[[], None]:
     model = Transformer(SHAPE, torch.bfloat16)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     model.cuda()
     spec = LmTrainSpec(steps=1000, batch=batch, compile="on")
     compile_for_training(model, spec, torch.device("cuda"))
-    optimiser = Optimiser(model, AdamWSpec(name="adamw"), 1000)
+    optimizer = Optimizer(model, AdamWSpec(name="adamw"), 1000)
     engine = TrainEngine(
-        model, optimiser, Ranks(), micro_tokens=batch * CONTEXT, flops_per_token=SHAPE.flops_per_token(CONTEXT)
+        model, optimizer, Ranks(), micro_tokens=batch * CONTEXT, flops_per_token=SHAPE.flops_per_token(CONTEXT)
     )
     draws = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, SHAPE.vocab or 0, (batch, CONTEXT), generator=draws)
@@ -73,15 +73,15 @@ def theirs(batch: int) -> Callable[[], None]:
     )
     model = LlamaForCausalLM(config).cuda()
     model.compile()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     tokens = torch.randint(0, SHAPE.vocab or 0, (batch, CONTEXT), device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from palestra.data.encoders import EncodedRow
+from palestra.data.encoders import EncodedRow, Encoder
 from palestra.errors import PalestraError
 
 
 @dataclass(frozen=True)
-class ByteEncoder:
+class ByteEncoder(Encoder):
     tokenizer: str = "bytes"
     fingerprint: str = "b" * 64
     vocab_size: int = 257

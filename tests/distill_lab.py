@@ -6,7 +6,6 @@ from typing import Any
 
 import palestra
 from palestra.runs.run import Run
-from palestra.tasks.prompts import demonstrations
 from palestra.tasks.task import make_task
 
 TASK: dict[str, Any] = {"task": "reverse", "args": {"length": 3, "alphabet": "abcdef"}}
@@ -16,7 +15,7 @@ MUON: dict[str, Any] = {"name": "muon", "lr": 0.02, "adam_lr": 5e-3, "weight_dec
 def write_demonstrations(folder: Path) -> str:
     """Every training problem with its answer; the path of the file."""
     path, task = folder / "right.jsonl", make_task(TASK["task"], TASK["args"])
-    rows = demonstrations(task, "train", len(task.problems("train")))
+    rows = [{"prompt": problem.prompt, "completion": problem.row["solution"]} for problem in task.problems("train")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -34,7 +34,7 @@ class Letters(Task[LetterArgs]):
         prompts: list[Any] = [({"role": "user", "content": text},) if self.args.chat else text for text in texts]
         return [Problem(self.id(split, i), prompt, {"number": i}) for i, prompt in enumerate(prompts)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         first = answer.text[:1].lower()
         if first not in LETTERS or not first:
             return Verdict(0.0, Status.UNPARSABLE)
@@ -45,15 +45,15 @@ class Letters(Task[LetterArgs]):
 class Broken(Letters):
     """Its judge fails on every problem, or on those before `size` alone."""
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         raise ValueError(f"no verdict on {problem.id}")
 
 
 class HalfBroken(Letters):
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         if problem.row["number"] % 2:
             raise ValueError(f"no verdict on {problem.id}")
-        return super().judge(problem, answer)
+        return super().verify(problem, answer)
 
 
 class Fragile(Letters):
@@ -61,7 +61,7 @@ class Fragile(Letters):
 
     judged = waiting = 0
 
-    async def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    async def verify(self, problem: Problem, answer: Completion) -> Verdict:
         Fragile.waiting += 1
         for _ in range(4 * Fragile.waiting):  # one after another, so that those before it are written when it kills
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ class Fragile(Letters):
             os.kill(os.getpid(), signal.SIGKILL)
         if problem.row["number"] % 4 == 0 and Path(os.environ["EVAL_KILL"] + ".fail").exists():
             raise MemoryError("not now")
-        return super().judge(problem, answer)
+        return super().verify(problem, answer)
 
 
 def noted(moment: Any) -> dict[str, float]:

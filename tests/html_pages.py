@@ -10,7 +10,7 @@ Herald</a></div><nav class="main-nav"><ul>
 <li><a href="/sport">Sport</a></li><li><a href="/login">Log in</a></li></ul></nav></header>"""
 COOKIES = """<div id="cookie-banner" class="cookie-consent"><p>We and our partners use cookies to personalise
 content, to
-analyse our traffic and to show advertisements that fit you.</p><button>Accept all</button></div>"""
+analyze our traffic and to show advertisements that fit you.</p><button>Accept all</button></div>"""
 SIDEBAR = """<div class="sidebar"><h3>Most read</h3><ul><li><a href="/1">Seven recipes for a rainy Sunday</a></li>
 <li><a href="/2">Why the night train is back</a></li><li><a href="/3">Quiz: how well do you know rivers?</a></li></ul>
 <div class="newsletter"><h3>Newsletter</h3><p>Get our best stories in your inbox every morning.</p>
@@ -83,7 +83,7 @@ WIKI = """<div id="mw-content-text"><p>The <b>little owl</b> is a bird that live
 <a href="/wiki/Europe">Europe</a>, Asia and North Africa. It belongs to the typical or true owls, the family Strigidae,
 which contains most species of owl.</p><h2>Description</h2><p>The little owl is a small owl with a flat-topped head, a
 plump, compact body and a short tail. The facial disc is flattened above the eyes, giving the bird a frowning
-expression.</p><h2>Behaviour</h2><p>This species is partly active by day and often perches boldly and
+expression.</p><h2>Behavior</h2><p>This species is partly active by day and often perches boldly and
 prominently during
 the day. It bobs its head up and down when it is alarmed. Its flight is bounding, like that of a
 woodpecker.</p></div>"""

@@ -5,7 +5,7 @@ from typing import Any
 
 from palestra.spec.tasks import TasksSpec
 from palestra.tasks.stream import Prompts
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 
 class ListedArgs(TaskArgs):
@@ -18,7 +18,7 @@ class Listed(Task[ListedArgs]):
     def problems(self, split: str) -> Sequence[Problem]:
         return [Problem(self.id(split, row), f"{row}?", {"answer": str(row)}) for row in range(self.args.size)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         right = answer.text == problem.row["answer"]
         return Verdict(float(right), Status.CORRECT if right else Status.WRONG)
 
@@ -33,4 +33,4 @@ def prompts(uses: Sequence[dict[str, Any]], seed: int = 0, **more: Any) -> Promp
 
 def draw(stream: Prompts, numbers: range) -> list[str]:
     """The ids of prompts, without the split."""
-    return [stream.draw(number).id.replace("/train/", "") for number in numbers]
+    return [stream.sample(number).id.replace("/train/", "") for number in numbers]

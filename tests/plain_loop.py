@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from palestra.data.chat import end_of_turn
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import open_model
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import policy_loss
@@ -23,7 +23,7 @@ from palestra.rollout.episode import trajectory
 from palestra.rollout.types import Group
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.tasks.stream import Prompts
-from palestra.tasks.task import Answer, make_task
+from palestra.tasks.task import Completion, make_task
 
 
 def plain_loop(
@@ -31,8 +31,8 @@ def plain_loop(
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """For each step its groups and its loss; and the last weights."""
     (found, tokenizer), train, rollout, algorithm = open_model(folder), spec.train, spec.rollout, spec.algorithm
-    optimiser = Optimiser(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
-    learner = TrainEngine(found.model, optimiser, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(found.model, spec.optim, train.steps * train.epochs * train.minibatches)
+    learner = TrainEngine(found.model, optimizer, Ranks(), micro_tokens=train.micro_tokens, flops_per_token=1.0)
     ends = frozenset({*found.eos, end_of_turn(tokenizer)})  # a model that chats may also end its turn
     reference = deepcopy(found.model)
     writer = Engine(deepcopy(found.model), eos=ends, tokenizer=tokenizer)
@@ -42,12 +42,14 @@ def plain_loop(
     for step in range(train.steps):
         groups, filtered, losses = [], [], []
         while len(groups) < train.prompts_per_step:
-            problem = prompts.draw(number)
+            problem = prompts.sample(number)
             asked = tuple(tokenizer.encode_prompt(str(problem.prompt)))
             draws = stream_key(stream_key(seed, "rollout", number, 0), "turn", 0, 0) >> 1
             sampling = Sampling(rollout.temperature, max_new_tokens=longest, stop=task.stops, seed=draws)
             (answers,) = writer.run([Request(asked, sampling, rollout.group)])
-            said = [trajectory(asked, one, task.judge(problem, Answer(one.text or ""))) for one in answers.generations]
+            said = [
+                trajectory(asked, one, task.verify(problem, Completion(one.text or ""))) for one in answers.generations
+            ]
             group = Group(number, problem, step, tuple(said), rollout.group)
             same = algorithm.filters.zero_variance and len(set(group.rewards)) == 1
             (filtered if same else groups).append(group)
@@ -77,6 +79,6 @@ def _minibatches(batch: Batch, parts: int, key: int) -> list[Batch]:
         return [batch]
     owner = [int(group) for group in batch.per_sequence["group"]]
     prompts = max(owner) + 1
-    order = [Permutation(prompts, key)(i) for i in range(prompts)]
+    order = permutation(prompts, key).tolist()
     cuts = [{order[i] for i in range(prompts) if i * parts // prompts == part} for part in range(parts)]
     return [batch.select([i for i, group in enumerate(owner) if group in cut]) for cut in cuts]

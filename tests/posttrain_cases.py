@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 6
 def algorithm(preset: str = "dr_grpo", **changes: object) -> AlgorithmSpec:
     """A preset with some keys changed; it must fit together."""
     spec = AlgorithmSpec.model_validate({"preset": preset, **changes})
-    assert spec.problems() == []
+    assert spec.all_conflicts() == []
     return spec
 
 
@@ -115,14 +115,14 @@ def random_case(spec: AlgorithmSpec, seed: int, spread: float = 0.4) -> Case:
     groups = random_groups(seed)
     batch = double(pack(groups, spec))
     draw = np.random.default_rng([seed, 1])
-    behaviour = batch.per_token["behaviour"]
+    behavior = batch.per_token["behavior"]
 
     def near(size: float) -> Tensor:
-        moved = behaviour + torch.from_numpy(draw.normal(0.0, size, len(behaviour)))
+        moved = behavior + torch.from_numpy(draw.normal(0.0, size, len(behavior)))
         return moved.clamp(max=-1e-3)
 
     now, anchor, reference = near(spread), near(spread / 2), near(spread)
-    values, entropy = (torch.from_numpy(draw.random(len(behaviour))) for _ in range(2))
+    values, entropy = (torch.from_numpy(draw.random(len(behavior))) for _ in range(2))
     batch = with_advantages(
         batch,
         spec,

@@ -20,7 +20,7 @@ class Row:
     reward: float
     group: int
     at: list[int]
-    behaviour: list[float]
+    behavior: list[float]
     cut_off: bool
     length: int
 
@@ -73,7 +73,7 @@ def grpo(rows, now, held, *, reference, **_):
         each = [
             surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
             - 0.04 * (np.exp(reference[i] - now[i]) - (reference[i] - now[i]) - 1)
-            for i, mu in zip(row.at, row.behaviour, strict=True)
+            for i, mu in zip(row.at, row.behavior, strict=True)
         ]
         total += sum(each) / len(each) if each else 0.0
     return -total / answers(rows)
@@ -84,7 +84,7 @@ def dr_grpo(rows, now, held, *, max_new_tokens, **_):
     total = sum(
         surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
         for row, a in zip(rows, advantages, strict=True)
-        for i, mu in zip(row.at, row.behaviour, strict=True)
+        for i, mu in zip(row.at, row.behavior, strict=True)
     )
     return -total / (len(rows) * max_new_tokens)
 
@@ -100,7 +100,7 @@ def dapo(rows, now, held, *, max_new_tokens, **_):
     total = sum(
         surrogate(np.exp(now[i] - mu), a, 0.2, 0.28)
         for row, a in zip(rows, advantages, strict=True)
-        for i, mu in zip(row.at, row.behaviour, strict=True)
+        for i, mu in zip(row.at, row.behavior, strict=True)
     )
     return -total / tokens(rows)
 
@@ -110,7 +110,7 @@ def gspo(rows, now, held, **_):
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
         if row.at:
-            log_ratio = sum(now[i] - mu for i, mu in zip(row.at, row.behaviour, strict=True)) / len(row.at)
+            log_ratio = sum(now[i] - mu for i, mu in zip(row.at, row.behavior, strict=True)) / len(row.at)
             total += surrogate(np.exp(log_ratio), a, 3e-4, 4e-4)
     return -total / answers(rows)
 
@@ -120,7 +120,7 @@ def cispo(rows, now, held, **_):
     total = sum(
         min(np.exp(held[i] - mu), 5.0) * a * now[i]
         for row, a in zip(rows, advantages, strict=True)
-        for i, mu in zip(row.at, row.behaviour, strict=True)
+        for i, mu in zip(row.at, row.behavior, strict=True)
     )
     return -total / tokens(rows)
 
@@ -130,7 +130,7 @@ def rloo(rows, now, held, *, max_new_tokens, **_):
     for place, row in enumerate(rows):
         others = [r.reward for j, r in enumerate(rows) if r.group == row.group and j != place]
         a = row.reward - np.mean(others) if others else 0.0
-        total += sum(np.exp(now[i] - mu) * a for i, mu in zip(row.at, row.behaviour, strict=True))
+        total += sum(np.exp(now[i] - mu) * a for i, mu in zip(row.at, row.behavior, strict=True))
     return -total / (len(rows) * max_new_tokens)
 
 
@@ -138,10 +138,10 @@ def reinforce_pp(rows, now, held, *, reference, **_):
     following = []
     for row in rows:
         for k in range(len(row.at)):
-            costs = [mu - reference[i] for i, mu in zip(row.at[k:], row.behaviour[k:], strict=True)]
+            costs = [mu - reference[i] for i, mu in zip(row.at[k:], row.behavior[k:], strict=True)]
             following.append(row.reward - 0.001 * sum(costs))
     mean, deviation = np.mean(following), std(following)
-    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True)]
+    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behavior, strict=True)]
     total = sum(
         surrogate(np.exp(now[i] - mu), (g - mean) / (deviation + EPS), 0.2, 0.2)
         for (i, mu), g in zip(flat, following, strict=True)
@@ -155,7 +155,7 @@ def lite_ppo(rows, now, held, **_):
     total = sum(
         surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
         for row, a in zip(rows, advantages, strict=True)
-        for i, mu in zip(row.at, row.behaviour, strict=True)
+        for i, mu in zip(row.at, row.behavior, strict=True)
     )
     return -total / tokens(rows)
 
@@ -167,7 +167,7 @@ def sapo(rows, now, held, **_):
         tau = 1.0 if a > 0 else 1.05
         each = [
             4 / tau / (1 + np.exp(-tau * (np.exp(now[i] - mu) - 1))) * a
-            for i, mu in zip(row.at, row.behaviour, strict=True)
+            for i, mu in zip(row.at, row.behavior, strict=True)
         ]
         total += sum(each) / len(each) if each else 0.0
     return -total / answers(rows)
@@ -175,14 +175,14 @@ def sapo(rows, now, held, **_):
 
 def m2po(rows, now, held, *, anchor, **_):
     advantages = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
-    left = sorted(((anchor[i] - mu) ** 2, i) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True))
+    left = sorted(((anchor[i] - mu) ** 2, i) for row in rows for i, mu in zip(row.at, row.behavior, strict=True))
     while len(left) > 1 and sum(square for square, _ in left) / len(left) > 0.04:
         left.pop()
     kept = {i for _, i in left}
     total = sum(
         np.exp(now[i] - mu) * a
         for row, a in zip(rows, advantages, strict=True)
-        for i, mu in zip(row.at, row.behaviour, strict=True)
+        for i, mu in zip(row.at, row.behavior, strict=True)
         if i in kept
     )
     return -total / tokens(rows)
@@ -192,7 +192,7 @@ def dppo(rows, now, held, **_):
     advantages = by_group(rows, lambda r, others: r - np.mean(others))
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
-        for i, mu in zip(row.at, row.behaviour, strict=True):
+        for i, mu in zip(row.at, row.behavior, strict=True):
             moved = np.exp(held[i]) - np.exp(mu)
             if not ((a > 0 and moved > 0.2) or (a < 0 and moved < -0.2)):
                 total += np.exp(now[i] - mu) * a
@@ -204,7 +204,7 @@ def scalerl(rows, now, held, **_):
     advantages = [a / (std(advantages) + EPS) for a in advantages]
     sums: dict[int, list[float]] = {}
     for row, a in zip(rows, advantages, strict=True):
-        for i, mu in zip(row.at, row.behaviour, strict=True):
+        for i, mu in zip(row.at, row.behavior, strict=True):
             sums.setdefault(row.group, []).append(min(np.exp(held[i] - mu), 5.0) * a * now[i])
     return -float(np.mean([np.mean(each) for each in sums.values()]))
 
@@ -219,7 +219,7 @@ def ppo(rows, now, held, *, values, **_):
             advantage = rewards[k] + 1.0 * expected[k + 1] - expected[k] + 1.0 * 1.0 * advantage
             reversed_.append(advantage)
         found += reversed_[::-1]
-        flat += list(zip(row.at, row.behaviour, strict=True))
+        flat += list(zip(row.at, row.behavior, strict=True))
     mean, deviation = np.mean(found), std(found)
     total = sum(
         surrogate(np.exp(now[i] - mu), (a - mean) / (deviation + EPS), 0.2, 0.2)
@@ -229,9 +229,9 @@ def ppo(rows, now, held, *, values, **_):
 
 
 def areal_grpo(rows, now, held, *, anchor, **_):
-    """Rewards normalised in each group, advantages over all tokens; anchor recomputed, weights truncated at 2."""
-    normalised = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
-    pairs = [(zip(row.at, row.behaviour, strict=True), a) for row, a in zip(rows, normalised, strict=True)]
+    """Rewards normalized in each group, advantages over all tokens; anchor recomputed, weights truncated at 2."""
+    normalized = by_group(rows, lambda r, others: (r - np.mean(others)) / (std(others) + EPS))
+    pairs = [(zip(row.at, row.behavior, strict=True), a) for row, a in zip(rows, normalized, strict=True)]
     flat = [(i, mu, a) for each, a in pairs for i, mu in each]
     mean, deviation = np.mean([a for *_, a in flat]), std([a for *_, a in flat])
     total = sum(
@@ -251,7 +251,7 @@ def kpop(rows, now, held, *, anchor, **_):
 
     total = 0.0
     for row, a in zip(rows, advantages, strict=True):
-        for i, mu in zip(row.at, row.behaviour, strict=True):
+        for i, mu in zip(row.at, row.behavior, strict=True):
             p, q = np.exp(anchor[i]), np.exp(mu)
             if max(divergence(p, q), divergence(q, p)) <= 0.1:
                 total += p / q * surrogate(np.exp(now[i] - anchor[i]), a, 0.2, 0.28)
@@ -260,21 +260,21 @@ def kpop(rows, now, held, *, anchor, **_):
 
 def prime_rl(rows, now, held, **_):
     """DPPO with 1e-3·(log π / μ)² on every token, also on those that the mask leaves out."""
-    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behaviour, strict=True)]
+    flat = [(i, mu) for row in rows for i, mu in zip(row.at, row.behavior, strict=True)]
     return dppo(rows, now, held) + sum(1e-3 * (now[i] - mu) ** 2 for i, mu in flat) / tokens(rows)
 
 
 def vapo(rows, now, held, *, values, **_):
-    """PPO with λ = 1 - 1 / (0.4·n) for n tokens, rewards of each group normalised by the population's deviation."""
-    normalised = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
-    return _with_lam(rows, now, values, normalised, lambda n: max(0.0, 1 - 1 / (0.4 * n)))
+    """PPO with λ = 1 - 1 / (0.4·n) for n tokens, rewards of each group normalized by the population's deviation."""
+    normalized = by_group(rows, lambda r, others: (r - np.mean(others)) / (np.std(others) + EPS))
+    return _with_lam(rows, now, values, normalized, lambda n: max(0.0, 1 - 1 / (0.4 * n)))
 
 
 def position(rows, now, held, *, values, **_):
-    """PPO with λ = 0.5^(1 / (n - 1)) for n tokens, rewards of the batch normalised."""
+    """PPO with λ = 0.5^(1 / (n - 1)) for n tokens, rewards of the batch normalized."""
     rewards = [row.reward for row in rows]
-    normalised = [(r - np.mean(rewards)) / (np.std(rewards) + EPS) for r in rewards]
-    return _with_lam(rows, now, values, normalised, lambda n: 0.5 ** (1 / max(1, n - 1)))
+    normalized = [(r - np.mean(rewards)) / (np.std(rewards) + EPS) for r in rewards]
+    return _with_lam(rows, now, values, normalized, lambda n: 0.5 ** (1 / max(1, n - 1)))
 
 
 def _with_lam(rows, now, values, rewards, lam) -> float:
@@ -284,7 +284,7 @@ def _with_lam(rows, now, values, rewards, lam) -> float:
         for k in reversed(range(len(row.at))):
             own = reward if k == len(row.at) - 1 else 0.0
             advantage = own + expected[k + 1] - expected[k] + lam(len(row.at)) * advantage
-            total += surrogate(np.exp(now[row.at[k]] - row.behaviour[k]), advantage, 0.2, 0.2)
+            total += surrogate(np.exp(now[row.at[k]] - row.behavior[k]), advantage, 0.2, 0.2)
     return -total / tokens(rows)
 
 
@@ -325,7 +325,7 @@ def std(values) -> float:
 
 
 def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
-    """PPO's, to be maximised."""
+    """PPO's, to be maximized."""
     return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.rollout.workflows import single_turn
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -37,8 +37,8 @@ class Letters(Task[LetterArgs]):
         prompts: list[Any] = [({"role": "user", "content": text},) if self.args.chat else text for text in texts]
         return [Problem(self.id(split, i), prompt, {"place": i}) for i, prompt in enumerate(prompts)]
 
-    # A judge may also be asynchronous; the type of `Task.judge` speaks of the others.
-    def judge(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:  # type: ignore[override]
+    # A judge may also be asynchronous; the type of `Task.verify` speaks of the others.
+    def verify(self, problem: Problem, answer: Completion) -> Verdict | Awaitable[Verdict]:  # type: ignore[override]
         verdict = self.verdict(problem, answer.text)
         return _later(verdict, self.args.pause) if self.args.pause else verdict
 

@@ -19,7 +19,7 @@ from palestra.lm.lora import add_lora
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.objectives import reward_loss
-from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import Ranks, whole
 from palestra.lm.scorer import ScalarModel
 from palestra.spec.kinds.lm import RewardLossSpec
@@ -78,7 +78,7 @@ class Run:
     def __init__(self, case: Case, ranks: Ranks):
         draws = torch.Generator().manual_seed(0)
         model = Transformer(case.shape)
-        model.initialise(draws)
+        model.initialize(draws)
         if case.lora:
             add_lora(model, LoraSpec(rank=3, alpha=6.0), draws)
         model.checkpointing = lambda layer: case.checkpointing
@@ -90,7 +90,7 @@ class Run:
         ranks.shard(trained)
         self.engine = TrainEngine(
             trained,
-            Optimiser(trained, case.optim, STEPS),
+            Optimizer(trained, case.optim, STEPS),
             ranks,
             micro_tokens=case.micro_tokens,
             flops_per_token=1.0,
@@ -116,7 +116,7 @@ class Run:
         return self.engine.optim_step(step / STEPS)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self.engine.optimiser.parameters.items() if p.grad is not None}
+        return {name: whole(p.grad) for name, p in self.engine.optimizer.parameters.items() if p.grad is not None}
 
 
 def apart(one: Mapping[str, Tensor | float], other: Mapping[str, Tensor | float]) -> float:

@@ -18,7 +18,7 @@ def small_model(
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp": 64, "context": CONTEXT, "vocab": VOCAB}
     model = Transformer(Shape(**{**sizes, **changes}), dtype)
     draw = torch.Generator().manual_seed(seed)
-    model.initialise(draw)
+    model.initialize(draw)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

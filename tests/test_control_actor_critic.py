@@ -80,8 +80,8 @@ def test_a2c_advantages_are_of_n_step_returns_or_of_gae(lam):
                 assert float(batch.advantages[t * 3 + n]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a2c_normalised_advantages_have_mean_zero_and_deviation_one():
-    a2c = made("a2c", normalise_advantages=True)
+def test_a2c_normalized_advantages_have_mean_zero_and_deviation_one():
+    a2c = made("a2c", normalize_advantages=True)
     advantages = a2c.prepare(a2c.collect()).advantages
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
     assert float(advantages.std(correction=0)) == pytest.approx(1, abs=1e-5)
@@ -140,9 +140,9 @@ def test_reinforce_learns_from_rows_of_whole_episodes_alone(mode):
     assert sum(len(found["obs"]) for found in seen) == learner.episodes.finished * 5
 
 
-@pytest.mark.parametrize("normalise", [False, True])
-def test_reinforce_loss_equals_the_formula(normalise):
-    learner = disturbed(made("reinforce", normalise_returns=normalise, entropy=0.03))
+@pytest.mark.parametrize("normalize", [False, True])
+def test_reinforce_loss_equals_the_formula(normalize):
+    learner = disturbed(made("reinforce", normalize_returns=normalize, entropy=0.03))
     assert isinstance(learner, Reinforce)
     captured: list[Any] = []
     update = learner._update
@@ -157,7 +157,7 @@ def test_reinforce_loss_equals_the_formula(normalise):
     learner.learn = lambda rows, rates: found.append(rows) or learn(rows, rates)
     learner.step(0.0)
     (rows, loss, distribution), returns = captured[0], found[0]["returns"].double()
-    if normalise:
+    if normalize:
         returns = (returns - returns.mean()) / (returns.std(correction=0) + 1e-8)
     logprobs = distribution.logprobs.detach().double()
     chosen = logprobs[torch.arange(len(rows.actions)), rows.actions]
@@ -241,7 +241,7 @@ def test_imitation_makes_its_gradient_steps_after_each_improvement():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_state_round_trip_in_the_middle_of_episodes_continues_identically(name, scaled):
-    given = {"normalise_obs": True, "normalise_reward": True, "clip_reward": 5.0} if scaled else {}
+    given = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 5.0} if scaled else {}
 
     def learner() -> OnPolicy:
         return made(name, make_vector(EnvSpec(id="object:Scripted"), 3, Scripted), given=given)
@@ -285,7 +285,7 @@ def test_cut_environments_that_restarted_leave_nothing_waiting(name):
 @pytest.mark.parametrize("name", ["a2c", "reinforce", "ppo"])
 @pytest.mark.parametrize("mode", MODES)
 def test_obs_scale_is_the_same_when_acting_and_learning_and_moves_after_it(name, mode):
-    learner = made(name, sync(Scripted, 3, mode), given={"normalise_obs": True})
+    learner = made(name, sync(Scripted, 3, mode), given={"normalize_obs": True})
     (scale,) = [module for module in learner.net.modules() if isinstance(module, ObsScale)]
     update, during, seen = learner._update, [], []
 
@@ -308,7 +308,7 @@ def test_obs_scale_is_the_same_when_acting_and_learning_and_moves_after_it(name,
 
 
 def test_obs_scale_ratio_of_the_first_minibatch_is_exactly_one():
-    ppo = disturbed(made("ppo", given={"normalise_obs": True}))
+    ppo = disturbed(made("ppo", given={"normalize_obs": True}))
     assert isinstance(ppo, PPO)
     ppo.step(0.0)
     batch = ppo.prepare(ppo.collect())
@@ -319,7 +319,7 @@ def test_obs_scale_ratio_of_the_first_minibatch_is_exactly_one():
 
 def test_final_observations_are_scaled_as_all_others():
     """Checklist 17: the bootstrap of a truncated episode sees the final observation through the same scale."""
-    a2c = disturbed(made("a2c", sync(lambda: Walk([1.0, 1.0], truncates=True), 2), given={"normalise_obs": True}))
+    a2c = disturbed(made("a2c", sync(lambda: Walk([1.0, 1.0], truncates=True), 2), given={"normalize_obs": True}))
     assert isinstance(a2c, A2C)
     a2c.step(0.0)
     (scale,) = [module for module in a2c.net.modules() if isinstance(module, ObsScale)]

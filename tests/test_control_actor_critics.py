@@ -213,7 +213,7 @@ def pendulum(name: str, seed: int = 0, env: Any = None, **given: Any) -> Any:
 @pytest.mark.parametrize("name", CONTINUOUS)
 @pytest.mark.parametrize("scaled", fast_only([False, True], True))
 def test_resume_gives_the_same_numbers(name: str, scaled: bool):  # checklist 62
-    given: dict[str, Any] = {"given": {"normalise_obs": True, "normalise_reward": True}} if scaled else {}
+    given: dict[str, Any] = {"given": {"normalize_obs": True, "normalize_reward": True}} if scaled else {}
     one = pendulum(name, **given)
     for _ in range(2):
         one.step(0.0)
@@ -245,7 +245,7 @@ def test_same_seed_gives_the_same_run_and_another_another(name: str):
 @pytest.mark.parametrize("env", ["plain", "scaled", "three actions"])
 def test_compiled_updates_equal_eager_ones_and_see_the_rates_move(name: str, env: str):  # checklist 66
     lr = {"shape": "linear", "start": 1e-3, "end": 0.0}
-    given: dict[str, Any] = {"given": {"normalise_obs": True}} if env == "scaled" else {}
+    given: dict[str, Any] = {"given": {"normalize_obs": True}} if env == "scaled" else {}
     envs = [sync(partial(Identity, "box"), 2) if env == "three actions" else None for _ in range(2)]
     eager, graph = (
         pendulum(name, env=one, compile=compile, lr=lr, policy_delay=2, **given)

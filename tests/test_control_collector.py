@@ -228,9 +228,9 @@ def cartpole_trace(seed: int) -> np.ndarray:
 
 
 def test_seed_environments_and_neighbouring_seeds_give_different_traces():
-    trace, again, neighbour = cartpole_trace(3), cartpole_trace(3), cartpole_trace(4)
+    trace, again, neighbor = cartpole_trace(3), cartpole_trace(3), cartpole_trace(4)
     assert trace.tobytes() == again.tobytes()
-    starts = [tuple(row) for row in np.concatenate([trace[0], neighbour[0]])]
+    starts = [tuple(row) for row in np.concatenate([trace[0], neighbor[0]])]
     assert len(set(starts)) == 4  # in particular environment 1 of seed 3 is not environment 0 of seed 4
 
 

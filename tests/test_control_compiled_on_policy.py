@@ -28,7 +28,7 @@ def test_steps_eager_and_compiled_are_close(case):
     env, name, spec = CASES[case]
     found = []
     for compile in (False, True):
-        given = {"normalise_obs": True, "normalise_reward": True}
+        given = {"normalize_obs": True, "normalize_reward": True}
         net = {"hidden": [16]}
         learner = learner_on(sync(env, 4), name, compile=compile, horizon=16, net=net, given=given, seed=1, **spec)
         rows = [learner.step(0.0) for _ in range(4)]  # the scale of observations moves after each

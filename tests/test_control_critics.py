@@ -1,4 +1,4 @@
-"""Twin critics, batch renormalisation and the vectors of actor-critics against plain torch."""
+"""Twin critics, batch renormalization and the vectors of actor-critics against plain torch."""
 
 import math
 
@@ -19,8 +19,8 @@ from palestra.control.nets.values import (
     Running,
     SoftActor,
     check_bounds,
-    normalised,
-    renormalised,
+    normalized,
+    renormalized,
     warmth_after,
 )
 from palestra.control.optim import Shaped, Trained, gradient, pace, products, put_back, taken
@@ -92,7 +92,7 @@ def running(width: int = 3, seed: int = 1) -> Running:
 
 def test_renorm_before_the_warmup_is_batch_norm():
     x, statistics = torch.randn(2, 64, 3), running()
-    ours, after = renormalised(x, statistics, torch.tensor(warmth_after(0, 100)), 0.1)
+    ours, after = renormalized(x, statistics, torch.tensor(warmth_after(0, 100)), 0.1)
     for which in range(2):
         norm = nn.BatchNorm1d(3, eps=EPS, momentum=0.1, affine=False)
         assert norm.running_mean is not None
@@ -108,13 +108,13 @@ def test_renorm_before_the_warmup_is_batch_norm():
 
 def test_renorm_after_the_warmup_within_bounds_is_what_the_running_statistics_give():
     x, statistics = torch.randn(2, 64, 3), running()
-    ours, _ = renormalised(x, statistics, torch.tensor(warmth_after(100, 100)), 0.1)
-    torch.testing.assert_close(ours, normalised(x, statistics), rtol=1e-4, atol=1e-5)
+    ours, _ = renormalized(x, statistics, torch.tensor(warmth_after(100, 100)), 0.1)
+    torch.testing.assert_close(ours, normalized(x, statistics), rtol=1e-4, atol=1e-5)
 
 
 def test_renorm_after_the_warmup_beyond_bounds_is_clipped():
     x, statistics = 100 * torch.randn(2, 64, 1) + 1e4, Running(torch.zeros(2, 1, 1), torch.ones(2, 1, 1))
-    ours, _ = renormalised(x, statistics, torch.tensor(warmth_after(10, 10)), 0.1)
+    ours, _ = renormalized(x, statistics, torch.tensor(warmth_after(10, 10)), 0.1)
     torch.testing.assert_close(ours.mean(dim=1), torch.full((2, 1), MOST_SHIFT), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(ours.std(dim=1, correction=0), torch.full((2, 1), MOST_SCALE), rtol=1e-3, atol=1e-3)
 
@@ -123,7 +123,7 @@ def test_renorm_gradient_is_that_of_batch_norm_scaled():  # Ioffe 2017: r and d 
     x = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
     statistics = Running(*(part.double() for part in running()))
     given = torch.randn(2, 16, 3, dtype=torch.float64)
-    ours, _ = renormalised(x, statistics, torch.tensor(warmth_after(1, 1)), 0.1)
+    ours, _ = renormalized(x, statistics, torch.tensor(warmth_after(1, 1)), 0.1)
     slope = torch.autograd.grad((ours * given).sum(), x)[0]
     var, mean = torch.var_mean(x, dim=1, keepdim=True, correction=0)
     scale = ((var + EPS) / (statistics.var + EPS)).sqrt().detach()

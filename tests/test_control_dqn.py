@@ -31,10 +31,10 @@ VARIANTS = {
     "copied": {"target_every": 20},
     "dueling": {"dueling": True},
     "n_step": {"n_step": 3},
-    "prioritised": {"prioritised": {"alpha": 0.6}},
+    "prioritized": {"prioritized": {"alpha": 0.6}},
     "quantiles": {"distributional": {"quantiles": 8}},
     "softmax": {"temperature": {"shape": "linear", "start": 1.0, "end": 0.1}},
-    "everything": {"dueling": True, "n_step": 2, "prioritised": {"alpha": 0.5}, "distributional": {"quantiles": 4}},
+    "everything": {"dueling": True, "n_step": 2, "prioritized": {"alpha": 0.5}, "distributional": {"quantiles": 4}},
 }
 EITHER = [("dqn", QUICK), ("sarsa", {"lr": 1e-2, "horizon": 8})]
 
@@ -136,7 +136,7 @@ def test_target_network_copy_at_the_start_then_as_the_spec_says():
 
 def test_target_network_statistics_of_observations_follow():
     """Point 41: buffers too."""
-    algorithm = dqn(sync(Scripted, 2), given={"normalise_obs": True}, start=16)
+    algorithm = dqn(sync(Scripted, 2), given={"normalize_obs": True}, start=16)
     for _ in range(3):
         algorithm.step(0.0)
     assert float(algorithm.net.trunk.obs_scale.count) > 0
@@ -229,12 +229,12 @@ def test_step_before_start_is_random_and_learns_nothing():
     assert len(algorithm.memory.columns["actions"].tensor[:32].unique()) == 3
 
 
-def test_step_rewards_clipped_and_normalised_as_the_spec_says():
+def test_step_rewards_clipped_and_normalized_as_the_spec_says():
     algorithm = dqn(sync(lambda: OneStep(lambda shown, action: 5.0 * shown), 2), given={"clip_reward": 1.0})
     algorithm.step(0.0)
     assert set(algorithm.memory.columns["rewards"].tensor[:32].unique().tolist()) == {-1.0, 1.0}
     assert abs(algorithm.episodes.recent[0][0]) == 5.0  # logged returns are the environment's
-    algorithm = dqn(sync(lambda: Walk([100.0] * 5), 2), given={"normalise_reward": True})
+    algorithm = dqn(sync(lambda: Walk([100.0] * 5), 2), given={"normalize_reward": True})
     algorithm.step(0.0)
     assert float(algorithm.memory.columns["rewards"].tensor[0, 0]) == 100.0
     assert float(next(iter(algorithm.batches(1))).rewards.max()) < 20
@@ -412,7 +412,7 @@ def test_state_round_trip_next_steps_are_identical(name, mode):
 
     def make():
         env = sync(lambda: Snapshot(Scripted(9)), 3, mode)
-        given = {"normalise_obs": True, "normalise_reward": True}
+        given = {"normalize_obs": True, "normalize_reward": True}
         if name == "sarsa":
             return learner_on(env, "sarsa", given=given, horizon=8)
         return dqn(env, given=given, start=32, buffer=200, **VARIANTS[name])
@@ -433,7 +433,7 @@ def test_load_state_environments_that_begin_anew_cut_transitions_and_returns(nam
     """Nothing saves the state of these environments: what came before the resume must not run on into what follows."""
 
     def make():
-        given = {"normalise_reward": True}
+        given = {"normalize_reward": True}
         env = sync(lambda: Walk([1.0] * 50), 3)
         return dqn(env, given=given) if name == "dqn" else learner_on(env, "sarsa", given=given, horizon=8)
 

@@ -48,7 +48,7 @@ def test_import_path_of_a_registered_id_makes_that():
         ({"id": "hanging_envs:np"}, "has no environment 'np'"),
         ({"id": "hanging_envs:Hanging", "kwargs": {"no": 1}}, "could not be made with"),
         ({"id": "collections:OrderedDict"}, "must make a gymnasium.Env, it made a OrderedDict"),
-        ({"id": "hanging_envs:Hanging", "vectorize": "vector"}, "no vectorised form"),
+        ({"id": "hanging_envs:Hanging", "vectorize": "vector"}, "no vectorized form"),
     ],
 )
 def test_import_path_that_is_wrong_is_an_error_of_the_spec(given, said):

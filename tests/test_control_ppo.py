@@ -202,7 +202,7 @@ def test_learn_every_row_exactly_once_an_epoch_in_another_order():
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e7])
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradient_equal_advantages_normalised_is_exactly_zero(value, masked):
+def test_gradient_equal_advantages_normalized_is_exactly_zero(value, masked):
     ppo = identity_ppo("discrete", minibatch=96, value_coef=0.0)
     batch = ppo.prepare(ppo.collect())._replace(advantages=torch.full((96,), value))
     if masked:

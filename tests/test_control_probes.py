@@ -33,13 +33,13 @@ NAMES: dict[str, dict[str, Any]] = {
         "minibatch": 64,
         "self_imitation": IMITATION,
     },
-    "ppo_normalising": {
+    "ppo_normalizing": {
         "name": "ppo",
         "horizon": 32,
         "lr": 1e-2,
         "steps": 15,
         "minibatch": 64,
-        "given": {"normalise_obs": True, "normalise_reward": True},
+        "given": {"normalize_obs": True, "normalize_reward": True},
     },
 }
 CRITICS = ["a2c", "a2c_imitating", "ppo_imitating"]
@@ -76,7 +76,7 @@ def test_value_of_a_delayed_reward_is_discounted_once_a_step(which):
     assert values(learner, 0.0, 1.0, 2.0) == pytest.approx([0.64, 0.8, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("which", fast_only(NAMES, "a2c_imitating", "ppo_normalising"))
+@pytest.mark.parametrize("which", fast_only(NAMES, "a2c_imitating", "ppo_normalizing"))
 def test_policy_of_a_reward_for_the_shown_action_is_learned(which):
     pays = lambda shown, action: float((shown > 0) == action)  # noqa: E731
     learner = trained(which, sync(lambda: OneStep(pays), 8))
@@ -92,9 +92,9 @@ def test_policy_of_two_steps_gives_the_first_its_credit(which):
 @pytest.mark.parametrize(
     ("which", "distribution"),
     fast_only(
-        [("a2c", "beta"), ("reinforce", "gaussian"), ("ppo_normalising", "beta")],
+        [("a2c", "beta"), ("reinforce", "gaussian"), ("ppo_normalizing", "beta")],
         ("reinforce", "gaussian"),
-        ("ppo_normalising", "beta"),
+        ("ppo_normalizing", "beta"),
     ),
 )
 def test_policy_of_a_continuous_target_is_found(which, distribution):

@@ -15,7 +15,7 @@ from probe_envs import Scripted, scripted_action, sync
 
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Replay, ReplayBatch
-from palestra.spec.kinds.control import PrioritisedSpec
+from palestra.spec.kinds.control import PrioritizedSpec
 
 MODES = list(AutoresetMode)
 GAMMA = 0.9
@@ -164,9 +164,9 @@ def test_sample_many_is_the_same_draw_as_one():
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(MODES), st.integers(1, 30), st.integers(0, 30), st.booleans(), st.integers(1, 3))
-def test_state_round_trip_goes_on_alike(mode, before, after, prioritised, n_step):
+def test_state_round_trip_goes_on_alike(mode, before, after, prioritized, n_step):
     """Checkpoints hold the memory exactly, whatever is drawn, changed and added later."""
-    given = {"n_step": n_step, "prioritised": PrioritisedSpec() if prioritised else None}
+    given = {"n_step": n_step, "prioritized": PrioritizedSpec() if prioritized else None}
     held, _, stepper = filled(mode, 2, 8, before, 3, 5, **given)
     generator = torch.Generator().manual_seed(2)
 
@@ -176,13 +176,13 @@ def test_state_round_trip_goes_on_alike(mode, before, after, prioritised, n_step
         for actions, moved in moves:
             held.add(obs, actions, moved)
             batch = held.sample(6, generator, beta=0.5)
-            if prioritised:
+            if prioritized:
                 held.update_priorities(batch.rows, batch.rewards)
             out.append(batch)
             obs = moved.obs.copy()
         return out
 
-    if prioritised:
+    if prioritized:
         batch = held.sample(4, generator, beta=0.5)
         held.update_priorities(batch.rows, batch.rewards + 2)
     again = memory(16, 2, **given)

@@ -87,7 +87,7 @@ def test_obs_scale_of_bytes_gives_single_precision():  # point 23: floats come o
 
 def test_obs_scale_only_where_asked_for():
     assert obs_scale(env(), (4,)) is None
-    made = obs_scale(env(normalise_obs=True, clip_obs=3.0), (4,))
+    made = obs_scale(env(normalize_obs=True, clip_obs=3.0), (4,))
     assert made is not None
     assert made.clip == 3.0
 
@@ -101,7 +101,7 @@ def test_obs_scale_only_where_asked_for():
 )
 def test_rewards_scale_equals_std_of_running_sums_by_hand(seed, steps, envs, gamma):  # point 20
     rng = np.random.default_rng(seed)
-    rewards = Rewards(env(normalise_reward=True), envs, gamma)
+    rewards = Rewards(env(normalize_reward=True), envs, gamma)
     running, seen, scaled = np.zeros(envs), [], torch.zeros(0)
     for block in steps:
         raw = rng.standard_normal((block, envs)) + 0.5
@@ -121,7 +121,7 @@ def test_rewards_scale_equals_std_of_running_sums_by_hand(seed, steps, envs, gam
 
 
 def test_rewards_constant_1_scale_is_std_of_the_running_sum():  # point 20
-    rewards = Rewards(env(normalise_reward=True), 1, 0.99)
+    rewards = Rewards(env(normalize_reward=True), 1, 0.99)
     ones = torch.ones(2000, 1)
     scaled = rewards.learned(ones, torch.zeros(2000, 1, dtype=torch.bool))
     sums = (1 - 0.99 ** np.arange(1, 2001)) / (1 - 0.99)
@@ -137,8 +137,8 @@ def test_rewards_clip_alone_clips_each_reward_before_sums():
     assert rewards.learned(torch.tensor([[5.0, -0.5]]), torch.zeros(1, 2, dtype=torch.bool)).tolist() == [[1.0, -0.5]]
 
 
-def test_rewards_normalised_and_clipped_are_stored_raw_and_clipped_after_scaling():  # point 18
-    rewards = Rewards(env(normalise_reward=True, clip_reward=2.0), 1, 0.0)
+def test_rewards_normalized_and_clipped_are_stored_raw_and_clipped_after_scaling():  # point 18
+    rewards = Rewards(env(normalize_reward=True, clip_reward=2.0), 1, 0.0)
     assert rewards.kept(torch.tensor([50.0])).item() == 50.0
     rewards.update(torch.tensor([[10.0], [-10.0]]), torch.zeros(2, 1, dtype=torch.bool))
     assert rewards.scaled(torch.tensor([15.0, 50.0, -50.0])).tolist() == pytest.approx([1.5, 2.0, -2.0])
@@ -155,7 +155,7 @@ def test_rewards_neither_asked_for_gives_the_same_tensor():
 def test_rewards_saved_and_loaded_goes_on_with_equal_bits():  # point 62
     blocks = torch.randn(4, 5, 3, dtype=torch.float64)
     ends = torch.rand(4, 5, 3) < 0.2
-    one, other = (Rewards(env(normalise_reward=True), 3, 0.9) for _ in range(2))
+    one, other = (Rewards(env(normalize_reward=True), 3, 0.9) for _ in range(2))
     for raw, ended in zip(blocks[:2], ends[:2], strict=True):
         one.learned(raw, ended)
     other.load_state(one.state())
@@ -164,7 +164,7 @@ def test_rewards_saved_and_loaded_goes_on_with_equal_bits():  # point 62
 
 
 def test_rewards_cut_rows_begin_their_returns_at_zero():
-    rewards = Rewards(env(normalise_reward=True), 2, 0.9)
+    rewards = Rewards(env(normalize_reward=True), 2, 0.9)
     rewards.update(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))
     rewards.cut(np.array([True, False]))
     assert rewards.state()["running"].tolist() == [0.0, 1.0]

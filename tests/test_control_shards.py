@@ -14,7 +14,7 @@ from palestra.control.memory import replay
 from palestra.control.memory import storage as shards
 from palestra.control.memory.replay import Replay
 from palestra.control.memory.storage import DamagedShard
-from palestra.spec.kinds.control import PrioritisedSpec
+from palestra.spec.kinds.control import PrioritizedSpec
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def small_limit(monkeypatch):
 
 def memory() -> Replay:
     made = Replay(
-        200, 2, (4,), np.dtype(np.float32), (), torch.int64, gamma=0.9, n_step=2, prioritised=PrioritisedSpec()
+        200, 2, (4,), np.dtype(np.float32), (), torch.int64, gamma=0.9, n_step=2, prioritized=PrioritizedSpec()
     )
     made.shard_rows = 8
     return made

@@ -1,4 +1,4 @@
-"""The tree of sums against plain arrays, and what prioritised replay draws."""
+"""The tree of sums against plain arrays, and what prioritized replay draws."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from probe_envs import Scripted, sync
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Replay
 from palestra.control.memory.storage import SumTree
-from palestra.spec.kinds.control import PrioritisedSpec
+from palestra.spec.kinds.control import PrioritizedSpec
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,7 +54,7 @@ def test_total_after_a_million_changes_is_the_sum_of_the_leaves():
 
 def held(capacity: int = 64, envs: int = 2, steps: int = 32, **given) -> Replay:
     memory = Replay(
-        capacity, envs, (1,), np.dtype(np.float32), (), torch.int64, gamma=0.9, prioritised=PrioritisedSpec(**given)
+        capacity, envs, (1,), np.dtype(np.float32), (), torch.int64, gamma=0.9, prioritized=PrioritizedSpec(**given)
     )
     for i in range(steps):
         put(memory, i, envs)
@@ -146,10 +146,10 @@ def test_update_priorities_of_overwritten_rows_is_ignored():
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_sample_prioritised_rows_that_left_and_dummy_steps_are_never_drawn(mode):
+def test_sample_prioritized_rows_that_left_and_dummy_steps_are_never_drawn(mode):
     stepper = Stepper(sync(lambda: Scripted(3), 3, mode))
     memory = Replay(
-        30, 3, (4,), np.dtype(np.float32), (), torch.int64, gamma=0.9, n_step=2, prioritised=PrioritisedSpec()
+        30, 3, (4,), np.dtype(np.float32), (), torch.int64, gamma=0.9, n_step=2, prioritized=PrioritizedSpec()
     )
     obs, generator = stepper.reset(1), torch.Generator().manual_seed(3)
     for _ in range(60):

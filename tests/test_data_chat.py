@@ -345,7 +345,7 @@ def test_render_without_a_template_says_how_to_give_one(base: Tokenizer):
 
 @pytest.mark.parametrize("wrong", [{"content": "x"}, "x", {"role": 3}])
 def test_render_message_without_a_role_is_refused(base: Tokenizer, wrong: Any):
-    with pytest.raises(UsageError, match="message 1 is no record with a role"):
+    with pytest.raises(UsageError, match="message 1 is not an object with a role"):
         render(base, [TALK[0], wrong], add_generation_prompt=False)
 
 

@@ -130,14 +130,14 @@ def test_dedup_fuzzy_with_planted_copies_drops_just_these(tmp_path):
     assert not (tmp_path / "out" / ".shards" / "hashes").exists()  # what was only on the way is gone
 
 
-@pytest.mark.parametrize("unit", ["characters", "words"])
-def test_dedup_fuzzy_for_any_shards_and_workers_gives_the_same(tmp_path, unit):
+@pytest.mark.parametrize(("unit", "workers"), [("characters", 2), ("words", 1)])
+def test_dedup_fuzzy_for_any_shards_and_workers_gives_the_same(tmp_path, unit, workers):
     rows, _ = corpus(120, seed=1)
     rows[7]["text"] = rows[99]["text"] = rows[3]["text"]
     wanted = None
-    for shards, workers in ((1, 1), (2, 2), (20, 2)):
-        out = tmp_path / f"out-{shards}-{workers}"
-        source = write(tmp_path / f"in-{shards}-{workers}", rows, shards)
+    for shards in (1, 20):
+        out = tmp_path / f"out-{shards}"
+        source = write(tmp_path / f"in-{shards}", rows, shards)
         dedup_fuzzy(out, source=source, shingle=3, unit=unit, workers=workers)
         wanted = wanted or read(out)
         assert read(out) == wanted

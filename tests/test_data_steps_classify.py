@@ -70,7 +70,7 @@ def test_classifier_trained_twice_or_in_two_goes_has_the_same_weights(model: Pat
     for label, path in enumerate(classes.values()):
         (source,) = sources(path)
         module._extract(half / f".shards/features-{label}", hyper, label, "text", source)
-    corpus = module._join(half / ".shards/features", [half / f".shards/features-{n}/00000.npz" for n in range(3)])
+    corpus = module._Corpus(half / ".shards/features", [half / f".shards/features-{n}/00000.npz" for n in range(3)])
     stopped = module._train(half, dataclasses.replace(hyper, epochs=2), corpus)
     np.testing.assert_array_equal(stopped, np.load(two / "weights.npy"))
     train_classifier(half, classes=classes, buckets=1 << 12, workers=2)
@@ -88,7 +88,7 @@ def test_classify_writes_scores_and_leaves_out_what_is_below_the_bound(model: Pa
     expected = sum(row["scores"]["fruit"] < 0.9 for row in rows)
     assert counts["dropped"] == {"fruit below 0.9": expected}
     assert expected > 190
-    with pytest.raises(UsageError, match="'fish' is no class"):
+    with pytest.raises(UsageError, match="'fish' is not a class"):
         classify(tmp_path / "bad", source=source, model=model, keep="fish", workers=1)
     with pytest.raises(UsageError, match="holds no classifier"):
         classify(tmp_path / "bad", source=source, model=tmp_path, workers=1)

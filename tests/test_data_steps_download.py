@@ -135,7 +135,7 @@ def test_download_leaves_the_secrets_of_its_url_nowhere(
 def test_download_that_failed_goes_on_with_the_same_url_signed_anew(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
     url, server = web
     server.broken = 1
-    with pytest.raises(PalestraError, match="bytes are kept"):
+    with pytest.raises(PalestraError, match="bytes of others are kept"):
         download(tmp_path, url=f"{url}?sig=first000", tries=1)
     download(tmp_path, url=f"{url}?sig=second11")
     assert (tmp_path / "files/file 1.jsonl").read_bytes() == BYTES
@@ -146,7 +146,7 @@ def test_download_that_failed_goes_on_with_the_same_url_signed_anew(tmp_path: Pa
 def test_download_that_failed_goes_on_in_the_next_attempt(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
     url, server = web
     server.broken = 1
-    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes are kept"):
+    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes of others are kept"):
         download(tmp_path, url=url, tries=1)
     assert not (tmp_path / "files").exists()
     assert not (tmp_path / "counts.json").exists()
@@ -259,7 +259,7 @@ def test_resolve_of_a_web_file_that_broke_off_goes_on_in_the_middle(
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
     url, server = web
     server.broken = 1
-    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes are kept"):
+    with pytest.raises(PalestraError, match=f"{len(BYTES) // 2} bytes of others are kept"):
         resolve(url, kind="dataset")
     assert resolve(url, kind="dataset").read_bytes() == BYTES
     assert server.asked == ("whole", f"bytes={len(BYTES) // 2}-")

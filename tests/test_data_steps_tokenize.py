@@ -53,7 +53,7 @@ def test_tokenize_of_what_is_to_be_tested_on_is_refused_unless_told(tmp_path: Pa
     held_out = tmp_path / "data" / name
     held_out.parent.mkdir(parents=True)
     held_out.write_text('{"text": "a"}\n')
-    with pytest.raises(UsageError, match="in its name, and training on what is to be tested on"):
+    with pytest.raises(UsageError, match="in its name, and training on a test set"):
         tokenize(tmp_path / "out", source=held_out, tokenizer=tmp_path / "vocabulary")
     tokenize(tmp_path / "out", source=held_out, tokenizer=tmp_path / "vocabulary", allow_held_out=True, workers=1)
     assert len(TokenStore.open(tmp_path / "out")) == 1

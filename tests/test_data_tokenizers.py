@@ -168,7 +168,7 @@ def test_encode_model_that_can_spell_specials_never_gives_them(name: str, text: 
 @given(text=with_specials(("<s>", "</s>"), " abé🎉\n"), special=st.booleans())
 def test_sentencepiece_like_ids_and_text_equal_the_library(name: str, text: str, special: bool):
     tokenizer = SENTENCEPIECE[name]
-    plain = tokenizers.Tokenizer.from_str(tokenizer._serialised)
+    plain = tokenizers.Tokenizer.from_str(tokenizer._serialized)
     plain.encode_special_tokens = not special
     ids = tokenizer.encode(text, specials=special)
     assert ids == plain.encode(text).ids
@@ -180,7 +180,7 @@ def test_sentencepiece_like_ids_and_text_equal_the_library(name: str, text: str,
 
 def test_decode_more_leading_spaces_are_taken_as_the_library_does():
     tokenizer = sentencepiece_like(spaces=2)
-    plain = tokenizers.Tokenizer.from_str(tokenizer._serialised)
+    plain = tokenizers.Tokenizer.from_str(tokenizer._serialized)
     for text in ("a", " a", "  a", "   a", " ", ""):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == plain.decode(ids)
@@ -189,7 +189,7 @@ def test_decode_more_leading_spaces_are_taken_as_the_library_does():
 def test_hostile_models_without_protection_do_give_specials():
     # What the test above protects from: the library itself, told to take special strings as text, gives them.
     for name, tokenizer in HOSTILE.items():
-        plain = tokenizers.Tokenizer.from_str(tokenizer._serialised)
+        plain = tokenizers.Tokenizer.from_str(tokenizer._serialized)
         plain.encode_special_tokens = True
         assert 1 in plain.encode("</s>").ids, name
 
@@ -197,7 +197,7 @@ def test_hostile_models_without_protection_do_give_specials():
 @settings(max_examples=60)
 @given(text=with_specials(SPECIAL_TOKENS, "<|>é "))
 def test_encode_with_specials_equals_the_library(bpe: Tokenizer, text: str):
-    plain = tokenizers.Tokenizer.from_str(bpe._serialised)
+    plain = tokenizers.Tokenizer.from_str(bpe._serialized)
     assert bpe.encode(text, specials=True) == plain.encode(text, add_special_tokens=False).ids
 
 
@@ -389,7 +389,7 @@ def test_load_decoder_that_cannot_stream_is_refused_by_name(decoder: dict[str, A
 
 def test_load_added_tokens_with_a_gap_are_refused():
     written = document(bpe_model({"a": 0}, []), [("<s>", 7)])
-    with pytest.raises(UsageError, match="'<s>' is said to have the id 7 but gets 1"):
+    with pytest.raises(UsageError, match="'<s>' is listed with the id 7 but gets 1"):
         Tokenizer(written, {}, name="gap")
 
 
@@ -398,7 +398,7 @@ def test_detokenizer_any_ids_in_any_pushes_equal_decode(bpe: Tokenizer, data: st
     ids = data.draw(st.lists(st.integers(0, bpe.vocab_size + 3)))
     specials = data.draw(st.booleans())
     check_stream(bpe, ids, data, specials)
-    assert bpe.decode(ids) == tokenizers.Tokenizer.from_str(bpe._serialised).decode(ids)
+    assert bpe.decode(ids) == tokenizers.Tokenizer.from_str(bpe._serialized).decode(ids)
 
 
 @given(data=st.data())
@@ -526,7 +526,7 @@ def test_character_tokenizer_unknown_character_is_named():
 
 
 def reference_llama2c(path: Path, text: str) -> list[int]:
-    """llama2.c's `encode`, written from its description: look up characters, then merge the best-scored neighbours."""
+    """llama2.c's `encode`, written from its description: look up characters, then merge the best-scored neighbors."""
     data = path.read_bytes()
     pieces: list[bytes] = []
     scores: list[float] = []
@@ -572,7 +572,7 @@ def test_llama2c_wrong_size_is_refused(size: int):
 
 
 def gguf_fields(source: Tokenizer, pre: str) -> dict[str, Any]:
-    written = json.loads(source._serialised)
+    written = json.loads(source._serialized)
     vocabulary = {number: token for token, number in written["model"]["vocab"].items()}
     return {
         "general.name": "Tiny",
@@ -605,7 +605,7 @@ def test_gguf_qwen2_equals_transformers(bpe: Tokenizer):
     from transformers import Qwen2Tokenizer
 
     fields = gguf_fields(bpe, "qwen2")
-    written = json.loads(bpe._serialised)["model"]
+    written = json.loads(bpe._serialized)["model"]
     merges: Any = [tuple(pair) for pair in written["merges"]]
     theirs = Qwen2Tokenizer(vocab=written["vocab"], merges=merges)
     ours = from_gguf(fields)

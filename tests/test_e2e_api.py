@@ -446,7 +446,7 @@ def test_enjoy_writes_an_mp4_and_by_default_a_gif_that_open(cartpole, scratch):
     assert result.returncode == 0, result.stderr
     with Image.open(cartpole.path / "plots" / "enjoy.gif") as gif:
         assert gif.size == (600, 400)
-        assert length // 2 < gif.n_frames <= length + 1  # equal neighbours may be one frame
+        assert length // 2 < gif.n_frames <= length + 1  # equal neighbors may be one frame
 
 
 def test_enjoy_of_an_object_or_into_another_format_is_refused(cartpole, tmp_path):

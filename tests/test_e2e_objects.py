@@ -16,7 +16,7 @@ import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.recorder import Moment
 from palestra.tasks.rewards.rewards import reward
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 CONTROL: dict[str, Any] = {
     "kind": "control",
@@ -106,7 +106,7 @@ class Echo(Task[TaskArgs]):
     def problems(self, split: str) -> list[Problem]:
         return [Problem(self.id(split, number), f"{number}=", {"answer": str(number)}) for number in range(4)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         return Verdict(0.5, Status.WRONG, note=problem.row["answer"])
 
 

@@ -16,15 +16,15 @@ from small_lm import CONTEXT, small_model, small_tokenizer
 from palestra.data.mixture import stream_key
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate.completions import Evaluation, ask, evaluate_tasks, pumped
-from palestra.evaluate.records import EvaluationRecord, Judged, line, pass_at_k, read_records, write_records
+from palestra.evaluate.records import EvaluationRecord, VerifiedCompletion, line, pass_at_k, read_records, write_records
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Request, Result, Sampling
 from palestra.rollout.workflows import single_turn
 from palestra.spec.kinds.posttrain import TaskEval
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Status, Verdict
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Status, Verdict
+from palestra.tasks.verify.workers import Verifiers
 
 TOKENIZER = small_tokenizer()
 BOTH = TaskEval(problems=100, greedy=True, samples=4, k=[1, 2, 4], temperature=1.3)
@@ -49,10 +49,10 @@ def evaluated(
     **changes: Any,
 ) -> Evaluation:
     generator = generator or LocalGenerator(engine or engine_of(), drive="caller")
-    with Judges(uses) as judges:
+    with Verifiers(uses) as judges:
         asked = ask(uses, judges.tasks, TOKENIZER, settings.problems)
         options = {"context": CONTEXT, "max_new_tokens": NEW, "seed": 3} | changes
-        return pumped(generator, evaluate_tasks(generator, TOKENIZER, judges.judge, asked, settings, **options), look)
+        return pumped(generator, evaluate_tasks(generator, TOKENIZER, judges.verify, asked, settings, **options), look)
 
 
 def test_evaluation_equals_a_plain_loop_over_the_engine():
@@ -69,7 +69,7 @@ def test_evaluation_equals_a_plain_loop_over_the_engine():
             record = by_key[problem.id, mode]
             assert [answer.text for answer in record.answers] == [one.text for one in result.generations]
             assert [answer.tokens for answer in record.answers] == [len(one.tokens) for one in result.generations]
-            verdicts = [task.judge(problem, Answer(one.text or "")) for one in result.generations]
+            verdicts = [task.verify(problem, Completion(one.text or "")) for one in result.generations]
             correct = sum(verdict.status == Status.CORRECT for verdict in verdicts)
             assert record.right == correct
             right += correct if mode == "greedy" else 0
@@ -103,10 +103,10 @@ def test_generator_with_its_own_thread_gives_the_same():
     expected = evaluated(use(size=5))
 
     async def run(generator: LocalGenerator) -> Evaluation:
-        with Judges([use(size=5)]) as judges:
+        with Verifiers([use(size=5)]) as judges:
             asked = ask([use(size=5)], judges.tasks, TOKENIZER, 100)
             return await evaluate_tasks(
-                generator, TOKENIZER, judges.judge, asked, BOTH, context=CONTEXT, max_new_tokens=NEW, seed=3
+                generator, TOKENIZER, judges.verify, asked, BOTH, context=CONTEXT, max_new_tokens=NEW, seed=3
             )
 
     with LocalGenerator(engine_of(), drive="thread") as generator:
@@ -183,7 +183,7 @@ def test_samples_alone_put_their_details_first():
 def test_prompt_without_room_for_an_answer_counts_as_wrong_and_is_told(caplog):
     with caplog.at_level(logging.WARNING, "palestra.evaluate"):
         found = evaluated(use(name="long", size=3, length=CONTEXT), use(size=3))
-    assert "leave no room" in caplog.text
+    assert "leaves no room" in caplog.text
     assert found.metrics["eval/long/accuracy"] == 0
     assert found.metrics["eval/long/pass@4"] == 0
     assert found.metrics["eval/long/no_room"] == 1
@@ -195,13 +195,13 @@ def test_prompt_without_room_for_an_answer_counts_as_wrong_and_is_told(caplog):
 
 
 def test_judge_that_always_fails_is_an_error_and_one_that_sometimes_fails_is_counted(caplog):
-    with pytest.raises(PalestraError, match=r"failed on all of its 3 answers: ValueError: no verdict on Broken/test/0"):
+    with pytest.raises(PalestraError, match=r"failed on all 3 completions: ValueError: no verdict on Broken/test/0"):
         evaluated(use("Broken", size=3), settings=TaskEval())
     with caplog.at_level(logging.WARNING, "palestra.evaluate"):
         found = evaluated(use("HalfBroken", size=6), settings=TaskEval())
     assert found.metrics["eval/HalfBroken/error"] == 0.5
     assert found.metrics["eval/HalfBroken/accuracy"] <= 0.5
-    assert "3 of 6 answers could not be judged" in caplog.text
+    assert "failed on 3 of 6 completions" in caplog.text
     assert sum(record.failed for record in found.records) == 3
 
 
@@ -285,9 +285,9 @@ def test_broken_off_answer_and_missing_answers_are_errors():
     async def missing(episode):
         return (await single_turn(episode))[1:]
 
-    with pytest.raises(PalestraError, match="broken off"):
+    with pytest.raises(PalestraError, match="aborted a completion"):
         evaluated(use(), workflow=broken_off)
-    with pytest.raises(PalestraError, match="gave 0 of 1 answers"):
+    with pytest.raises(PalestraError, match="returned 0 of 1 completions"):
         evaluated(use(), workflow=missing)
 
 
@@ -306,7 +306,7 @@ def test_same_id_for_two_problems_is_refused():
         def problems(self, split):
             return [*super().problems(split), *super().problems(split)]
 
-    with pytest.raises(UsageError, match="Letters/test/0 is one of them"):
+    with pytest.raises(UsageError, match="shared by several problems, such as Letters/test/0"):
         ask([use()], {"Letters": Twice(Letters.Args(), "Letters")}, TOKENIZER, 100)
 
 
@@ -334,7 +334,7 @@ def test_records_round_trip_and_a_torn_line_is_passed_over(tmp_path):
             "samples",
             'a "b"\n',
             3,
-            (Judged("x\ny", 2, "stop", verdict), Judged("", 1, "eos", verdict)),
+            (VerifiedCompletion("x\ny", 2, "stop", verdict), VerifiedCompletion("", 1, "eos", verdict)),
         ),
         EvaluationRecord("t/test/1", "t", "greedy", "", 900, ()),
     ]

@@ -226,16 +226,16 @@ def test_answers_that_could_not_be_judged_are_asked_again_by_a_resume(tmp_path, 
 
 def test_stop_signal_saves_and_a_resume_goes_on(tmp_path, model, monkeypatch):
     spec = spec_of(model, letters("fragile", "Fragile", size=60), eval__samples=0, eval__max_new_tokens=30)
-    judge = eval_tasks.Letters.judge
+    judge = eval_tasks.Letters.verify
 
     def stopping(self, problem, answer):
         if eval_tasks.Fragile.judged == 20:
             os.kill(os.getpid(), signal.SIGTERM)
         return judge(self, problem, answer)
 
-    monkeypatch.setattr("palestra.kinds.evaluate.ROWS", {"cpu": 8, "cuda": 8})
+    monkeypatch.setattr("palestra.evaluate.completions.ROWS", {"cpu": 8, "cuda": 8})
     with monkeypatch.context() as patch:
-        patch.setattr(eval_tasks.Letters, "judge", stopping)
+        patch.setattr(eval_tasks.Letters, "verify", stopping)
         with pytest.raises(Interrupted, match=r"of 60 with everything saved; continue with: palestra train --resume"):
             run(tmp_path, spec)
     stopped = palestra.open_run("scores", tmp_path / "runs")
@@ -250,19 +250,19 @@ def test_resume_refuses_another_model_and_other_rows(tmp_path, model):
     spec = spec_of(model, letters("fragile", "Fragile", size=20), likelihood=suites(tmp_path))
     killed_at(tmp_path, 30, spec)
     write_rows(tmp_path / "written.jsonl", WRITTEN[:5])
-    with pytest.raises(UsageError, match=r"likelihood: sums is not what .* was started with"):
+    with pytest.raises(UsageError, match=r"likelihood.sums is not what .* was started with"):
         run(tmp_path, resume="scores")
     write_rows(tmp_path / "written.jsonl", WRITTEN)
     model.rename(tmp_path / "before")
     save_model(model, seed=1)
-    with pytest.raises(UsageError, match=r"model: sha256 is not what .* was started with"):
+    with pytest.raises(UsageError, match=r"model.sha256 is not what .* was started with"):
         run(tmp_path, resume="scores")
     with pytest.raises(UsageError, match=r"do not fit a spec changed like this:\n.*eval\.max_new_tokens"):
         run(tmp_path, resume="scores", overrides=["eval.max_new_tokens=9"], allow=["eval"])
 
 
 def test_judge_that_fails_on_everything_fails_the_run(tmp_path, model):
-    with pytest.raises(PalestraError, match="the judge of broken failed on all of its 8 answers"):
+    with pytest.raises(PalestraError, match="the verifier of broken failed on all 8 completions"):
         run(tmp_path, spec_of(model, letters("broken", "Broken"), eval__samples=0))
     assert palestra.open_run("scores", tmp_path / "runs").state == "failed"
 

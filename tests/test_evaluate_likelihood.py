@@ -18,15 +18,15 @@ from tiny_models import tiny_checkpoint
 from palestra.data.tokenizers import Tokenizer, train_bpe
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate import likelihood
-from palestra.evaluate.choices import Item, Option, Suite, load_suite
 from palestra.evaluate.likelihood import (
     EncodedChoice,
     ScoredChoice,
     encode_item,
     likelihood_metrics,
     likelihood_outcome,
-    score_suite,
+    score_choices,
 )
+from palestra.evaluate.likelihood_data import Choices, Item, Option, load_choices
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.lm.batch import Batch, forward
@@ -40,8 +40,8 @@ needs_core = pytest.mark.skipif(not CORE.is_dir(), reason="needs core_eval in th
 WORDS = ["red", "green", "blue", "Maybe yes", "no", "a very long answer", "x"]
 
 
-def suite_of(items: list[Item], **settings: Any) -> Suite:
-    return Suite(LikelihoodUse(path="some.jsonl", **settings), tuple(items), len(items))
+def suite_of(items: list[Item], **settings: Any) -> Choices:
+    return Choices(LikelihoodUse(path="some.jsonl", **settings), tuple(items), len(items))
 
 
 def choice(context: str, *answers: str, gold: int = 0) -> Item:
@@ -79,7 +79,7 @@ def bpe() -> Tokenizer:
 
 def test_scores_equal_a_plain_loop_and_choose_as_it_does():
     model, suite = small_model(), suite_of(some_items(40))
-    scored = score_suite(model, TOKENIZER, suite)
+    scored = score_choices(model, TOKENIZER, suite)
     assert [one.item for one in scored] == list(range(40))
     for item, one in zip(suite.items, scored, strict=True):
         encoded = encode_item(TOKENIZER, item, CONTEXT)
@@ -100,7 +100,7 @@ def test_scores_equal_those_of_transformers(tmp_path):
     folder = tiny_checkpoint("llama2", tmp_path / "llama")
     ours, theirs = load_pretrained(folder).model, transformers.AutoModelForCausalLM.from_pretrained(folder)
     suite = suite_of(some_items(6))
-    for item, one in zip(suite.items, score_suite(ours, TOKENIZER, suite), strict=True):
+    for item, one in zip(suite.items, score_choices(ours, TOKENIZER, suite), strict=True):
         for encoded, found in zip(encode_item(TOKENIZER, item, 64), one.logprobs, strict=True):
             with torch.no_grad():
                 scores = theirs(torch.tensor([encoded.tokens])).logits[0].double().log_softmax(-1)
@@ -119,7 +119,7 @@ def test_written_is_what_greedy_decoding_writes():
     items = [Item((Option(c, t),), 0) for c, t in usable]
     items += [Item((Option(c, t[:-1] + ("a" if t[-1] != "a" else "b")),), 0) for c, t in usable]
     suite = suite_of(items)
-    scored = score_suite(model, TOKENIZER, suite)
+    scored = score_choices(model, TOKENIZER, suite)
     assert [one.written for one in scored] == [True] * len(usable) + [False] * len(usable)
     for item, one in zip(items, scored, strict=True):
         (encoded,) = encode_item(TOKENIZER, item, CONTEXT)
@@ -160,8 +160,8 @@ def test_weights_that_compute_no_numbers_are_an_error():
     model = small_model()
     with torch.no_grad():
         model.norm.weight.fill_(3e38)
-    with pytest.raises(PalestraError, match="no numbers"):
-        score_suite(model, TOKENIZER, suite_of(some_items(2)))
+    with pytest.raises(PalestraError, match="non-finite"):
+        score_choices(model, TOKENIZER, suite_of(some_items(2)))
 
 
 # ---- the border between context and answer
@@ -219,7 +219,7 @@ def test_answer_without_context_follows_the_token_that_begins_a_text():
     assert one.tokens == [*TOKENIZER.encode_prompt(""), *TOKENIZER.encode("ab")]
     assert one.start == 1
     model = small_model()
-    scored = score_suite(model, TOKENIZER, suite_of([choice("", "ab", "c")]))
+    scored = score_choices(model, TOKENIZER, suite_of([choice("", "ab", "c")]))
     assert scored[0].logprobs[0] == pytest.approx(plain_logprob(model, one)[0], abs=1e-4)
 
 
@@ -231,11 +231,11 @@ def test_long_context_loses_its_beginning_and_is_counted():
     assert encoded[0].tokens == whole[-CONTEXT:]
     assert [TOKENIZER.decode(one.tokens[one.start :]) for one in encoded] == [" xyz", " w"]
     suite = suite_of([item, choice("short ", "a", "b")])
-    assert likelihood_outcome(suite, score_suite(small_model(), TOKENIZER, suite)).cut == 1
+    assert likelihood_outcome(suite, score_choices(small_model(), TOKENIZER, suite)).cut == 1
     with pytest.raises(UsageError, match="leaves no room for a token before it"):
         encode_item(TOKENIZER, choice("a", "b" * CONTEXT, "c"), CONTEXT)
     with pytest.raises(UsageError, match=r"some, item 1: an answer of 200 tokens"):
-        score_suite(small_model(), TOKENIZER, suite_of([item, choice("a", "b" * 200, "c")]))
+        score_choices(small_model(), TOKENIZER, suite_of([item, choice("a", "b" * 200, "c")]))
     assert len(encode_item(TOKENIZER, choice("a", "b" * (CONTEXT - 1), "c"), CONTEXT)[0].tokens) == CONTEXT
 
 
@@ -246,25 +246,25 @@ def test_resumed_scores_are_the_same_bits_also_after_a_torn_chunk(monkeypatch):
     monkeypatch.setattr(likelihood, "CHUNK", 8)
     model, suite = small_model(), suite_of(some_items(30), name="mine")
     parts: list[list[ScoredChoice]] = []
-    whole = score_suite(model, TOKENIZER, suite, keep=lambda some: parts.append(list(some)))
+    whole = score_choices(model, TOKENIZER, suite, keep=lambda some: parts.append(list(some)))
     assert [len(part) for part in parts] == [8, 8, 8, 6]
     for torn in (0, 5, 8, 19, 30):
         kept: list[ScoredChoice] = []
-        again = score_suite(model, TOKENIZER, suite, done=whole[:torn], keep=kept.extend)
+        again = score_choices(model, TOKENIZER, suite, done=whole[:torn], keep=kept.extend)
         assert again == whole  # floats and all
         assert [one.item for one in kept] == list(range(torn - torn % 8 if torn < 30 else 30, 30))
     row = json.loads(json.dumps(vars(whole[3])))
     assert ScoredChoice.read(row) == whole[3]
     other = suite_of(some_items(30), name="other")
-    assert score_suite(model, TOKENIZER, other, done=whole)[0].suite == "other"
+    assert score_choices(model, TOKENIZER, other, done=whole)[0].suite == "other"
 
 
 # ---- rows
 
 
-def load(tmp_path: Path, *rows: dict[str, Any], seed: int = 0, **settings: Any) -> Suite:
+def load(tmp_path: Path, *rows: dict[str, Any], seed: int = 0, **settings: Any) -> Choices:
     path = write_rows(tmp_path / "mine.jsonl", rows)
-    return load_suite(LikelihoodUse(path=path, **settings), seed)
+    return load_choices(LikelihoodUse(path=path, **settings), seed)
 
 
 def test_rows_with_choices_contexts_and_continuations(tmp_path):
@@ -368,7 +368,7 @@ def test_identity_tells_other_items_apart(tmp_path):
 @needs_core
 @pytest.mark.parametrize("path", sorted(CORE.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_real_file_is_read_whole(path):
-    suite = load_suite(LikelihoodUse(path=str(path), shots=2, items=20), 0)
+    suite = load_choices(LikelihoodUse(path=str(path), shots=2, items=20), 0)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert suite.total == len(rows)
     assert len(suite.items) == min(20, len(rows))
@@ -387,9 +387,9 @@ def test_real_file_is_read_whole(path):
 def test_real_choices_are_guessed_by_a_model_that_knows_nothing():
     texts = [json.loads(line)["query"] for line in (CORE / "piqa.jsonl").read_text().splitlines()]
     tokenizer = train_bpe(texts[:300], 400)
-    suite = load_suite(LikelihoodUse(path=str(CORE / "piqa.jsonl"), items=96, by="byte"), 0)
+    suite = load_choices(LikelihoodUse(path=str(CORE / "piqa.jsonl"), items=96, by="byte"), 0)
     model = small_model(vocab=tokenizer.vocab_size, context=1024)
-    outcome = likelihood_outcome(suite, score_suite(model, tokenizer, suite))
+    outcome = likelihood_outcome(suite, score_choices(model, tokenizer, suite))
     assert (outcome.items, outcome.baseline) == (96, 0.5)
     assert 0.25 < outcome.accuracy.mean < 0.75
     assert outcome.bits_per_byte > 2

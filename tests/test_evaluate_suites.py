@@ -19,17 +19,15 @@ from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.evaluate import likelihood
 from palestra.evaluate import likelihood as texts_module
-from palestra.evaluate.choices import Item, Option, Suite
 from palestra.evaluate.likelihood import (
-    Texts,
     encode_item,
     likelihood_outcome,
-    load_texts,
-    score_suite,
+    score_choices,
     score_texts,
     text_outcome,
     windows,
 )
+from palestra.evaluate.likelihood_data import Choices, Item, Option, Texts, load_texts
 from palestra.evaluate.suites import (
     add_result,
     begin_results,
@@ -77,8 +75,8 @@ def bpe() -> Tokenizer:
 BPE = bpe()
 
 
-def suite_of(items: list[Item], **settings: Any) -> Suite:
-    return Suite(LikelihoodUse(path="some.jsonl", border="common", **settings), tuple(items), len(items))
+def suite_of(items: list[Item], **settings: Any) -> Choices:
+    return Choices(LikelihoodUse(path="some.jsonl", border="common", **settings), tuple(items), len(items))
 
 
 def choice(context: str, *answers: str, gold: int = 0) -> Item:
@@ -99,7 +97,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
         answers = draw.sample(["red hen", "red dog", "red", "blue", "red hens"], 3)
         items.append(choice(" ".join(draw.choices(WORDS, k=2)) + " ", *answers, gold=draw.randrange(3)))
     suite, right = suite_of(items), []
-    for item, one in zip(items, score_suite(model, TOKENIZER, suite), strict=True):
+    for item, one in zip(items, score_choices(model, TOKENIZER, suite), strict=True):
         texts = [TOKENIZER.encode(option.context + option.answer) for option in item.options]
         start = min(common(texts), min(map(len, texts)) - 1)
         losses = [plain_loss(model, tokens, start) for tokens in texts]
@@ -108,7 +106,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
         means = [sum(some) / len(some) for some in losses]
         assert one.chosen("token") == means.index(min(means))
         right.append(means.index(min(means)) == item.gold)
-    outcome = likelihood_outcome(suite, score_suite(model, TOKENIZER, suite))
+    outcome = likelihood_outcome(suite, score_choices(model, TOKENIZER, suite))
     accuracy = sum(right) / len(right)
     assert outcome.accuracy.mean == pytest.approx(accuracy)
     assert outcome.centred == pytest.approx((accuracy - 1 / 3) / (1 - 1 / 3))
@@ -117,7 +115,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
 def test_contexts_are_scored_by_their_common_end_as_a_plain_loop_does():
     model = small_model()
     items = [schema("sits here", "the cat is old ", "the hen is old "), schema("no.", "red ", "green ")]
-    for item, one in zip(items, score_suite(model, TOKENIZER, suite_of(items)), strict=True):
+    for item, one in zip(items, score_choices(model, TOKENIZER, suite_of(items)), strict=True):
         texts = [TOKENIZER.encode(option.context + option.answer) for option in item.options]
         end = common([tokens[::-1] for tokens in texts])
         losses = [plain_loss(model, tokens, len(tokens) - end) for tokens in texts]
@@ -151,7 +149,7 @@ def test_common_border_scores_what_differs_and_something_of_each(context, answer
 
 
 def test_bytes_are_those_of_the_scored_tokens():
-    (one,) = score_suite(small_model(), TOKENIZER, suite_of([choice("red ", "red hen", "red dog and")]))
+    (one,) = score_choices(small_model(), TOKENIZER, suite_of([choice("red ", "red hen", "red dog and")]))
     assert one.bytes == (len("hen"), len("dog and"))
 
 
@@ -198,9 +196,9 @@ def test_bits_a_byte_equal_a_plain_loop_and_long_documents_count_for_their_lengt
 def test_texts_of_lines_and_rows_are_read_and_empty_ones_left_out(tmp_path):
     (tmp_path / "lines.txt").write_text("one\n\ntwo\nthree\n")
     found = load_texts(TextUse(path=str(tmp_path / "lines.txt"), split="\n", items=2))
-    assert (found.documents, found.total) == (("one", "two"), 3)
+    assert (found.items, found.total) == (("one", "two"), 3)
     path = write_rows(tmp_path / "rows.jsonl", [{"body": "x"}, {"body": ""}])
-    assert load_texts(TextUse(path=path, key="body")).documents == ("x",)
+    assert load_texts(TextUse(path=path, key="body")).items == ("x",)
     with pytest.raises(UsageError, match="there is no 'text'"):
         load_texts(TextUse(path=path))
 
@@ -222,7 +220,7 @@ def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, mo
     assert f"{row['eval/bits_per_byte']:.3f}" in capsys.readouterr().out
     lines = (eval_lab.session_of(whole) / "texts.jsonl").read_text().splitlines(keepends=True)
     scored: list[int] = []
-    real = texts_module._score_windows
+    real = texts_module._score_documents
 
     def failing(model: Any, tokenizer: Any, texts: Any, numbers: range) -> Any:
         scored.extend(numbers)
@@ -230,7 +228,7 @@ def test_kind_evaluate_scores_texts_and_goes_on_where_it_was_killed(tmp_path, mo
             raise KeyboardInterrupt
         return real(model, tokenizer, texts, numbers)
 
-    monkeypatch.setattr(texts_module, "_score_windows", failing)
+    monkeypatch.setattr(texts_module, "_score_documents", failing)
     with pytest.raises(KeyboardInterrupt):
         eval_lab.run(tmp_path, {**spec, "name": "cut"})
     again = eval_lab.run(tmp_path, resume="cut")
@@ -257,16 +255,16 @@ def letters() -> Tokenizer:
 
 
 def test_suite_has_the_value_of_every_task_and_their_centred_mean(tmp_path):
-    from palestra.tasks.verify.workers import Judges
+    from palestra.tasks.verify.workers import Verifiers
 
     spec, tokenizer = write_suite(tmp_path), letters()
     model = small_model(vocab=tokenizer.vocab_size, deviation=0.3)
-    with Judges(spec.tasks) as judges:
+    with Verifiers(spec.tasks) as judges:
         suite = open_suite("mine", spec, judges.tasks, tokenizer)
-        result = measure(suite, model, tokenizer, judges.judge, eos=[tokenizer.eos or 0])
-        again = measure(suite, model, tokenizer, judges.judge, eos=[tokenizer.eos or 0])
+        result = measure(suite, model, tokenizer, judges.verify, eos=[tokenizer.eos or 0])
+        again = measure(suite, model, tokenizer, judges.verify, eos=[tokenizer.eos or 0])
     assert again == result
-    assert [len(suite.choices[0].items), len(suite.texts[0].documents), len(suite.questions[0].questions)] == [7, 6, 6]
+    assert [len(suite.choices[0].items), len(suite.texts[0].items), len(suite.questions[0].questions)] == [7, 6, 6]
     tasks = result["tasks"]
     assert {label: task["type"] for label, task in tasks.items()} == {
         "pick": "likelihood",
@@ -275,7 +273,7 @@ def test_suite_has_the_value_of_every_task_and_their_centred_mean(tmp_path):
     }
     assert (
         tasks["pick"]["value"]
-        == likelihood_outcome(suite.choices[0], score_suite(model, tokenizer, suite.choices[0])).accuracy.mean
+        == likelihood_outcome(suite.choices[0], score_choices(model, tokenizer, suite.choices[0])).accuracy.mean
     )
     assert tasks["letters"]["value"] == tasks["letters"]["greedy"]["accuracy"]["mean"]
     assert result["centred"] == pytest.approx((tasks["pick"]["centred"] + tasks["letters"]["value"]) / 2)

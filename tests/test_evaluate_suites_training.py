@@ -21,7 +21,7 @@ from palestra.runs.plot import suite_plots
 from palestra.runs.run import Run, diff, measured, open_run
 from palestra.runs.store import read_json
 from palestra.spec.tasks import SuiteUse, suite_spec
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 # Forked from a process that has imported torch already: a new one would take seconds to start.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -81,9 +81,9 @@ def weights(run: Run) -> bytes:
 def by_hand(model: Transformer, tokenizer: Tokenizer, eos: Any, path: str) -> dict[str, float]:
     """What a suite says of a model that is loaded afresh."""
     spec = suite_spec(SuiteUse(suite=path))
-    with Judges(spec.tasks) as judges:
+    with Verifiers(spec.tasks) as judges:
         suite = open_suite("mine", spec, judges.tasks, tokenizer)
-        return suite_metrics("mine", measure(suite, model, tokenizer, judges.judge, eos=eos))
+        return suite_metrics("mine", measure(suite, model, tokenizer, judges.verify, eos=eos))
 
 
 @pytest.mark.parametrize("average", [None, 0.8])

@@ -1,4 +1,4 @@
-"""The example from preferences to behaviour: what it promises, and that what it measures is never trained on."""
+"""The example from preferences to behavior: what it promises, and that what it measures is never trained on."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from example_specs import ROOT
 
 import palestra
 from examples.posttrain.rlhf.manners import POLITE, RUDE, VERBS, Manners, questions
-from palestra.tasks.task import Answer, Status, TaskArgs
+from palestra.tasks.task import Completion, Status, TaskArgs
 
 FOLDER = ROOT / "examples/posttrain/rlhf"
 TASK = Manners(TaskArgs(), "manners")
@@ -104,7 +104,7 @@ def test_questions_ask_every_verb_and_their_answers_are_right():
 )
 def test_manners_judge_by_hand(answer, right, polite):
     problem = TASK.problems("test")[0]
-    verdict = TASK.judge(problem, Answer(answer.format(problem.row["answer"])))
+    verdict = TASK.verify(problem, Completion(answer.format(problem.row["answer"])))
     assert verdict.parts == {"right": right, "polite": polite}
     assert verdict.score == right * polite
     assert verdict.status == (Status.CORRECT if right and polite else Status.WRONG)

@@ -168,7 +168,7 @@ def test_min_new_tokens_holds_end_tokens_back_and_reports_what_was_drawn_from():
         assert len(generation.tokens) >= minimum
         assert not set(generation.tokens[: minimum - 1]) & engine.eos
         raw = scored(model, result, index)
-        # Renormalised over fewer tokens: likelier than by the whole distribution, and equal after the minimum.
+        # Renormalized over fewer tokens: likelier than by the whole distribution, and equal after the minimum.
         assert (torch.tensor(generation.logprobs)[: minimum - 1] > raw[: minimum - 1] - 1e-5).all()
         torch.testing.assert_close(torch.tensor(generation.logprobs)[minimum:], raw[minimum:], rtol=0, atol=1e-4)
 

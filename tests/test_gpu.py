@@ -22,7 +22,7 @@ SHAPE = Shape(layers=3, width=192, heads=6, kv_heads=2, mlp=256, context=256, vo
 
 def make(dtype: torch.dtype, shape: Shape = SHAPE) -> Transformer:
     model = Transformer(shape, dtype)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -154,12 +154,12 @@ def test_engine_in_bf16_agrees_with_the_trainer(prefill):
     results = engine.run(asked)
     masks = [[0.0] * len(r.prompt) + [1.0] * len(r.generations[0].tokens) for r in results]
     batch = Batch.pack([(*r.prompt, *r.generations[0].tokens) for r in results], masks).to("cuda")
-    behaviour = torch.tensor([value for r in results for value in r.generations[0].logprobs], device="cuda")
+    behavior = torch.tensor([value for r in results for value in r.generations[0].logprobs], device="cuda")
     with torch.no_grad():
         trainer = score(model, batch).logprobs[batch.loss_mask > 0]
-    kl = k3(behaviour, trainer).mean().item()
-    print(f"k3 {kl:.2e} over {len(behaviour)} tokens, largest gap {(behaviour - trainer).abs().max().item():.3f}")
-    assert len(behaviour) == 130 * 80
+    kl = k3(behavior, trainer).mean().item()
+    print(f"k3 {kl:.2e} over {len(behavior)} tokens, largest gap {(behavior - trainer).abs().max().item():.3f}")
+    assert len(behavior) == 130 * 80
     assert kl <= 1e-4
 
 

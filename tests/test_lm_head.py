@@ -166,7 +166,7 @@ def test_training_step_never_holds_logits_of_all_tokens(dtype, monkeypatch):
     vocab, tokens = 2048, 96
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 8 * vocab)
     model = Transformer(Shape(layers=1, width=16, heads=2, mlp=16, context=tokens, vocab=vocab), dtype)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     batch = Batch.pack([list(range(tokens // 2))] * 2)
 
     with Largest() as largest:

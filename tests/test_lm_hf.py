@@ -105,7 +105,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)), name
 
 
-def initialised(shape: Shape, seed: int = 0) -> Transformer:
+def initialized(shape: Shape, seed: int = 0) -> Transformer:
     model = Transformer(shape)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -173,15 +173,15 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"qk_norm": "head"}, "Qwen3ForCausalLM"),
         ({"qk_norm": "head", "window": 7}, "Qwen3ForCausalLM"),
         ({"moe": MoESpec(**MOE, balance=0.01, z_loss=0.001)}, "MixtralForCausalLM"),
-        ({"moe": MoESpec(**MOE, normalise=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
+        ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
-        ({"moe": MoESpec(**MOE, normalise=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+        ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
     ],
 )
 def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
     changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    model = initialised(Shape(**{**DENSE, **changes}))
+    model = initialized(Shape(**{**DENSE, **changes}))
     save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(3, 5))
     config = json.loads((tmp_path / "saved/config.json").read_text())
     assert config["architectures"] == [expected]
@@ -196,14 +196,14 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
         {"qk_norm": "full"},
         {"qk_norm": "head", "attention_bias": True},
         {"moe": MoESpec(**MOE, activation="bilinear")},
-        {"moe": MoESpec(**MOE, normalise=False)},
+        {"moe": MoESpec(**MOE, normalize=False)},
         {"moe": MoESpec(**MOE, shared=1)},
         {"moe": MoESpec(**MOE, bias_rate=0.001)},
         {"moe": MoESpec(**MOE), "window": 7, "window_from": 1},
     ],
 )
 def test_shape_of_no_family_saved_is_our_own_type_and_loads_back(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = initialised(Shape(**{**DENSE, **changes}))
+    model = initialized(Shape(**{**DENSE, **changes}))
     save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(2,))
     assert json.loads((tmp_path / "saved/config.json").read_text())["model_type"] == "palestra"
     back = load_pretrained(tmp_path / "saved")
@@ -226,7 +226,7 @@ def shapes() -> st.SearchStrategy[Shape]:
         experts=st.integers(2, 8),
         active=st.integers(1, 2),
         mlp=st.just(24),
-        normalise=st.booleans(),
+        normalize=st.booleans(),
         balance=st.sampled_from([0.0, 0.1]),
         shared=st.sampled_from([0, 0, 1]),
     )
@@ -557,11 +557,11 @@ def test_rotary_tables_of_old_checkpoints_are_passed_over(copied: Callable[..., 
 
 
 def test_quantised_tensor_is_refused(copied: Callable[..., Path]) -> None:
-    def quantise(tensors: dict[str, Tensor]) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
 
     with pytest.raises(UsageError, match=r"model\.norm\.weight is stored as I8"):
-        load_pretrained(copied("llama2", quantise))
+        load_pretrained(copied("llama2", quantize))
 
 
 def test_pickled_weights_are_refused_with_what_to_do(copied: Callable[..., Path]) -> None:
@@ -617,7 +617,7 @@ def test_end_tokens_come_from_the_generation_config_before_the_config(copied: Ca
 
 def test_tokenizer_saved_beside_the_model_gives_transformers_the_same_ids(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("abcdefgh ")
-    model = initialised(Shape(**{**DENSE, "vocab": 64}))
+    model = initialized(Shape(**{**DENSE, "vocab": 64}))
     folder = tmp_path / "saved"
     save_pretrained(folder, model, tokenizer=tokenizer, eos=(tokenizer.eos or 0,))
     loaded = load_pretrained(folder)
@@ -656,7 +656,7 @@ def test_reward_model_scores_as_in_transformers_both_ways(tmp_path: Path) -> Non
 
 
 def test_reward_model_of_a_shape_of_our_own_loads_back(tmp_path: Path) -> None:
-    model = initialised(Shape(**{**DENSE, "qk_norm": "full"}))
+    model = initialized(Shape(**{**DENSE, "qk_norm": "full"}))
     score = torch.randn(1, 32)
     save_pretrained(tmp_path / "saved", model, tokenizer=None, eos=(), score=score)
     loaded = load_pretrained(tmp_path / "saved")
@@ -668,12 +668,12 @@ def test_save_over_an_existing_folder_is_refused_and_changes_nothing(tmp_path: P
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("keep")
     with pytest.raises(UsageError, match="exists already"):
-        save_pretrained(tmp_path / "mine", initialised(Shape(**DENSE)), tokenizer=None, eos=())
+        save_pretrained(tmp_path / "mine", initialized(Shape(**DENSE)), tokenizer=None, eos=())
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
 
 
 def test_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    model = initialised(Shape(**DENSE))
+    model = initialized(Shape(**DENSE))
     weights = dict(model.state_dict())
     weights["norm.weight"] = torch.zeros(3)
     with pytest.raises(DamagedModel, match=r"norm\.weight"):
@@ -717,5 +717,5 @@ def test_save_killed_in_the_middle_leaves_no_folder(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "saved").exists()
-    save_pretrained(tmp_path / "saved", initialised(Shape(**DENSE)), tokenizer=None, eos=())
+    save_pretrained(tmp_path / "saved", initialized(Shape(**DENSE)), tokenizer=None, eos=())
     load_pretrained(tmp_path / "saved")

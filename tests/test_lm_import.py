@@ -106,7 +106,7 @@ def llama2c_file(path: Path, *, tied: bool) -> dict[str, np.ndarray]:
 
 
 def run_c(parts: dict[str, np.ndarray], tokens: list[int], heads: int, kv: int) -> np.ndarray:
-    """llama2.c's run.c in float64, position by position: it rotates neighbouring dimensions."""
+    """llama2.c's run.c in float64, position by position: it rotates neighboring dimensions."""
     p = {name: part.astype(np.float64) for name, part in parts.items()}
     width, layers = p["embed"].shape[1], len(p["wq"])
     dim = width // heads
@@ -181,8 +181,8 @@ def test_llama2c_file_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> N
 # GGUF
 
 
-def quantised(kind: str, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random bytes of a quantised matrix, and the values that ggml's definition of the type gives them."""
+def quantized(kind: str, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes of a quantized matrix, and the values that ggml's definition of the type gives them."""
     rng = np.random.default_rng(seed)
     blocks = columns // 32
     scale = rng.uniform(0.001, 0.01, (rows, blocks, 1)).astype(np.float16)
@@ -237,8 +237,8 @@ def write_gguf(
     return path
 
 
-def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Halves to neighbours, row by row: what llama.cpp does to q and k when it converts a Hugging Face model."""
+def neighbors(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Halves to neighbors, row by row: what llama.cpp does to q and k when it converts a Hugging Face model."""
     dim = len(rows) // heads
     out = np.empty_like(rows)
     for head in range(heads):
@@ -248,7 +248,7 @@ def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    order = neighbours(np.arange(len(rows)), heads)
+    order = neighbors(np.arange(len(rows)), heads)
     out = np.empty_like(rows)
     out[order] = rows
     return out
@@ -267,10 +267,10 @@ def test_gguf_of_every_type_gives_the_values_of_its_definition(kind: str, tmp_pa
         "ffn_down": (width, hidden),
     }
     made = {
-        f"blk.0.{name}.weight": quantised(kind, rows, columns, seed)
+        f"blk.0.{name}.weight": quantized(kind, rows, columns, seed)
         for seed, (name, (rows, columns)) in enumerate(sizes.items())
     }
-    made["token_embd.weight"] = quantised("Q8_0", vocab, width, 99)
+    made["token_embd.weight"] = quantized("Q8_0", vocab, width, 99)
     norms = {name: np.random.default_rng(1).random(width, np.float32) for name in ("attn_norm", "ffn_norm")}
     tensors = {name: (data, "Q8_0" if "embd" in name else kind) for name, (data, _) in made.items()}
     tensors |= {f"blk.0.{name}.weight": (norm, "F32") for name, norm in norms.items()}
@@ -335,7 +335,7 @@ def hf_as_gguf(
     for name, tensor in load_file(folder / "model.safetensors").items():
         data, (stem, _, kind) = tensor.numpy(), name.rpartition(".")
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
-            data = neighbours(data, config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads)
+            data = neighbors(data, config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads)
         if stem.startswith("model.layers."):
             _, _, layer, module = stem.split(".", 3)
             tensors[f"blk.{layer}.{names[module]}.{kind}"] = (data, "F32")
@@ -539,7 +539,7 @@ def test_convert_to_another_precision_keeps_that_of_selection_biases(tmp_path: P
     moe = {"experts": 3, "active": 1, "mlp": 8, "bias_rate": 0.1}
     sizes = {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 12}
     model = Transformer(Shape.model_validate({**sizes, "moe": moe}))
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     name = "layers.0.mlp.bias"
     model.state_dict()[name].copy_(torch.tensor([1.001, 0.3, -0.7]))
     save_pretrained(tmp_path / "one", model, tokenizer=None, eos=())

@@ -35,7 +35,7 @@ BATCH = Batch.pack([[1, 2, 3, 4, 5, 6], [7, 8, 9], list(range(20))])
 
 def make(shape: Shape = SHAPE, dtype: torch.dtype = torch.float32) -> Transformer:
     model = Transformer(shape, dtype)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1 if name.endswith("norm.weight") else 3)

@@ -281,7 +281,7 @@ def test_initialise_with_the_same_seed_gives_the_same_weights_of_the_stated_size
     shape = SHAPE.model_copy(update={"width": 128, "mlp": 256, "layers": 8})
     models = [Transformer(shape) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
-        model.initialise(torch.Generator().manual_seed(seed))
+        model.initialize(torch.Generator().manual_seed(seed))
 
     first, again, other = (m.state_dict() for m in models)
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -30,8 +30,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 SPEC = MoESpec(experts=6, active=2, mlp=10)
 VARIANTS = [
     SPEC,
-    SPEC.model_copy(update={"active": 1, "normalise": False}),
-    SPEC.model_copy(update={"activation": "bilinear", "shared": 2, "normalise": False}),
+    SPEC.model_copy(update={"active": 1, "normalize": False}),
+    SPEC.model_copy(update={"activation": "bilinear", "shared": 2, "normalize": False}),
     SPEC.model_copy(update={"active": 6, "bias_rate": 0.1}),
     SPEC.model_copy(update={"active": 3, "bias_rate": 0.1, "shared": 1}),
 ]
@@ -53,7 +53,7 @@ def dense(moe: MoE, x: Tensor) -> Tensor:
         p = (moe.router @ token).softmax(0)
         ranked = p if moe.bias is None else p + moe.bias
         best = sorted(range(spec.experts), key=lambda e: -ranked[e].item())[: spec.active]
-        total = sum(p[e] for e in best) if spec.normalise else 1.0
+        total = sum(p[e] for e in best) if spec.normalize else 1.0
         out = torch.zeros_like(token)
         for e in best:
             gate, up = (moe.gate_up[e] @ token).chunk(2)
@@ -197,7 +197,7 @@ def test_expert_load_counts_the_tokens_of_every_expert():
 
 def model_of(spec: MoESpec) -> Transformer:
     model = Transformer(Shape(layers=2, width=16, heads=2, mlp=1, context=64, vocab=30, moe=spec))
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     return model
 
 
@@ -262,7 +262,7 @@ def test_router_terms_of_a_model_weigh_its_losses_and_add_up_over_micro_batches(
 
 def test_router_terms_of_a_dense_model_are_none():
     model = Transformer(Shape(layers=1, width=8, heads=1, mlp=8, context=8, vocab=10))
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     batch = Batch.pack([[1, 2]])
 
     assert router_terms(model, score(model, batch).router, batch) is None

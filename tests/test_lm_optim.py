@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from palestra.errors import PalestraError
 from palestra.lm.layers import Linear
 from palestra.lm.model import Transformer
-from palestra.lm.optim import COEFFICIENTS, Ema, Optimiser, clip_gradients, orthogonalise, stacked
+from palestra.lm.optim import COEFFICIENTS, Ema, Optimizer, clip_gradients, orthogonalise, stacked
 from palestra.runs.tree import flatten, unflatten
 from palestra.spec.lm import AdamWSpec, MuonSpec
 from palestra.spec.schedule import Schedule
@@ -40,7 +40,7 @@ STEPS = 8
 
 def make(shape: Shape = SHAPE, dtype: torch.dtype = torch.float32) -> Transformer:
     model = Transformer(shape, dtype)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     return model.to(dtype)
 
 
@@ -63,10 +63,10 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def rates(spec: AdamWSpec | MuonSpec, model: nn.Module) -> list[dict[str, float]]:
     """What each step of a run reports."""
-    optimiser, found = Optimiser(model, spec, STEPS), []
+    optimizer, found = Optimizer(model, spec, STEPS), []
     for step in range(STEPS):
         give(model, gradients(model, step))
-        found.append(optimiser.step(step / STEPS))
+        found.append(optimizer.step(step / STEPS))
     return found
 
 
@@ -108,7 +108,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("scale", [0.01, 10.0], ids=["unclipped", "clipped"])
 def test_adamw_steps_equal_a_loop_in_float64(dtype, tolerance, scale):
     model = make(dtype=dtype)
-    optimiser = Optimiser(model, ADAMW, STEPS)
+    optimizer = Optimizer(model, ADAMW, STEPS)
     loop, expected = (
         AdamLoop(ADAMW.betas, ADAMW.eps, ADAMW.weight_decay),
         {n: w.double() for n, w in weights(model).items()},
@@ -116,7 +116,7 @@ def test_adamw_steps_equal_a_loop_in_float64(dtype, tolerance, scale):
     for step in range(STEPS):
         found, norm = clipped(gradients(model, step, scale), ADAMW.max_grad_norm)
         give(model, gradients(model, step, scale))
-        metrics = optimiser.step(step / STEPS)
+        metrics = optimizer.step(step / STEPS)
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
         expected = {name: loop.step(name, w, found[name], metrics["lr"]) for name, w in expected.items()}
     for name, w in weights(model).items():
@@ -127,9 +127,9 @@ def test_adamw_steps_equal_a_loop_in_float64(dtype, tolerance, scale):
 @SPECS
 def test_decay_without_gradients_shrinks_matrices_and_embeddings_alone(spec):
     model = make(EXPERTS)
-    before, optimiser = weights(model), Optimiser(model, spec, STEPS)
+    before, optimizer = weights(model), Optimizer(model, spec, STEPS)
     give(model, gradients(model, 0, scale=0.0))
-    metrics = optimiser.step(0.5)
+    metrics = optimizer.step(0.5)
     for name, w in weights(model).items():
         lr = metrics["lr"] if isinstance(spec, AdamWSpec) or name in stacked(model) else metrics["adam_lr"]
         if name.endswith(("norm.weight", "bias")):
@@ -159,7 +159,7 @@ def test_orthogonalise_singular_values_are_the_iterated_polynomial(shape):
 def test_muon_steps_equal_a_loop_over_single_matrices(shape, nesterov):
     spec = MUON.model_copy(update={"nesterov": nesterov})
     model = make(shape, torch.float64)
-    optimiser = Optimiser(model, spec, STEPS)
+    optimizer = Optimizer(model, spec, STEPS)
     rows = {
         "qkv.weight": (16, 8, 8),
         "mlp.gate_up": (8, 8),
@@ -170,7 +170,7 @@ def test_muon_steps_equal_a_loop_over_single_matrices(shape, nesterov):
     for step in range(STEPS):
         found, _ = clipped(gradients(model, step), spec.max_grad_norm)
         give(model, gradients(model, step))
-        metrics = optimiser.step(step / STEPS)
+        metrics = optimizer.step(step / STEPS)
         for name, w in expected.items():
             if not name.startswith("layers") or name.endswith(("norm.weight", "bias", "router")):
                 expected[name] = loop.step(name, w, found[name], metrics["adam_lr"])
@@ -204,7 +204,7 @@ def test_muon_agrees_with_torchs_up_to_its_rounding():
     other = nn.Parameter(model[0].weight.detach().clone())
     theirs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1, momentum=0.95)
     spec = MuonSpec(name="muon", max_grad_norm=None)
-    ours = Optimiser(model, spec, 4)
+    ours = Optimizer(model, spec, 4)
     for step in range(4):
         give(model, gradients(model, step))
         other.grad = gradients(model, step)["0.weight"]
@@ -224,7 +224,7 @@ def test_muon_moves_the_matrices_of_layers_alone():
             "mlp.shared.down.weight",
         )
     }  # fmt: skip
-    state = Optimiser(model, MUON, STEPS).state()
+    state = Optimizer(model, MUON, STEPS).state()
     assert set(state["momentum"]) == moved
     assert set(state["adam"]) == {name for name, _ in model.named_parameters()} - moved
 
@@ -270,13 +270,13 @@ def test_clip_leaves_broken_gradients_as_they_are(broken):
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_step_with_a_broken_gradient_changes_nothing_and_is_counted(spec, broken):
     model, calm = make(EXPERTS), make(EXPERTS)
-    optimiser, other = Optimiser(model, spec, STEPS), Optimiser(calm, spec, STEPS)
+    optimizer, other = Optimizer(model, spec, STEPS), Optimizer(calm, spec, STEPS)
     for step, bad in enumerate([False, True, True, False]):
         give(model, gradients(model, step))
         give(calm, gradients(calm, step))
         if bad:
             model.norm.weight.grad[3] = broken
-        metrics = optimiser.step(step / STEPS)
+        metrics = optimizer.step(step / STEPS)
         assert metrics["skipped"] == bad
         assert math.isfinite(metrics["grad_norm"]) != bad
         if not bad:
@@ -284,7 +284,7 @@ def test_step_with_a_broken_gradient_changes_nothing_and_is_counted(spec, broken
         assert all(p.grad is None for p in model.parameters())
     assert metrics["skipped_steps"] == 2
     assert all(map(torch.equal, model.parameters(), calm.parameters()))
-    mine, theirs = optimiser.state() | {"skipped": 0}, other.state()
+    mine, theirs = optimizer.state() | {"skipped": 0}, other.state()
     assert [leaf.carrier.tobytes() for leaf in flatten(mine)[1]] == [
         leaf.carrier.tobytes() for leaf in flatten(theirs)[1]
     ]
@@ -300,10 +300,10 @@ def test_step_reads_one_number_from_the_device(spec):
             return func(*args, **(kwargs or {}))
 
     model = make(EXPERTS)
-    optimiser = Optimiser(model, spec, STEPS)
+    optimizer = Optimizer(model, spec, STEPS)
     give(model, gradients(model, 0))
     with Reads() as reads:
-        optimiser.step(0.0)
+        optimizer.step(0.0)
     assert reads.count == 1
 
 
@@ -313,17 +313,17 @@ def test_step_reads_one_number_from_the_device(spec):
 @SPECS
 def test_state_loaded_continues_to_the_bit(spec):
     model = make(EXPERTS)
-    optimiser = Optimiser(model, spec, STEPS)
+    optimizer = Optimizer(model, spec, STEPS)
     for step in range(STEPS):
         if step == 3:
-            tree, leaves = flatten({"state": optimiser.state(), "weights": weights(model)})
+            tree, leaves = flatten({"state": optimizer.state(), "weights": weights(model)})
             saved = unflatten(tree, {leaf.key: leaf.carrier.copy() for leaf in leaves})
         give(model, gradients(model, step) if step != 1 else gradients(model, step, math.inf))
-        optimiser.step(step / STEPS)
+        optimizer.step(step / STEPS)
 
     again = make(EXPERTS)
     again.load_state_dict(saved["weights"], strict=False)
-    resumed = Optimiser(again, spec, STEPS)
+    resumed = Optimizer(again, spec, STEPS)
     resumed.load_state(saved["state"])
     for step in range(3, STEPS):
         give(again, gradients(again, step))
@@ -334,13 +334,13 @@ def test_state_loaded_continues_to_the_bit(spec):
 
 def test_state_of_another_optimizer_or_model_is_refused():
     model = make()
-    optimiser = Optimiser(model, MUON, STEPS)
+    optimizer = Optimizer(model, MUON, STEPS)
     with pytest.raises(PalestraError, match=r"AdamW's moments does not fit: it has layers.*not trained here"):
-        optimiser.load_state(Optimiser(model, ADAMW, STEPS).state())
+        optimizer.load_state(Optimizer(model, ADAMW, STEPS).state())
     model.norm.weight.requires_grad_(False)
-    frozen = Optimiser(model, MUON, STEPS).state()
+    frozen = Optimizer(model, MUON, STEPS).state()
     with pytest.raises(PalestraError, match=r"norm\.weight is missing"):
-        optimiser.load_state(frozen)
+        optimizer.load_state(frozen)
 
 
 @SPECS
@@ -349,17 +349,17 @@ def test_parameters_that_are_frozen_stay(spec):
     model.embed.requires_grad_(False)
     model.layers[0].requires_grad_(False)
     before = weights(model)
-    optimiser, generator = Optimiser(model, spec, STEPS), torch.Generator().manual_seed(0)
+    optimizer, generator = Optimizer(model, spec, STEPS), torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
-    optimiser.step(0.5)
+    optimizer.step(0.5)
     changed = {name for name, w in weights(model).items() if not torch.equal(w, before[name])}
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_weights_in_less_than_fp32_are_refused():
     with pytest.raises(ValueError, match=r"embed is torch\.bfloat16"):
-        Optimiser(make(dtype=torch.bfloat16), ADAMW, STEPS)
+        Optimizer(make(dtype=torch.bfloat16), ADAMW, STEPS)
 
 
 # --- learning rates
@@ -376,10 +376,10 @@ def test_rates_are_those_of_the_middle_of_each_step():
 def test_rates_of_adamw_reach_every_parameter():
     model = make()
     before = weights(model)
-    optimiser = Optimiser(model, AdamWSpec(name="adamw", lr=Schedule(shape="linear", start=1.0), weight_decay=0.0), 4)
+    optimizer = Optimizer(model, AdamWSpec(name="adamw", lr=Schedule(shape="linear", start=1.0), weight_decay=0.0), 4)
     for step in range(4):
         give(model, {name: torch.ones_like(w) for name, w in before.items()})
-        optimiser.step(step / 4)
+        optimizer.step(step / 4)
     # Of gradients that are always 1, Adam makes steps of the learning rate: 7/8 + 5/8 + 3/8 + 1/8.
     for name, w in weights(model).items():
         torch.testing.assert_close(w, before[name] - 2.0, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from test_lm_optim import ADAMW, EXPERTS, MUON, STEPS, give, gradients, make
 
-from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import like, whole
 
 RANKS = 2
@@ -27,7 +27,7 @@ def compare(rank: int, store: Path) -> None:
         for block in split.layers:
             fully_shard(block)
         fully_shard(split)
-        optimisers = [Optimiser(alone, spec, STEPS), Optimiser(split, spec, STEPS)]
+        optimizers = [Optimizer(alone, spec, STEPS), Optimizer(split, spec, STEPS)]
         averages = [Ema(alone, 0.9), Ema(split, 0.9)]
         for step in range(6):
             found = gradients(alone, step)
@@ -36,17 +36,17 @@ def compare(rank: int, store: Path) -> None:
             give(alone, found)
             for name, p in split.named_parameters():
                 p.grad = like(found[name], p)
-            one, both = (optimiser.step(step / STEPS) for optimiser in optimisers)
+            one, both = (optimizer.step(step / STEPS) for optimizer in optimizers)
             assert one["skipped"] == both["skipped"] == float(step == 1)
             assert step == 1 or both["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-6)
             for average, model in zip(averages, (alone, split), strict=True):
                 average.update(model)
             if step == 3:  # each goes on, made anew, with what the other kept
-                kept = [(_copied(o.state()), _copied(a.state())) for o, a in zip(optimisers, averages, strict=True)]
-                optimisers = [Optimiser(model, spec, STEPS) for model in (alone, split)]
+                kept = [(_copied(o.state()), _copied(a.state())) for o, a in zip(optimizers, averages, strict=True)]
+                optimizers = [Optimizer(model, spec, STEPS) for model in (alone, split)]
                 averages = [Ema(model, 0.9) for model in (alone, split)]
-                for optimiser, average, (memory, mean) in zip(optimisers, averages, reversed(kept), strict=True):
-                    optimiser.load_state(memory)
+                for optimizer, average, (memory, mean) in zip(optimizers, averages, reversed(kept), strict=True):
+                    optimizer.load_state(memory)
                     average.load_state(mean)
         assert split.embed.to_local().numel() < alone.embed.numel()
         _same(alone, split)

@@ -30,7 +30,7 @@ from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken, Preferences, dpo_loss, pack, pack_pairs, reward_loss
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.runs.checkpoint import load as load_checkpoint
@@ -54,7 +54,7 @@ TEMPLATE = (
 def random_model(seed: int = 0, **changes: Any) -> Transformer:
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "mlp": 48, "context": 64, "vocab": VOCAB}
     model = Transformer(Shape.model_validate({**sizes, **changes}))
-    model.initialise(torch.Generator().manual_seed(seed))
+    model.initialize(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 5 if parameter.ndim > 1 else 1  # far from a uniform model, whose gradients are all alike
@@ -71,8 +71,8 @@ def random_examples(count: int, seed: int = 0, longest: int = 40) -> list[Exampl
 
 
 def engine_of(model: nn.Module, micro_tokens: int) -> TrainEngine:
-    optimiser = Optimiser(model, AdamWSpec(name="adamw"), 10)
-    return TrainEngine(model, optimiser, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(model, AdamWSpec(name="adamw"), 10)
+    return TrainEngine(model, optimizer, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
 
 
 def gradients(
@@ -131,7 +131,7 @@ def test_preference_gradient_split_and_shuffled_is_the_same(kind):
         model: nn.Module = random_model(0)
         loss = dpo_loss(DpoLossSpec(beta=0.05), random_model(1).requires_grad_(False))
     else:
-        model, loss = ScalarModel(random_model(0)), reward_loss(RewardLossSpec(margin=0.1, centre=0.01))
+        model, loss = ScalarModel(random_model(0)), reward_loss(RewardLossSpec(margin=0.1, center=0.01))
         nn.init.normal_(model.value.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     objective = Preferences(Mixture({"a": pairs}, {"a": 1}, seed=0), {}, loss, batch=8, eval_examples=1)
     batch = pack_pairs(pairs)

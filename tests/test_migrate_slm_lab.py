@@ -224,7 +224,7 @@ def test_import_variants_of_dqn_differ_where_slm_lab_says_they_do():
     assert (loaded("vanilla_dqn").algorithm.tau, loaded("vanilla_dqn").algorithm.double) == (1.0, False)
     best = loaded("ddqn_per_dueling").algorithm
     assert (best.double, best.dueling) == (True, True)
-    assert (best.prioritised.alpha, best.prioritised.eps) == (0.6, 0.0001)
+    assert (best.prioritized.alpha, best.prioritized.eps) == (0.6, 0.0001)
     assert any("targets of double DQN" in note for note in imported("dqn")[1])
     assert not any("targets of double DQN" in note for note in imported("ddqn_per_dueling")[1])
 
@@ -245,7 +245,7 @@ def test_import_other_algorithms_have_their_fields():
     assert (atari.net.trunk, atari.net.hidden, atari.env.clip_reward) == ("nature", [512], 1.0)
     assert atari.env.kwargs == {"life_loss_info": True}
     mujoco = loaded("mujoco")
-    assert (mujoco.env.normalise_obs, mujoco.env.clip_reward, mujoco.net.log_std) == (True, 10.0, -0.5)
+    assert (mujoco.env.normalize_obs, mujoco.env.clip_reward, mujoco.net.log_std) == (True, 10.0, -0.5)
 
 
 @pytest.mark.parametrize(

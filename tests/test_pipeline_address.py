@@ -121,10 +121,10 @@ def test_address_of_configs_of_two_classes_with_equal_fields_differs():
     class Sgd:
         lr: float
 
-    assert address(made({"optimiser": Adam(0.1)})) != address(made({"optimiser": Sgd(0.1)}))
+    assert address(made({"optimizer": Adam(0.1)})) != address(made({"optimizer": Sgd(0.1)}))
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
 
 
@@ -139,7 +139,7 @@ class Pair(NamedTuple):
 
 def test_address_takes_what_configs_are_made_of():
     plain = {
-        "enum": Colour.RED,
+        "enum": Color.RED,
         "str_enum": Both.RED,
         "path": Path("a/b"),
         "date": datetime.date(2020, 1, 2),
@@ -150,7 +150,7 @@ def test_address_takes_what_configs_are_made_of():
         "set": {3, 1, 2},
         "function": anything,
         "partial": functools.partial(anything, a=1),
-        "class": Colour,
+        "class": Color,
         "nan": math.nan,
         "surrogate": "\ud800",
         "pair": Pair(1, 2),

@@ -9,7 +9,7 @@ from posttrain_cases import algorithm, answer, groups_of
 
 from palestra.posttrain.advantages import overlong_penalty, token_advantages
 from palestra.posttrain.batch import pack, with_advantages
-from palestra.spec.algorithm import PenaliseSpec
+from palestra.spec.algorithm import PenalizeSpec
 
 FREE = {"trust": {"type": "none"}, "kl": {"where": "none"}, "truncated": {"type": "keep"}}
 
@@ -149,7 +149,7 @@ def test_reward_of_answer_that_ends_with_a_tool_reaches_every_drawn_token():
         zeros = torch.zeros(len(batch.tokens))
         spec = {"preset": "dr_grpo", "baseline": "none", "scale": "none", **changes}
         spec = {**spec, "baseline": "critic"} if changes == {"preset": "ppo"} else spec
-        found, _ = of_groups(groups, values=zeros, reference=batch.per_token["behaviour"], **spec)
+        found, _ = of_groups(groups, values=zeros, reference=batch.per_token["behavior"], **spec)
         assert found.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0]
 
 
@@ -266,7 +266,7 @@ def test_sequence_ratio_takes_the_mean_of_an_answers_advantages():
 def test_overlong_penalty_grows_over_the_buffer(tokens, cut, expected):
     """An answer that ended by itself loses nothing before the buffer, however long the others are; one that was cut
     off loses all, also where the context cut it after few tokens."""
-    spec = PenaliseSpec(type="penalise", buffer=0.2, factor=2.0)
+    spec = PenalizeSpec(type="penalize", buffer=0.2, factor=2.0)
     found = overlong_penalty(spec, torch.tensor([float(tokens)]), torch.tensor([cut > 0]), 100)
     assert found.item() == pytest.approx(expected)
 
@@ -274,7 +274,7 @@ def test_overlong_penalty_grows_over_the_buffer(tokens, cut, expected):
 def test_truncated_the_longest_answer_of_a_batch_keeps_its_reward_if_it_ended():
     """AReaL: whoever was as long as the padded batch counted as cut off, so the longest answer always did."""
     groups = groups_of([answer([-1.0] * 4, 1.0), answer([-1.0], 0.0)])
-    for truncated in ({"type": "penalise", "buffer": 0.2, "factor": 1.0}, {"type": "mask"}):
+    for truncated in ({"type": "penalize", "buffer": 0.2, "factor": 1.0}, {"type": "mask"}):
         found, _ = of_groups(groups, max_new_tokens=8, truncated=truncated)
         assert found.tolist() == [0] + [0.5] * 4 + [0, -0.5]
 
@@ -286,9 +286,9 @@ def test_truncated_answer_that_is_masked_counts_in_its_groups_baseline():
     assert batch.loss_mask.tolist() == [0, 1, 0, 0, 0, 0]
 
 
-def test_truncated_answer_that_is_penalised_is_compared_with_what_it_has_left():
+def test_truncated_answer_that_is_penalized_is_compared_with_what_it_has_left():
     groups = groups_of([answer([-1.0], 1.0, stop="length"), answer([-1.0], 1.0)])
-    found, batch = of_groups(groups, truncated={"type": "penalise", "buffer": 0.5, "factor": 1.0})
+    found, batch = of_groups(groups, truncated={"type": "penalize", "buffer": 0.5, "factor": 1.0})
     assert found.tolist() == [0, -0.5, 0, 0.5]
     assert batch.per_sequence["reward"].tolist() == [1.0, 1.0]  # what the judge said stays
 

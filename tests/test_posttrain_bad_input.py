@@ -126,7 +126,7 @@ def test_judge_that_fails_at_every_answer_ends_the_run_with_its_error(lab):
         patch.syspath_prepend(str(lab.path))
         patch.setenv("PYTHONPATH", str(lab.path))
         with pytest.raises(
-            PalestraError, match=r"(?s)no answer to Letters/train/.* could be judged: .*the field answer"
+            PalestraError, match=r"(?s)no completion of Letters/train/.* could be verified: .*the field answer"
         ):
             lab.run(tasks=use(reward={"function": "rewards:reward"}))
 

@@ -18,12 +18,12 @@ MASK = MaskSpec(type="mask", low=0.5, high=2.0)
 
 
 def filled(groups, preset="dr_grpo", **changes):
-    """A batch with what a preset needs; other models say what behaviour did unless told otherwise."""
+    """A batch with what a preset needs; other models say what behavior did unless told otherwise."""
     given = {name: changes.pop(name) for name in ("anchor", "reference", "values") if name in changes}
     spec = algorithm(preset, **changes)
     batch = pack(groups, spec)
     zeros = torch.zeros(len(batch.tokens))
-    same = batch.per_token["behaviour"]
+    same = batch.per_token["behavior"]
     return with_advantages(
         batch,
         spec,
@@ -40,7 +40,7 @@ def test_pack_index_t_means_token_t_in_every_array():
     assert batch.tokens.tolist() == [1, 1, 5, 6, 7, 8, 1, 9]
     assert batch.lengths == [6, 2]
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 0, 1]
-    assert batch.per_token["behaviour"].tolist() == [0, 0, -1, -2, 0, -3, 0, -4]
+    assert batch.per_token["behavior"].tolist() == [0, 0, -1, -2, 0, -3, 0, -4]
     assert batch.per_token["versions"].tolist() == [-1, -1, 3, 3, -1, 4, -1, 5]
     assert batch.per_sequence["group"].tolist() == [0, 1]
     assert batch.per_sequence["reward"].tolist() == [1, 0]
@@ -59,7 +59,7 @@ def test_pack_token_without_a_finite_logprob_is_left_out_and_counted(broken):
     batch = pack(groups, algorithm())
     assert batch.loss_mask.tolist() == [0, 1, 0, 1, 0, 1]
     assert batch.per_sequence["unscored"].tolist() == [1, 0]
-    assert batch.per_token["behaviour"].isfinite().all()
+    assert batch.per_token["behavior"].isfinite().all()
 
 
 def test_pack_a_tools_logprob_that_is_no_number_is_not_counted():
@@ -168,12 +168,12 @@ def test_with_advantages_leaves_its_argument_alone(preset):
 def test_with_advantages_anchor_is_what_drew_the_tokens_or_the_policy_of_now():
     groups = groups_of([answer([-1.0, -2.0], 1.0), answer([-1.0], 0.0)])
     now = torch.tensor([0.0, -1.5, -2.5, 0.0, -0.5])
-    behaviour, _ = filled(groups, anchor=now)
-    assert torch.equal(behaviour.per_token["anchor"], behaviour.per_token["behaviour"])
+    behavior, _ = filled(groups, anchor=now)
+    assert torch.equal(behavior.per_token["anchor"], behavior.per_token["behavior"])
     spec = algorithm("dr_grpo", anchor="recomputed")
     recomputed = with_advantages(pack(groups, spec), spec, max_new_tokens=4, anchor=now)
     assert torch.equal(recomputed.per_token["anchor"], now)
-    ratios = torch.exp(now - recomputed.per_token["behaviour"]).clamp(max=2.0) * recomputed.loss_mask
+    ratios = torch.exp(now - recomputed.per_token["behavior"]).clamp(max=2.0) * recomputed.loss_mask
     torch.testing.assert_close(recomputed.per_token["correction"], ratios)
 
 
@@ -269,6 +269,6 @@ def test_second_moment_mask_is_of_the_whole_batch():
 def test_with_advantages_in_double_precision_stays_there():
     spec = algorithm("grpo")
     batch = double(pack(random_groups(3), spec))
-    found = with_advantages(batch, spec, max_new_tokens=4, reference=batch.per_token["behaviour"])
+    found = with_advantages(batch, spec, max_new_tokens=4, reference=batch.per_token["behavior"])
     assert isinstance(found, Batch)
     assert {values.dtype for values in found.per_token.values()} == {torch.float64}

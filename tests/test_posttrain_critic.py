@@ -7,7 +7,7 @@ from small_lm import VOCAB, small_model
 
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.posttrain.batch import pack, with_advantages
@@ -72,8 +72,8 @@ def test_critic_values_do_not_depend_on_micro_batches():
 
 def gradient(batches, size, micro_tokens, clip=None):
     model = scalar_model()
-    optimiser = Optimiser(model, AdamWSpec(name="adamw"), 10)
-    engine = TrainEngine(model, optimiser, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(model, AdamWSpec(name="adamw"), 10)
+    engine = TrainEngine(model, optimizer, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
     rows = [engine.forward_backward(b, value_loss_function(CriticSpec(clip=clip)), size) for b in batches]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found, {name: sum(float(row[name]) for row in rows) for name in rows[0]}

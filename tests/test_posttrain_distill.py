@@ -18,7 +18,7 @@ from palestra.lm import head
 from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import TrainEngine
 from palestra.lm.model import Transformer
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import (
     Teacher,
@@ -86,7 +86,7 @@ def ours(spec, *given) -> Tensor:
 @settings(max_examples=25)
 @given(st.sampled_from(list(LOSSES)), st.integers(1, 30 * ROWS), st.sampled_from([ROWS - 5, ROWS, ROWS + 7]))
 def test_token_divergences_of_any_chunk_size_are_those_of_whole_logits_with_gradients(name, elements, teacher_rows):
-    """Also where the matrices have other numbers of rows: only tokens that both have are compared, renormalised."""
+    """Also where the matrices have other numbers of rows: only tokens that both have are compared, renormalized."""
     given = states(teacher_rows=teacher_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, "CHUNK_ELEMENTS", elements)
@@ -139,7 +139,7 @@ def test_token_divergences_never_hold_more_than_a_chunk_of_logits(monkeypatch):
 
 def test_policy_gradient_of_every_token_by_its_chance_is_that_of_the_exact_reverse_kl():
     draw = torch.Generator().manual_seed(2)
-    student, teacher, behaviour = (torch.randn(9, generator=draw, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    student, teacher, behavior = (torch.randn(9, generator=draw, dtype=torch.float64).log_softmax(0) for _ in range(3))
 
     def expected(drawn: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
         """The expectations of value and gradient over one token of `drawn`."""
@@ -151,15 +151,15 @@ def test_policy_gradient_of_every_token_by_its_chance_is_that_of_the_exact_rever
     logits = student.clone().requires_grad_()
     exact = divergence.reverse_kl(logits.log_softmax(0), teacher)
     (wanted,) = torch.autograd.grad(exact, logits)
-    for drawn, limit in ((student, 5.0), (student, 1.0), (behaviour, None)):
+    for drawn, limit in ((student, 5.0), (student, 1.0), (behavior, None)):
         value, gradient = expected(drawn, limit)
         assert value.item() == pytest.approx(exact.item(), rel=1e-10)
         torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
     one = student.clone().requires_grad_()
-    terms = policy_terms(one, behaviour, teacher, None)
+    terms = policy_terms(one, behavior, teacher, None)
     # Nothing flows through the advantage: the slope in log π is the term itself, draw by draw.
     torch.testing.assert_close(torch.autograd.grad(terms.sum(), one)[0], terms.detach())
-    bent = expected(behaviour, 0.5)[1]  # bounded weights are no longer exact
+    bent = expected(behavior, 0.5)[1]  # bounded weights are no longer exact
     assert (bent - wanted).norm() > 0.05 * wanted.norm()
 
 
@@ -237,7 +237,7 @@ def test_batch_has_the_teachers_word_on_each_trained_token_beside_the_students()
                 assert batch.per_token["hidden"][start + t].abs().sum() == 0
         start += len(tokens)
     own = batch.per_token["own"] > 0
-    apart = batch.per_token["teacher"] - batch.per_token["behaviour"]
+    apart = batch.per_token["teacher"] - batch.per_token["behavior"]
     assert torch.equal(batch.per_token["advantages"], torch.where(own, apart, 0.0))
 
 
@@ -253,7 +253,7 @@ def test_gradient_does_not_depend_on_the_split_into_micro_batches(name):
         loss = loss or divergence_loss(LOSSES[name], teacher.model)
         batch = with_teacher(lessons, teacher, micro_tokens=micro, temperature=1.0, hidden=name != "policy")
         engine = TrainEngine(
-            model, Optimiser(model, AdamWSpec(name="adamw"), 1), Ranks(), micro_tokens=micro, flops_per_token=1.0
+            model, Optimizer(model, AdamWSpec(name="adamw"), 1), Ranks(), micro_tokens=micro, flops_per_token=1.0
         )
         sums = engine.forward_backward(batch, loss, float(len(batch.predicted)))
         found.append([sums["loss"], sums["entropy"], *(p.grad.clone() for p in model.parameters())])

@@ -99,7 +99,7 @@ def test_spec_shares_a_batch_between_drawn_and_given_answers(tmp_path):
     spec = palestra.check(random_spec(tmp_path, on_policy=0.25)).spec
     assert isinstance(spec, DistillSpec)
     assert (spec.answered, spec.given) == (2, 24)
-    assert spec.derived()["answers in all"] == 8 * 4 * 4
+    assert spec.derived()["completions in total"] == 8 * 4 * 4
 
 
 def test_teacher_with_another_tokenizer_is_refused_by_name_before_there_is_a_folder(tmp_path):

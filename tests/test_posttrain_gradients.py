@@ -65,9 +65,9 @@ def exact(function, logits: Tensor) -> Tensor:
     return torch.autograd.grad(function(logits), logits)[0]
 
 
-def expected_gradient(table, spec, policy, behaviour=None, *, n=2, values=None, reference=None) -> Tensor:
-    """The expectation of minus the loss' gradient over all groups of n answers drawn by `behaviour`."""
-    behaviour = policy if behaviour is None else behaviour
+def expected_gradient(table, spec, policy, behavior=None, *, n=2, values=None, reference=None) -> Tensor:
+    """The expectation of minus the loss' gradient over all groups of n answers drawn by `behavior`."""
+    behavior = policy if behavior is None else behavior
     chosen = list(product(range(len(table.answers)), repeat=n))
 
     def group(places):
@@ -87,7 +87,7 @@ def expected_gradient(table, spec, policy, behaviour=None, *, n=2, values=None, 
     rewards = torch.stack([table.rewards[i] for places in chosen for i in places])
     batch = replace(
         batch,
-        per_token={**batch.per_token, "behaviour": per_token(lambda one: table.scores(behaviour, one))},
+        per_token={**batch.per_token, "behavior": per_token(lambda one: table.scores(behavior, one))},
         per_sequence={**batch.per_sequence, "reward": rewards},
     )
     batch = with_advantages(
@@ -107,7 +107,7 @@ def expected_gradient(table, spec, policy, behaviour=None, *, n=2, values=None, 
         per_token(lambda one: table.scores(logits, one)),
         per_token(lambda one: entropies[[table.row[one[:t]] for t in range(len(one))]]),
     ).losses
-    drawn = table.probabilities(behaviour)
+    drawn = table.probabilities(behavior)
     chances = torch.stack([drawn[list(places)].prod() for places in chosen])
     each = torch.zeros(len(chosen), dtype=torch.float64).index_add(
         0, batch.per_sequence["group"].long()[batch.sequence_ids], batch.per_token["weights"] * losses
@@ -240,7 +240,7 @@ def test_gradient_with_a_critic_that_is_wrong_is_unbiased_at_lambda_one_unless_i
 
 
 @pytest.mark.parametrize("baseline", ["none", "leave_one_out"])
-def test_gradient_with_k1_in_the_reward_is_that_of_the_penalised_objective(table, baseline):
+def test_gradient_with_k1_in_the_reward_is_that_of_the_penalized_objective(table, baseline):
     """Of J - β·KL(π ‖ reference) over whole answers, with what follows each token as its return."""
     policy, reference = table.logits(), table.logits()
     kl = {"where": "reward", "estimator": "k1", "coefficient": 0.3}
@@ -297,9 +297,9 @@ WIDE = {"type": "truncate", "high": 1e9}
 )
 def test_gradient_of_anothers_tokens_is_exact_with_its_weights(single, changes):
     """Answers of one token that another policy drew: importance weights make up for it, wherever they stand."""
-    policy, behaviour = single.logits(), single.logits()
+    policy, behavior = single.logits(), single.logits()
     spec = algorithm(**{**PLAIN, "preset": "rloo", **changes})
-    found = expected_gradient(single, spec, policy, behaviour)
+    found = expected_gradient(single, spec, policy, behavior)
     assert same(found, exact(single.value, policy))
 
 
@@ -312,20 +312,20 @@ def test_gradient_of_anothers_tokens_is_exact_with_its_weights(single, changes):
     ],
 )
 def test_gradient_of_anothers_tokens_is_bent_without_all_of_the_weights(single, changes):
-    policy, behaviour = single.logits(), single.logits()
+    policy, behavior = single.logits(), single.logits()
     spec = algorithm(**{**PLAIN, "preset": "rloo", **changes})
-    found, wanted = expected_gradient(single, spec, policy, behaviour), exact(single.value, policy)
+    found, wanted = expected_gradient(single, spec, policy, behavior), exact(single.value, policy)
     assert (found - wanted).norm() > 0.02 * wanted.norm()
 
 
 def test_gradient_of_anothers_longer_answers_is_exact_with_weights_of_whole_answers(table):
     """A token's own ratio does not know that what came before it was unlikely; the product over the answer does."""
-    policy, behaviour = table.logits(), table.logits()
+    policy, behavior = table.logits(), table.logits()
     whole = {"anchor": "recomputed", "correction": {**WIDE, "level": "sequence"}}
     wanted = exact(table.value, policy) / table.length
-    found = expected_gradient(table, algorithm(**{**PLAIN, "preset": "rloo", **whole}), policy, behaviour)
+    found = expected_gradient(table, algorithm(**{**PLAIN, "preset": "rloo", **whole}), policy, behavior)
     assert same(found, wanted)
-    by_token = expected_gradient(table, algorithm(**{**PLAIN, "preset": "rloo"}), policy, behaviour)
+    by_token = expected_gradient(table, algorithm(**{**PLAIN, "preset": "rloo"}), policy, behavior)
     assert cosine(by_token, wanted) < 0.999
 
 

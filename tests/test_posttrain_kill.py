@@ -103,12 +103,12 @@ def assert_once_each(lab: Lab, run: Run, changes: dict[str, Any], steps: int) ->
     assert isinstance(spec, PosttrainSpec)
     use = spec.tasks.train[0]
     prompts = Prompts(spec.tasks, {use.label: make_task(use.task, use.args, use.label)}, 0)
-    ids = [prompts.draw(number).id for number in range(state["next"])]
+    ids = [prompts.sample(number).id for number in range(state["next"])]
     assert all(record.group.problem.id == ids[record.group.number] for record in records)
     rows = rows_of(run)
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert rows[-1]["fate/trained"] == len(trained) == steps * BATCH
-    assert rows[-1]["tokens"] == sum(one.drawn for record in records for one in record.group.trajectories)
+    assert rows[-1]["tokens"] == sum(one.sampled for record in records for one in record.group.trajectories)
 
 
 ASYNCHRONOUS: dict[int, dict[str, Any]] = {
@@ -198,7 +198,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"model__lora": {"rank": 4}, "algorithm__kl": {"where": "loss", "coefficient": 0.05, "estimator": "k3"}},
     "kl_in_reward": {"algorithm__kl": {"where": "reward", "coefficient": 0.05, "estimator": "k1"}},
     "muon": {"optim": {"name": "muon", "lr": 0.01, "adam_lr": 2e-3}, "train__minibatches": 2, "train__epochs": 2},
-    "statuses": {"tasks": letters("Moody"), "algorithm__truncated": {"type": "penalise"}},
+    "statuses": {"tasks": letters("Moody"), "algorithm__truncated": {"type": "penalize"}},
     "statuses_masked": {
         "tasks": letters("Moody"),
         "algorithm__truncated": {"type": "mask"},
@@ -275,7 +275,7 @@ def test_variant_that_stops_after_its_first_checkpoint_resumes_exactly(lab, name
             begin = one.completion.index("<result>")
             masked = one.loss_mask[5 + begin : 5 + begin + len("<result>3</result>")]
             assert not any(masked)
-            assert one.drawn < len(one.tokens) - 5
+            assert one.sampled < len(one.tokens) - 5
     if name == "lessons_aside":
         assert rows[-1]["sft/loss"] > 0
     if name == "kl_in_reward":

@@ -196,7 +196,7 @@ def test_kl_in_the_reward_is_not_in_the_loss_a_second_time():
     assert loss == pytest.approx(0.5 * 2.0)  # an advantage of -1, at ratio 1
 
 
-def test_entropy_is_what_is_maximised():
+def test_entropy_is_what_is_maximized():
     groups = groups_of([answer([-1.0, None, -1.0], 0.0)])
     changes = {**NONE, "aggregation": "token", "entropy": 0.01}
     loss, _, told = sums_of(groups, [0.0, -1.0, 0.0, -1.0], entropy=[5.0, 1.0, 5.0, 2.0], changes=changes)

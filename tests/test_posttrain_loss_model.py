@@ -9,7 +9,7 @@ from posttrain_cases import MAX_NEW_TOKENS, algorithm, answer, groups_of, random
 from small_lm import VOCAB, small_model
 
 from palestra.lm.engine import TrainEngine
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.batch import denominator, pack, with_advantages
 from palestra.posttrain.loss import averages, policy_loss
@@ -20,8 +20,8 @@ EXPERTS = {"moe": {"experts": 4, "active": 2, "mlp": 16, "balance": 0.1, "z_loss
 
 
 def engine_of(model, micro_tokens=10**6):
-    optimiser = Optimiser(model, AdamWSpec(name="adamw"), 10)
-    return TrainEngine(model, optimiser, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
+    optimizer = Optimizer(model, AdamWSpec(name="adamw"), 10)
+    return TrainEngine(model, optimizer, Ranks(), micro_tokens=micro_tokens, flops_per_token=1.0)
 
 
 def trained_model(**changes):

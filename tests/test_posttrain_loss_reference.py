@@ -78,7 +78,7 @@ def test_loss_of_own_tokens_has_ratio_one_and_the_gradient_of_the_policy(preset)
     if spec.kl.where == "loss":
         spec = spec.model_copy(update={"kl": algorithm(preset, kl={"where": "none"}).kl})
     case = random_case(spec, 3, spread=0.0)
-    now = case.batch.per_token["behaviour"].clone().requires_grad_()
+    now = case.batch.per_token["behavior"].clone().requires_grad_()
     found = token_losses(spec, case.batch, now, case.entropy)
     (case.batch.per_token["weights"] * found.losses).sum().backward()
     expected = -case.batch.per_token["weights"] * case.batch.per_token["advantages"]

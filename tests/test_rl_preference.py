@@ -132,15 +132,15 @@ def test_dpo_unknown_loss_or_smoothing_where_there_is_none_raises():
 
 
 @settings(deadline=None)
-@given(chosen=NUMBERS, rejected=NUMBERS, margin=st.floats(0, 5), centre=st.floats(0, 1))
-def test_reward_loss_and_gradient_equal_the_derivation(chosen, rejected, margin, centre):
+@given(chosen=NUMBERS, rejected=NUMBERS, margin=st.floats(0, 5), center=st.floats(0, 1))
+def test_reward_loss_and_gradient_equal_the_derivation(chosen, rejected, margin, center):
     a, b = (t.requires_grad_() for t in pair(chosen, rejected))
-    terms = reward_terms(a, b, margin=margin, centre=centre)
+    terms = reward_terms(a, b, margin=margin, center=center)
     terms.loss.sum().backward()
     lead = chosen - rejected - margin
-    expected = math.log1p(math.exp(-lead)) + centre * (chosen + rejected) ** 2
+    expected = math.log1p(math.exp(-lead)) + center * (chosen + rejected) ** 2
     assert terms.loss.item() == pytest.approx(expected, rel=1e-9)
-    pull = 2 * centre * (chosen + rejected)
+    pull = 2 * center * (chosen + rejected)
     assert a.grad.item() == pytest.approx(-sigma(-lead) + pull, rel=1e-9, abs=1e-12)
     assert b.grad.item() == pytest.approx(sigma(-lead) + pull, rel=1e-9, abs=1e-12)
     assert terms.margin.item() == chosen - rejected
@@ -148,9 +148,9 @@ def test_reward_loss_and_gradient_equal_the_derivation(chosen, rejected, margin,
 
 
 def test_reward_without_centre_does_not_see_a_common_shift_and_with_it_prefers_zero():
-    free, held = (reward_terms(*pair(102, 101), centre=c).loss.item() for c in (0.0, 0.1))
+    free, held = (reward_terms(*pair(102, 101), center=c).loss.item() for c in (0.0, 0.1))
     assert free == pytest.approx(reward_terms(*pair(2, 1)).loss.item())
-    assert held > reward_terms(*pair(0.5, -0.5), centre=0.1).loss.item() == pytest.approx(free)
+    assert held > reward_terms(*pair(0.5, -0.5), center=0.1).loss.item() == pytest.approx(free)
 
 
 def test_reward_margin_of_each_pair_may_differ():

@@ -121,9 +121,9 @@ def test_n_step_and_discounted_returns_any_ends_equal_definition(block: Block, g
 @settings(max_examples=60, deadline=None)
 def test_vtrace_any_ends_equals_equation_one(block: Block, gamma: float, lam: float, rho_bar: float, c_bar: float):
     generator = torch.Generator().manual_seed(0)
-    behaviour, target = torch.randn((2, *block.rewards.shape), generator=generator, dtype=torch.float64)
-    behaviour[~block.valid] = torch.nan
-    ratio = (target - behaviour).exp()
+    behavior, target = torch.randn((2, *block.rewards.shape), generator=generator, dtype=torch.float64)
+    behavior[~block.valid] = torch.nan
+    ratio = (target - behavior).exp()
 
     def vs(t: int, i: int) -> float:
         total, trace = block.values[t, i].item(), 1.0
@@ -139,7 +139,7 @@ def test_vtrace_any_ends_equals_equation_one(block: Block, gamma: float, lam: fl
         return min(rho_bar, ratio[t, i].item()) * (target - block.values[t, i].item())
 
     actual_vs, actual_advantages = vtrace(
-        behaviour,
+        behavior,
         target,
         block.rewards,
         block.values,

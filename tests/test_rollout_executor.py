@@ -283,7 +283,7 @@ def test_state_after_kills_at_random_moments_trains_each_prompt_exactly_once(loo
     numbers = [number for number, _ in chain]
     assert len(numbers) == len(set(numbers)) == 16 * 4
     reference = prompts()
-    ids = {number: reference.draw(number).id for number in range(max(numbers) + 1)}
+    ids = {number: reference.sample(number).id for number in range(max(numbers) + 1)}
     assert all(ids[number] == id for number, id in chain)
     if staleness == 0:
         assert numbers == list(range(64))
@@ -298,7 +298,7 @@ def test_describe_names_what_has_run_longest(loop):
     world.open = False
     world.executor.admit()
     text = world.executor.describe()
-    assert "0 of 4 groups are ready, 4 run" in text
+    assert "0 of 4 groups are ready, 4 in flight" in text
     assert "number 0 (arithmetic/train/" in text
 
 
@@ -421,7 +421,7 @@ def test_take_a_completion_the_verifier_had_no_time_for_counts_as_zero_or_not_at
     world = World(loop, on_timeout=on_timeout)
     world.answers = lambda number, attempt, version: [answer(version), answer(version, 0.0, Status.TIMEOUT)]
     assert [len(group.trajectories) for group in world.take()] == [left] * 4
-    assert ("1 of 2 answers could not be judged" in caplog.text) == (on_timeout == "exclude")
+    assert ("1 of 2 completions not verified" in caplog.text) == (on_timeout == "exclude")
 
 
 def test_take_a_group_without_one_completion_that_was_judged_in_time_is_replaced(loop):

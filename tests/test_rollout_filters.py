@@ -100,7 +100,7 @@ def test_function_of_the_user_keeps_what_it_says_true_of(users: Callable[[str], 
 
 
 def test_function_of_the_user_that_raises_is_named_with_the_problem(users: Callable[[str], str]) -> None:
-    expected = r":broken, asked about sums/train/3 \(number 3\), raised AttributeError: .*nonsense"
+    expected = r":broken, called with sums/train/3 \(number 3\), raised AttributeError: .*nonsense"
     with pytest.raises(PalestraError, match=expected) as raised:
         reason(group([1.0], 3), function=users("broken"))
     assert isinstance(raised.value.__cause__, AttributeError)

@@ -22,13 +22,13 @@ from palestra.rollout.episode import Episode, encode_problem
 from palestra.rollout.types import Trajectory
 from palestra.rollout.workflows import multi_turn
 from palestra.spec.kinds.posttrain import MultiTurnSpec
-from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 PLAIN = Problem("sums/train/1", "What is 2 plus 3?")
 CHAT = Problem("sums/train/1", ({"role": "user", "content": "What is 2 plus 3?"},))
 WRONG = "No. Again."
 END = end_of_turn(TOKENIZER)
-Judge = Callable[[Problem, Answer], Any]
+Judge = Callable[[Problem, Completion], Any]
 Open = Callable[[], AbstractAsyncContextManager[Generator]]
 
 
@@ -56,12 +56,12 @@ async def over_http() -> AsyncIterator[Generator]:
             yield generator
 
 
-async def never(problem: Problem, answer: Answer) -> Verdict:
+async def never(problem: Problem, answer: Completion) -> Verdict:
     return Verdict(0.0, Status.WRONG)
 
 
-def when(right: Callable[[Answer], bool], score: float = 1.0) -> Judge:
-    async def judge(problem: Problem, answer: Answer) -> Verdict:
+def when(right: Callable[[Completion], bool], score: float = 1.0) -> Judge:
+    async def judge(problem: Problem, answer: Completion) -> Verdict:
         return Verdict(score, Status.CORRECT) if right(answer) else Verdict(0.0, Status.WRONG)
 
     return judge
@@ -72,7 +72,7 @@ def episode(generator: Any, judge: Judge, problem: Problem = PLAIN, **changes: A
     sampling = Sampling(**{"max_new_tokens": 12, **changes.pop("sampling", {})})
     given = {"samples": 3, "seed": 5, "context": CONTEXT, **changes}
     prompt = encode_problem(problem, tokenizer)
-    return Episode(problem, prompt, sampling=sampling, generator=generator, judge=judge, tokenizer=tokenizer, **given)
+    return Episode(problem, prompt, sampling=sampling, generator=generator, verify=judge, tokenizer=tokenizer, **given)
 
 
 def spec(**changes: Any) -> MultiTurnSpec:
@@ -126,7 +126,7 @@ def test_tries_of_a_real_engine_give_exactly_the_tokens_it_read_and_drew(opened:
         check_arrays(one, len(prompt))
         assert one.tokens[: len(prompt)] == prompt
         assert len(one.turns) == 3
-        assert one.drawn == sum(end - begin for begin, end in one.turns)
+        assert one.sampled == sum(end - begin for begin, end in one.turns)
         for begin, _ in one.turns[1:]:
             assert one.tokens[:begin] in asked, "what the generator read is in the trajectory, token by token"
     # The log-probabilities are those of the trajectory as a whole: the same model scores the same tokens.
@@ -201,9 +201,9 @@ def test_reward_of_a_later_try_is_discounted_once_for_each_further_turn(
 
 
 def test_judge_of_a_later_try_sees_that_answer_and_all_that_was_read_before_it() -> None:
-    seen: list[Answer] = []
+    seen: list[Completion] = []
 
-    async def judge(problem: Problem, answer: Answer) -> Verdict:
+    async def judge(problem: Problem, answer: Completion) -> Verdict:
         seen.append(answer)
         return Verdict(0.0, Status.UNPARSABLE)
 
@@ -215,7 +215,7 @@ def test_judge_of_a_later_try_sees_that_answer_and_all_that_was_read_before_it()
 
 
 def test_answer_that_could_not_be_judged_is_not_called_wrong() -> None:
-    async def broken(problem: Problem, answer: Answer) -> Verdict:
+    async def broken(problem: Problem, answer: Completion) -> Verdict:
         return Verdict(0.0, Status.ERROR, note="the judge fell over")
 
     found = roll(episode(Scripted(TOKENIZER, lambda p, _: "four"), broken, sampling={"max_new_tokens": 4}))
@@ -236,7 +236,7 @@ def test_tries_end_where_the_context_has_no_room_for_another() -> None:
 def test_failure_of_one_sample_ends_the_others() -> None:
     ended: list[str] = []
 
-    async def judge(problem: Problem, answer: Answer) -> Verdict:
+    async def judge(problem: Problem, answer: Completion) -> Verdict:
         if answer.text == "0":
             raise ValueError("no such judge")
         try:
@@ -258,4 +258,4 @@ def test_failure_of_one_sample_ends_the_others() -> None:
 
 def test_request_that_was_aborted_is_not_tried_again() -> None:
     found = roll(replace(episode(Scripted(TOKENIZER, lambda p, _: ""), never), samples=1))
-    assert [(one.stop_reason, one.turns, one.drawn) for one in found] == [("abort", (), 0)]
+    assert [(one.stop_reason, one.turns, one.sampled) for one in found] == [("abort", (), 0)]

@@ -109,7 +109,7 @@ def test_feedback_of_any_stable_template_is_what_the_whole_conversation_says(
 )
 def test_feedback_of_a_template_that_rewrites_the_conversation_is_refused(base: Tokenizer, template: str) -> None:
     tokenizer = base.with_chat_template(template)
-    with pytest.raises(UsageError, match=r"t/train/0: the chat template writes the beginning .* otherwise"):
+    with pytest.raises(UsageError, match=r"t/train/0: the chat template renders the beginning .* differently"):
         feedback_tokens(problem("Be brief.", "What is 12 + 30?"), tokenizer, TOLD)
 
 
@@ -136,7 +136,7 @@ def test_feedback_that_a_template_trims_is_trimmed(base: Tokenizer) -> None:
 
 def test_feedback_that_the_tokenizer_cannot_write_names_the_characters() -> None:
     tokenizer = character_tokenizer("0123456789+=\n")
-    with pytest.raises(UsageError, match=r"'Try' cannot follow an answer to t/train/0: .* no token for 'T', 'r', 'y'"):
+    with pytest.raises(UsageError, match=r"'Try' cannot follow a completion of t/train/0: .* for 'T', 'r', 'y'"):
         feedback_tokens(Problem("t/train/0", "1+2="), tokenizer, "Try")
 
 

@@ -114,7 +114,7 @@ def test_rollouts_show_prompt_answer_numbers_and_note(tmp_path: Path, capsys: py
 def test_rollouts_with_controls_and_markup_are_shown_as_they_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model may write anything: nothing of it is obeyed by the terminal or by the library that colours."""
+    """A model may write anything: nothing of it is obeyed by the terminal or by the library that colors."""
     wild = "[bold]x[/nothing] \x1b[31mred\x1b[0m \x07\r\x9b2J \u202etxt \ud800 naïve 日本語 🎉\tend"
     make_run(
         tmp_path, [RolloutRecord(replace(group([0.0]), trajectories=(trajectory(completion=wild),)), "trained", 1)]

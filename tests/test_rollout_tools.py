@@ -24,7 +24,7 @@ from palestra.rollout.tools import tools
 from palestra.rollout.types import Trajectory
 from palestra.spec.kinds.posttrain import ToolsSpec
 from palestra.spec.shape import Shape
-from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 CONTEXT = 160
@@ -32,8 +32,8 @@ SUM = Problem("sums/train/1", "12+34=")
 CALL, RESULT = "<calculator>12+34</calculator>", "<result>46</result>"
 
 
-def judged(right: str = "46") -> Callable[[Problem, Answer], Any]:
-    async def judge(problem: Problem, answer: Answer) -> Verdict:
+def judged(right: str = "46") -> Callable[[Problem, Completion], Any]:
+    async def judge(problem: Problem, answer: Completion) -> Verdict:
         status = Status.CORRECT if answer.text == right else Status.WRONG
         return Verdict(float(status == Status.CORRECT), status, note=answer.text)
 
@@ -43,7 +43,7 @@ def judged(right: str = "46") -> Callable[[Problem, Answer], Any]:
 def episode(generator: Generator, problem: Problem = SUM, **changes: Any) -> Episode:
     sampling = Sampling(**{"max_new_tokens": 100, "stop": ("\n",), **changes.pop("sampling", {})})
     tokenizer: Tokenizer = changes.pop("tokenizer", TOKENIZER)
-    given = {"samples": 1, "seed": 5, "context": CONTEXT, "judge": judged(), **changes}
+    given = {"samples": 1, "seed": 5, "context": CONTEXT, "verify": judged(), **changes}
     prompt = encode_problem(problem, tokenizer)
     return Episode(problem, prompt, sampling=sampling, generator=generator, tokenizer=tokenizer, **given)
 
@@ -117,7 +117,7 @@ def test_calls_beyond_the_limit_are_text() -> None:
     [
         ("<calculator>1/0</calculator>", "error: division by zero"),
         ("<calculator>9**9**9</calculator>", "error: a number is too large or too small"),
-        ("<calculator></calculator>", "error: only numbers, parentheses and + - * / // % ** are understood"),
+        ("<calculator></calculator>", "error: only numbers, parentheses and + - * / // % ** are supported"),
         ("12+34</calculator>", "error: there is no <calculator> before </calculator>"),
         ("<calculator>5<calculator>1+1</calculator>", "2"),
     ],
@@ -158,13 +158,13 @@ def test_stop_string_of_the_task_inside_a_call_is_part_of_the_input() -> None:
 
 
 def test_judge_sees_all_that_was_read_before_the_answer() -> None:
-    seen: list[Answer] = []
+    seen: list[Completion] = []
 
-    async def judge(problem: Problem, answer: Answer) -> Verdict:
+    async def judge(problem: Problem, answer: Completion) -> Verdict:
         seen.append(answer)
         return Verdict(1.0, Status.CORRECT)
 
-    one, _ = roll(by_results(CALL, "46\n"), judge=judge)
+    one, _ = roll(by_results(CALL, "46\n"), verify=judge)
     (answer,) = seen
     assert answer.prompt_text == f"12+34={CALL}{RESULT}"
     assert answer.prompt_ids + answer.completion_ids == one.tokens
@@ -196,7 +196,7 @@ def test_end_of_the_turn_inside_a_call_ends_the_answer() -> None:
 def test_limit_on_new_tokens_is_of_the_whole_turn_without_results(after: int) -> None:
     """With no token left after a call the tool is not run: nothing would read it."""
     one, _ = roll(by_results(CALL, "4 6 8\n"), sampling={"max_new_tokens": len(CALL) + after})
-    assert one.drawn == len(CALL) + after
+    assert one.sampled == len(CALL) + after
     assert told_text(one) == (RESULT if after else "")
     assert one.stop_reason == "length"
     assert one.verdict.note == "4 6 8"[:after]
@@ -251,14 +251,14 @@ def taught(tokenizer: Tokenizer) -> Transformer:
     texts = [f"{a}+{b}=<calculator>{a}+{b}</calculator><result>{a + b}</result>{a + b}\n" for a, b in SUMS]
     shape = Shape(layers=2, width=48, heads=4, mlp=96, context=CONTEXT, vocab=tokenizer.vocab_size)
     model = Transformer(shape)
-    model.initialise(torch.Generator().manual_seed(0))
+    model.initialize(torch.Generator().manual_seed(0))
     batch = Batch.pack([tokenizer.encode(text) for text in texts])
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(250):
         loss = -(score(model, batch).logprobs * batch.loss_mask).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert loss.item() < 0.1
     return model.requires_grad_(False)
 
@@ -298,7 +298,7 @@ def test_taught_model_of_a_real_engine_calls_and_reads_the_result(
                     generator,
                     Problem(f"sums/train/{a}{b}", f"{a}+{b}="),
                     samples=2,
-                    judge=judged(str(a + b)),
+                    verify=judged(str(a + b)),
                     sampling={"temperature": 0.0},
                 )
                 for a, b in SUMS

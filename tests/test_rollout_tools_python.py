@@ -85,7 +85,7 @@ def test_call_of_several_lines_where_the_task_stops_at_a_line_break() -> None:
 
     generator = Scripted(TOKENIZER, script)
     workflow = tools(ToolsSpec(name="tools", tools=["python", "calculator"]))
-    (one,) = asyncio.run(rolled(workflow, episode(generator, judge=judged())))
+    (one,) = asyncio.run(rolled(workflow, episode(generator, verify=judged())))
     assert one.completion == f"{program}<result>46</result>46\n"
     assert told_text(one) == "<result>46</result>"
     assert one.reward == 1.0

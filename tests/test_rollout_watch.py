@@ -1,4 +1,4 @@
-"""The watch over rollouts: a loop that is really blocked, coroutines that really hang, and who waits for whom."""
+"""The watch over rollouts: a loop that is really blocked, coroutines that really hang, and what a stall waits for."""
 
 import asyncio
 import logging
@@ -100,7 +100,7 @@ def test_stall_of_a_hung_coroutine_tells_every_frame_that_waits_and_who_waits_fo
 ) -> None:
     hung = loop.start(ask_somebody())
     with RolloutWatchdog(0.2, lambda: "the batch lacks prompt 7", loop.loop):
-        until(lambda: told("who waits for whom"))
+        until(lambda: told("groups in flight"))
         time.sleep(0.6)
     (report,) = told("no progress for")
     assert "in ask_somebody\n    await wait_for_nobody()" in report
@@ -109,7 +109,7 @@ def test_stall_of_a_hung_coroutine_tells_every_frame_that_waits_and_who_waits_fo
     assert "thread MainThread" in report
     assert "thread rollout" in report
     assert "thread watchdog\n" not in report
-    assert told("who waits for whom") == ["who waits for whom: the batch lacks prompt 7"]
+    assert told("groups in flight") == ["groups in flight: the batch lacks prompt 7"]
     assert not hung.done(), "it ends nothing"
 
 
@@ -165,7 +165,7 @@ def test_description_that_fails_is_told_and_the_watch_goes_on(
         raise RuntimeError("dictionary changed size during iteration")
 
     with RolloutWatchdog(0.1, describe, loop.loop) as watchdog:
-        until(lambda: told("who waits for whom could not be told"))
+        until(lambda: told("the groups in flight could not be described"))
         watchdog.progress()
         until(lambda: len(told("no progress for")) == 2)
     assert "dictionary changed size" in caplog.text

@@ -46,7 +46,7 @@ def _first(found: Experiment, fault: str) -> int:
     return next(trial["trial"] for trial in trials if trial["values"]["env.kwargs.fault"] == fault)
 
 
-def test_language_model_search_minimises_its_loss_and_pauses(tmp_path, monkeypatch):
+def test_language_model_search_minimizes_its_loss_and_pauses(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
     lab = Lab(tmp_path)
     block = {
@@ -59,7 +59,7 @@ def test_language_model_search_minimises_its_loss_and_pauses(tmp_path, monkeypat
     }
     found = search({**lab.spec("pretrain"), "search": block}, root=lab.root, quiet=True)
     summary = found.summary()
-    assert (summary["metric"], summary["direction"]) == ("eval/loss", "minimise")
+    assert (summary["metric"], summary["direction"]) == ("eval/loss", "minimize")
     first = {trial["trial"]: trial["scores"]["0"] for trial in summary["trials"]}
     assert summary["best"] == min(first, key=lambda trial: (first[trial], trial))
     assert [trial["state"] for trial in summary["trials"]].count("complete") == 1

@@ -109,7 +109,7 @@ def test_key_inside_another_is_refused():
 @pytest.mark.parametrize(
     ("more", "path", "told"),
     [
-        ({"metric": "return"}, "search.direction", "maximise"),
+        ({"metric": "return"}, "search.direction", "maximize"),
         ({"pruner": {"asha": {"grace": 10**6, "by": "frames"}}}, "search.pruner.asha.grace", "fewer than"),
         ({"pruner": {"asha": {"grace": 10, "by": "tokens"}}}, "search.pruner.asha.by", "steps or frames"),
         ({"pruner": {"asha": {"grace": 10, "reduction": 1}}}, "search.pruner.asha.reduction", "at least 2"),
@@ -132,9 +132,9 @@ def test_goal_is_that_of_the_kind_unless_it_is_named():
         space = {"a": {"uniform": [0, 1]}}
         return SearchSpec.model_validate({"space": space, **more}).goal(kind)
 
-    assert goal("control") == ("eval/return", "maximise")
-    assert goal("sft") == ("eval/loss", "minimise")
-    assert goal("control", metric="return", direction="minimise") == ("return", "minimise")
+    assert goal("control") == ("eval/return", "maximize")
+    assert goal("sft") == ("eval/loss", "minimize")
+    assert goal("control", metric="return", direction="minimize") == ("return", "minimize")
     with pytest.raises(ValueError, match="evaluate"):
         goal("evaluate")
 

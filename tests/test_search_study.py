@@ -18,9 +18,9 @@ SPACE = {
 }
 
 
-def study(folder: Path, direction: str = "maximise", **more: object) -> Study:
+def study(folder: Path, direction: str = "maximize", **more: object) -> Study:
     search = SearchSpec.model_validate({"space": SPACE, "pruner": {"asha": {"grace": 1}}, **more})
-    return Study(folder, search, "maximise" if direction == "maximise" else "minimise")
+    return Study(folder, search, "maximize" if direction == "maximize" else "minimize")
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "cmaes"])
@@ -65,10 +65,10 @@ def test_stored_trials_come_back_with_values_rungs_scores_and_states(tmp_path):
 
 @pytest.mark.parametrize(
     ("sampler", "direction"),
-    [("tpe", "maximise"), pytest.param("tpe", "minimise", marks=pytest.mark.slow), ("cmaes", "minimise")],
+    [("tpe", "maximize"), pytest.param("tpe", "minimize", marks=pytest.mark.slow), ("cmaes", "minimize")],
 )
 def test_sampler_learns_from_paused_trials_alone(tmp_path, sampler, direction):
-    made, sign = study(tmp_path, direction, sampler=sampler), 1 if direction == "maximise" else -1
+    made, sign = study(tmp_path, direction, sampler=sampler), 1 if direction == "maximize" else -1
     distances = []
     for number in range(22):  # the first 10 of TPE are random
         proposal = made.propose(number)
@@ -93,8 +93,8 @@ def test_ranking_puts_complete_before_pruned_and_leaves_failures_out():
         record(4, 7.0, "complete", rung=2),
         record(5, 7.0, "complete", rung=2),
     ]
-    assert [one.number for one in ranked(records, maximise=True)] == [4, 5, 1, 3, 0]
-    assert [one.number for one in ranked(records, maximise=False)] == [1, 4, 5, 3, 0]
+    assert [one.number for one in ranked(records, maximize=True)] == [4, 5, 1, 3, 0]
+    assert [one.number for one in ranked(records, maximize=False)] == [1, 4, 5, 3, 0]
 
 
 def test_importance_of_known_dependence_is_its_closed_form():

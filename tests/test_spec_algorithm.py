@@ -22,14 +22,14 @@ POSTTRAIN = {
 
 
 def reasons(**changes) -> dict[str, str]:
-    found = AlgorithmSpec.model_validate(changes).problems()
+    found = AlgorithmSpec.model_validate(changes).all_conflicts()
     return {".".join(map(str, path)): reason for path, reason in found}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_alone_fits_together_and_resolves_to_itself(preset):
     spec = AlgorithmSpec(preset=preset)
-    assert spec.problems() == []
+    assert spec.all_conflicts() == []
     resolved = spec.model_dump(mode="json")
     assert set(resolved) == set(AlgorithmSpec.model_fields)  # every value is there to be read
     assert AlgorithmSpec.model_validate(resolved) == spec
@@ -100,7 +100,7 @@ def test_override_given_twice_is_given_once(preset, entropy, coefficient):
 
 def test_kl_switched_off_forgets_the_presets_coefficient():
     spec = AlgorithmSpec.model_validate({"preset": "grpo", "kl": {"where": "none"}})
-    assert spec.problems() == []
+    assert spec.all_conflicts() == []
     assert spec.kl.coefficient == 0.0
     assert not spec.needs_reference
 
@@ -120,16 +120,16 @@ def test_kl_k1_in_the_loss_is_a_problem_and_in_the_reward_is_not():
     assert reasons(preset="grpo", kl={"where": "reward", "estimator": "k1"}) == {}
 
 
-def test_correction_with_anchor_behaviour_is_a_problem():
+def test_correction_with_anchor_behavior_is_a_problem():
     assert list(reasons(preset="grpo", correction={"type": "mask"})) == ["correction"]
 
 
-def test_anchor_recomputed_brings_behaviour_weights_unless_told_otherwise():
-    """AReaL: a decoupled loss without its rejection setting had no behaviour weights at all, and nobody was told."""
+def test_anchor_recomputed_brings_behavior_weights_unless_told_otherwise():
+    """AReaL: a decoupled loss without its rejection setting had no behavior weights at all, and nobody was told."""
     spec = AlgorithmSpec.model_validate({"preset": "grpo", "anchor": "recomputed"})
     assert spec.correction.model_dump() == {"type": "truncate", "high": 2.0, "level": "token"}
     assert spec.needs_anchor
-    assert spec.problems() == []
+    assert spec.all_conflicts() == []
     told = AlgorithmSpec.model_validate({"preset": "grpo", "anchor": "recomputed", "correction": {"type": "none"}})
     assert told.correction.type == "none"
 

@@ -100,7 +100,7 @@ def test_composite_of_any_groups_has_their_shares(data):
         parts = data.draw(st.lists(st.floats(0.01, 10), min_size=1, max_size=4))
         groups[f"g{number}"] = {"share": share, "parts": {f"g{number}p{i}": weight for i, weight in enumerate(parts)}}
     composite = CompositeSpec.model_validate({"groups": groups})
-    assert composite.problems() == []
+    assert composite.all_conflicts() == []
     weights = composite.weights()
     for group in groups.values():
         theirs = {part: weights[part] for part in group["parts"]}

@@ -9,7 +9,7 @@ from palestra.cli.show import show_check
 from palestra.spec.lm import AdamWSpec, MuonSpec, OptimSpec
 from palestra.spec.load import load
 from palestra.spec.model import Cadence
-from palestra.spec.schedule import Schedule, in_fractions, warmup_problems
+from palestra.spec.schedule import Schedule, in_fractions, warmup_conflicts
 from palestra.spec.validate import SpecError
 
 OPTIM = TypeAdapter(Annotated[OptimSpec, Field(discriminator="name")])
@@ -50,9 +50,12 @@ def test_optim_warmups_are_counted_for_each_rate():
     }
     spec = MuonSpec(name="muon", **rates)
     assert in_fractions(spec, 40).adam_lr.warmup == 0.25
-    assert warmup_problems(spec, 21) == []
-    assert [path for path, _ in warmup_problems(spec, 20)] == [("lr", "warmup"), ("adam_lr", "warmup")]
-    assert "'finish' (0.5 of the run)" in warmup_problems(spec, 20)[0].reason
+    assert not list(warmup_conflicts(spec, 21, "optim"))
+    assert [path for path, _ in warmup_conflicts(spec, 20, "optim")] == [
+        ("optim", "lr", "warmup"),
+        ("optim", "adam_lr", "warmup"),
+    ]
+    assert "'finish' (0.5 of the run)" in next(warmup_conflicts(spec, 20, "optim")).reason
 
 
 TEXTS = {"data": {"train": {"texts": {"path": "texts.jsonl"}}, "context": 8}, "train": {"steps": 1, "batch": 1}}

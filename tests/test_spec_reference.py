@@ -132,7 +132,7 @@ def test_reference_has_a_row_for_every_key_of_every_model():
 
     check(spec_type("control"))
     assert "### `algorithm` with `name: ppo`" in text
-    assert "| `id` | text that is not empty | required | The Gymnasium id" in text
+    assert "| `id` | text that is not empty | required | Gymnasium id" in text
     assert "| `adam_eps` | a number above 0 | `1.0e-05` |" in text
 
 

@@ -150,9 +150,9 @@ def test_shape_without_vocabulary_counts_nothing():
     ids=str,
 )
 def test_problems_of_fields_that_do_not_fit_are_named(changes, path):
-    assert [conflict.path for conflict in SMALL.model_copy(update=changes).problems()] == [path]
-    assert SMALL.problems() == []
-    assert SMALL.model_copy(update={"mlp": None, "moe": EXPERTS}).problems() == []
+    assert [conflict.path for conflict in SMALL.model_copy(update=changes).all_conflicts()] == [path]
+    assert SMALL.all_conflicts() == []
+    assert SMALL.model_copy(update={"mlp": None, "moe": EXPERTS}).all_conflicts() == []
 
 
 def test_rope_scaling_of_yarn_has_its_own_fast_end():

@@ -186,9 +186,9 @@ def test_control_derived_counts_of_the_published_cartpole_spec():
     assert spec.derived() == {
         "frames per step": 1024,
         "steps": 196,
-        "frames in all": 200_704,
+        "frames in total": 200_704,
         "gradient steps per step": 120,
-        "gradient steps in all": 23_520,
+        "gradient steps in total": 23_520,
         "evaluation": "10 episodes every 10000 frames at most, within 20,000 frames",
     }
 
@@ -199,7 +199,7 @@ def test_control_steps_are_the_fewest_that_hold_all_frames(horizon, num_envs, fr
     spec = ControlSpec.model_validate(
         MINIMAL
         | {"env": {"id": "x", "num_envs": num_envs}, "train": {"frames": frames}}
-        | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalise_advantages": False}}
+        | {"algorithm": {"name": "ppo", "horizon": horizon, "minibatch": batch, "normalize_advantages": False}}
     )
     assert (spec.steps - 1) * batch < frames <= spec.steps * batch
     assert spec.updates == 4 * spec.steps

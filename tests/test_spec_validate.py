@@ -45,7 +45,7 @@ def changed(path, value):
 
 BAD = """\
 kind: control
-env: {id: "", num_envs: 2.5, vectorise: sync}
+env: {id: "", num_envs: 2.5, vectorizes: sync}
 gamma: 0.3
 algorithm:
   name: ppo
@@ -64,7 +64,7 @@ EXPECTED = """\
 bad.yaml:1  train: missing; expected a mapping
 bad.yaml:2  env.id: expected text that is not empty, got ''
 bad.yaml:2  env.num_envs: expected a whole number of at least 1, got 2.5
-bad.yaml:2  env.vectorise: unknown key. Did you mean 'vectorize'?
+bad.yaml:2  env.vectorizes: unknown key. Did you mean 'vectorize'?
 bad.yaml:3  gamma: unknown key. Did you mean 'algorithm.gamma'? Valid keys: kind, name,
 bad.yaml:6  algorithm.gama: unknown key. Did you mean 'gamma'?
 bad.yaml:7  algorithm.lam: expected a number of at least 0 and at most 1, got 1.5

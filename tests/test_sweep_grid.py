@@ -147,7 +147,7 @@ def test_points_are_laid_over_the_spec_and_factors_come_last():
     [
         ({"axes": {"train.stepz": [1, 2]}}, "train.stepz: unknown key"),
         ({"axes": {"train.batch": [1, 0]}}, "train.batch: expected a whole number of at least 1"),
-        ({"axes": {"train.batch": [1, 1]}}, "1 is there twice"),
+        ({"axes": {"train.batch": [1, 1]}}, "duplicate: 1"),
         ({"axes": {"name": ["a", "b"]}}, "'name' cannot be swept"),
         ({"axes": {}}, "axes: expected a mapping of axes"),
         ({"axes": {"a": {"values": [1], "points": {"x": {}}}}}, "got values and points"),

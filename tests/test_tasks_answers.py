@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Status, make_task
-from palestra.tasks.verify.latex import compare as math_equal
+from palestra.tasks.sets import questions
+from palestra.tasks.task import Completion, Status, make_task
 
 SVAMP = [
     {"ID": "chal-1", "Body": "There are 87 oranges.", "Question": "How many oranges?", "Answer": 87.0},
@@ -35,9 +35,9 @@ def test_problems_put_columns_together_and_take_their_ids(svamp):
     first, second = task.problems("test")
     assert (first.id, second.id) == ("mine/test/chal-1", "mine/test/chal-2")
     assert first.prompt == "Q: There are 87 oranges. How many oranges?\nA:"
-    assert task.judge(first, Answer(" 87\n\nQ: 3?")).status == Status.CORRECT
-    assert task.judge(second, Answer("The answer is 1.")).status == Status.WRONG
-    assert task.judge(second, Answer("The answer is -1.")).parts == {"strict": 1.0, "flexible": 1.0}
+    assert task.verify(first, Completion(" 87\n\nQ: 3?")).status == Status.CORRECT
+    assert task.verify(second, Completion("The answer is 1.")).status == Status.WRONG
+    assert task.verify(second, Completion("The answer is -1.")).parts == {"strict": 1.0, "flexible": 1.0}
 
 
 def test_problems_of_parquet_with_columns_inside_columns(tmp_path):
@@ -73,8 +73,8 @@ def test_problems_are_put_as_the_template_says(tmp_path):
     plain = answers(str(tmp_path), template="<{question}>", format="plain").problems("train")[0].prompt
     assert plain == "<0?>"
     use = TaskUse.model_validate({"task": "answers", "args": {"source": "x", "template": "no place for it"}})
-    assert use.problems()[0].path == ("args", "template")
-    assert "{question" in use.problems()[0].reason.replace("\\", "")
+    assert use.all_conflicts()[0].path == ("args", "template")
+    assert "{question" in use.all_conflicts()[0].reason.replace("\\", "")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_judge_compares_as_it_is_told(tmp_path, compare, answer, right, wrong):
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": answer}) + "\n")
     task = answers(str(tmp_path), compare=compare)
     (problem,) = task.problems("test")
-    assert [task.judge(problem, Answer(text)).status for text in right] == [Status.CORRECT] * len(right)
-    assert Status.CORRECT not in [task.judge(problem, Answer(text)).status for text in wrong]
-    assert task.judge(problem, Answer("")).status == Status.UNPARSABLE
-    assert task.judge(problem, Answer(problem.row["solution"])).parts == {"strict": 1.0, "flexible": 1.0}
+    assert [task.verify(problem, Completion(text)).status for text in right] == [Status.CORRECT] * len(right)
+    assert Status.CORRECT not in [task.verify(problem, Completion(text)).status for text in wrong]
+    assert task.verify(problem, Completion("")).status == Status.UNPARSABLE
+    assert task.verify(problem, Completion(problem.row["solution"])).parts == {"strict": 1.0, "flexible": 1.0}
 
 
 def test_problems_that_do_not_fit_are_errors_with_what_to_do(tmp_path, svamp):
@@ -109,17 +109,17 @@ def test_problems_that_do_not_fit_are_errors_with_what_to_do(tmp_path, svamp):
     with pytest.raises(UsageError, match="two rows have the same 'Kind'"):
         answers(str(tmp_path / "same.jsonl"), id="Kind").problems("test")
     (tmp_path / "blue.jsonl").write_text('{"question": "?", "answer": "blue"}\n')
-    with pytest.raises(UsageError, match="the answer 'blue' is no number; `compare` can be math or words"):
+    with pytest.raises(UsageError, match="the answer 'blue' is not a number; `compare` can be math or words"):
         answers(str(tmp_path / "blue.jsonl")).problems("test")
     with pytest.raises(ValidationError, match="source"):
         make_task("answers")
-    (conflict,) = TaskUse(task="answers", args={"source": svamp, "colum": "x"}).problems()
+    (conflict,) = TaskUse(task="answers", args={"source": svamp, "colum": "x"}).all_conflicts()
     assert conflict.path == ("args", "colum")
     assert "it has stop, format" in conflict.reason
 
 
 def test_answers_of_mathematics_without_math_verify_name_the_extra(svamp, monkeypatch):
-    monkeypatch.setattr(math_equal, "find_spec", lambda name: None)
+    monkeypatch.setattr(questions, "find_spec", lambda name: None)
     assert answers(svamp, **COLUMNS).problems("test")
     with pytest.raises(MissingExtra, match=r"palestra\[eval\]"):
         answers(svamp, compare="math", **COLUMNS)

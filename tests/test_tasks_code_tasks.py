@@ -14,8 +14,8 @@ import pytest
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
 from palestra.tasks.sets.code import CodeArgs, shared_sandbox
-from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Problem, Status, Task, Verdict, make_task
+from palestra.tasks.verify.workers import Verifiers
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 LONG = 60.0  # seconds for right programs, on a busy machine
@@ -59,7 +59,7 @@ def humaneval(tmp_path: Path, **args: Any) -> Task:
 
 
 def judged(task: Task, problem: Problem, text: str) -> Verdict:
-    return task.judge(problem, Answer(text))
+    return task.verify(problem, Completion(text))
 
 
 def test_mbpp_prompt_is_that_of_lm_eval(tmp_path: Path):
@@ -155,7 +155,7 @@ def test_rows_of_another_form_are_refused_with_their_number(tmp_path: Path):
     with pytest.raises(UsageError, match="row 2"):
         make_task("mbpp", {"source": source}).problems("train")
     source = rows(tmp_path / "b.jsonl", {**ADD, "test_list": ["assert ("]})
-    with pytest.raises(UsageError, match="no Python"):
+    with pytest.raises(UsageError, match="not Python"):
         make_task("mbpp", {"source": source}).problems("train")
     source = rows(tmp_path / "c.jsonl", ADD)
     with pytest.raises(UsageError, match="few_shot"):
@@ -210,18 +210,18 @@ def test_answers_are_judged_in_workers_hangs_and_cheats_do_not_stop_it(tmp_path:
     ]
 
     async def main() -> list[Verdict]:
-        with Judges([use], workers=2, timeout=60.0) as judges:
-            return await asyncio.gather(*(judges.judge(problem, Answer(text)) for text in texts * 2))
+        with Verifiers([use], workers=2, timeout=60.0) as judges:
+            return await asyncio.gather(*(judges.verify(problem, Completion(text)) for text in texts * 2))
 
     found = [verdict.status for verdict in asyncio.run(main())]
     assert found == [Status.CORRECT, Status.TIMEOUT, Status.WRONG, Status.WRONG] * 2
 
 
 def test_args_of_code_tasks_are_checked():
-    assert not TaskUse(task="humaneval", args={"sandbox": "weak"}).problems()
-    assert TaskUse(task="mbpp", args={"sandbox": "none"}).problems()
-    assert TaskUse(task="mbpp", args={"few_shot": 4}).problems()
-    assert TaskUse(task="humaneval", split="train").problems()
+    assert not TaskUse(task="humaneval", args={"sandbox": "weak"}).all_conflicts()
+    assert TaskUse(task="mbpp", args={"sandbox": "none"}).all_conflicts()
+    assert TaskUse(task="mbpp", args={"few_shot": 4}).all_conflicts()
+    assert TaskUse(task="humaneval", split="train").all_conflicts()
     assert CodeArgs().timeout == 5.0
 
 

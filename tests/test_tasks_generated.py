@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.data.encoders import conversation
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.prompts import demonstrations
 from palestra.tasks.sets.synthetic import LARGEST, Enumerated, ProblemForm, evaluate
-from palestra.tasks.task import Answer, Problem, Status, Task, Verdict, make_task
+from palestra.tasks.task import Completion, Problem, Status, Task, Verdict, make_task
 
 GENERATED = ("arithmetic", "reverse", "sort", "copy", "countdown")
 
@@ -25,7 +23,7 @@ def rows(task: Task, split: str) -> list[str]:
 
 
 def judged(task: Task, problem: Problem, text: str) -> Verdict:
-    return task.judge(problem, Answer(text))
+    return task.verify(problem, Completion(text))
 
 
 def number_of(problem: Problem) -> int:
@@ -322,20 +320,10 @@ def test_sequences_judge_chat_takes_the_last_word(text: str, status: Status) -> 
 
 @pytest.mark.parametrize("name", GENERATED)
 @pytest.mark.parametrize("format", ["plain", "chat"])
-def test_demonstrations_are_judged_correct_and_read_by_sft(name: str, format: str) -> None:
+def test_solutions_are_verified_as_correct(name: str, format: str) -> None:
     task = make_task(name, {"format": format})
-    rows = demonstrations(task, "train", 20, start=7)
-    for row, problem in zip(rows, task.problems("train")[7:27], strict=True):
-        assert judged(task, problem, row["completion"]).status == Status.CORRECT
-        asked = [{"role": "user", "content": row["prompt"]}] if format == "plain" else row["prompt"]
-        assert conversation(row) == [*asked, {"role": "assistant", "content": row["completion"]}]
-
-
-def test_demonstrations_more_than_there_are_is_an_error() -> None:
-    task = make_task("reverse", {"length": 3})
-    with pytest.raises(UsageError, match="has 800 problems; asked for 10 from 791 on"):
-        demonstrations(task, "train", 10, start=791)
-    assert len(demonstrations(task, "train", 10, start=790)) == 10
+    for problem in task.problems("train")[7:27]:
+        assert judged(task, problem, problem.row["solution"]).status == Status.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -353,7 +341,7 @@ def test_demonstrations_more_than_there_are_is_an_error() -> None:
     ],
 )
 def test_args_that_do_not_fit_are_named(task: str, args: dict, said: str) -> None:
-    problems = TaskUse(task=task, args=args).problems()
+    problems = TaskUse(task=task, args=args).all_conflicts()
     assert len(problems) == 1
     assert problems[0].path[0] == "args"
     with pytest.raises(AssertionError, match=said):

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tasks.sets.countdown import parse
-from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
+from palestra.tasks.task import Completion, Problem, Status, Verdict, make_task
 
 PUZZLE = Problem("countdown/train/2,5,7=39", "2,5,7=39:", {"numbers": [2, 5, 7], "target": 39})
 
 
 def judged(text: str, problem: Problem = PUZZLE, **args: object) -> Verdict:
-    return make_task("countdown", args).judge(problem, Answer(text))
+    return make_task("countdown", args).verify(problem, Completion(text))
 
 
 def reachable(numbers: tuple[Fraction, ...], signs: str) -> set[Fraction]:
@@ -43,7 +43,7 @@ def test_problems_have_solutions_and_are_not_trivial(signs: str, use_all: bool) 
     assert len(problems) == len({problem.id for problem in problems}) == 200
     for problem in problems:
         numbers, target = problem.row["numbers"], problem.row["target"]
-        verdict = task.judge(problem, Answer(problem.row["solution"]))
+        verdict = task.verify(problem, Completion(problem.row["solution"]))
         assert (verdict.score, verdict.status) == (1.0, Status.CORRECT)
         assert Fraction(target) in reachable(tuple(map(Fraction, numbers)), signs)
         assert 1 <= target <= 99

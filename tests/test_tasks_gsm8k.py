@@ -1,12 +1,14 @@
 """GSM8K: prompts in both formats, worked examples, strict and flexible extraction, and what must not count."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from palestra.errors import UsageError
-from palestra.tasks.task import Answer, Problem, Status, Task, make_task
+from palestra.tasks.task import Completion, Problem, Status, Task, make_task
 
 ROWS = [
     {"question": "Two and two?", "answer": "It is 2+2=<<2+2=4>>4 things.\n#### 4"},
@@ -63,7 +65,7 @@ def test_problems_with_shots_never_show_their_own_answer(folder):
 
 def test_problems_with_an_answer_that_is_no_number_name_the_row(folder):
     (folder / "test.jsonl").write_text(json.dumps({"question": "?", "answer": "#### who knows"}) + "\n")
-    with pytest.raises(UsageError, match="gsm8k, split test, row 1: the answer 'who knows' is no number"):
+    with pytest.raises(UsageError, match="gsm8k, split test, row 1: the answer 'who knows' is not a number"):
         gsm8k(folder).problems("test")
 
 
@@ -100,20 +102,20 @@ def test_problems_with_an_answer_that_is_no_number_name_the_row(folder):
 def test_judge_by_both_rules(folder, reference, text, strict, flexible):
     problem = Problem("gsm8k/test/0", "", {"answer": reference})
     for extraction, right in (("strict", strict), ("flexible", flexible)):
-        verdict = gsm8k(folder, format="plain", extraction=extraction).judge(problem, Answer(text))
+        verdict = gsm8k(folder, format="plain", extraction=extraction).verify(problem, Completion(text))
         assert verdict.parts == {"strict": strict, "flexible": flexible}
         assert (verdict.score, verdict.status == Status.CORRECT) == (right, bool(right))
 
 
 @pytest.mark.parametrize("text", ["", "who knows", r"\boxed{", r"\boxed{}", "The answer is blue."])
 def test_judge_without_a_number_is_unparsable(folder, text):
-    verdict = gsm8k(folder).judge(Problem("gsm8k/test/0", "", {"answer": "5"}), Answer(text))
+    verdict = gsm8k(folder).verify(Problem("gsm8k/test/0", "", {"answer": "5"}), Completion(text))
     assert (verdict.score, verdict.status) == (0.0, Status.UNPARSABLE)
 
 
 def test_judge_of_a_number_that_is_only_somewhere_is_unparsable_when_strict(folder):
     task = gsm8k(folder, extraction="strict")
-    verdict = task.judge(Problem("gsm8k/test/0", "", {"answer": "5"}), Answer("so 5"))
+    verdict = task.verify(Problem("gsm8k/test/0", "", {"answer": "5"}), Completion("so 5"))
     assert (verdict.status, verdict.parts) == (Status.UNPARSABLE, {"strict": 0.0, "flexible": 1.0})
 
 
@@ -121,3 +123,15 @@ def test_task_names_are_of_the_run(folder):
     task = make_task("gsm8k", {"source": str(folder)}, "easy")
     assert task.problems("test")[0].id == "easy/test/0"
     assert not task.isolated
+
+
+def test_numbers_are_verified_without_the_extras_eval_and_serve():
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('sympy', 'math_verify', 'httpx'))\n"
+        "import palestra.tasks.rewards.llm_judge\n"
+        "from palestra.tasks.task import Completion, Problem, make_task\n"
+        "task = make_task('gsm8k')\n"
+        "print(task.verify(Problem('gsm8k/test/0', 'Five?', {'answer': '5'}), Completion('The answer is 5.')).status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "correct\n", done.stderr

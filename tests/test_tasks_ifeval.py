@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
+from palestra.tasks.task import Completion, Problem, Status, Verdict, make_task
 from palestra.tasks.verify.instructions import BadInstruction, instructions_of, variants
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 NULLS = dict.fromkeys(
@@ -36,7 +36,7 @@ def google(*instructions: tuple[str, dict[str, Any]], prompt: str = "Write.") ->
 
 def judged(row: dict[str, Any], text: str, **args: Any) -> Verdict:
     task = make_task("ifeval", args)
-    return task.judge(Problem("ifeval/test/7", "Write.", row), Answer(text))
+    return task.verify(Problem("ifeval/test/7", "Write.", row), Completion(text))
 
 
 NO_COMMA, QUOTED = ("punctuation:no_comma", {}), ("startend:quotation", {})
@@ -234,8 +234,8 @@ def test_problems_from_parquet_have_nulls_for_what_other_rows_are_told(tmp_path:
     task = make_task("ifeval", {"source": str(tmp_path / "rows.parquet")})
     first, second = task.problems("test")
     assert first.row["kwargs"][1]["keywords"] is None
-    assert task.judge(first, Answer("Tea is good")).score == 1.0
-    assert task.judge(second, Answer("Tea is good")).score == 0.0
+    assert task.verify(first, Completion("Tea is good")).score == 1.0
+    assert task.verify(second, Completion("Tea is good")).score == 0.0
 
 
 def test_problems_to_train_on_are_not_googles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -251,10 +251,10 @@ def test_problems_to_train_on_are_not_googles(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_judges_give_verdicts_from_other_processes_with_their_parts():
-    with Judges([TaskUse(task="ifeval")], workers=1, timeout=60) as judges:
+    with Verifiers([TaskUse(task="ifeval")], workers=1, timeout=60) as judges:
         problem = Problem("ifeval/test/7", "Write.", google(("language:response_language", {"language": "de"})))
         right, wrong = (
-            asyncio.run(judges.judge(problem, Answer(text)))
+            asyncio.run(judges.verify(problem, Completion(text)))
             for text in ("Ich gehe heute mit dem Hund in den Wald.", "I walk the dog in the woods today.")
         )
         assert (right.status, wrong.status) == (Status.CORRECT, Status.WRONG)
@@ -283,7 +283,10 @@ def test_real_rows_of_prompts_to_repeat_accept_the_repetition_alone(real: list[P
             if name == "combination:repeat_prompt":
                 one = {**problem.row, "instruction_id_list": [name], "kwargs": [arguments]}
                 asked = arguments["prompt_to_repeat"]
-                assert task.judge(Problem(problem.id, problem.prompt, one), Answer(f"{asked}\nSo be it.")).score == 1.0
-                assert task.judge(Problem(problem.id, problem.prompt, one), Answer(f"Yes. {asked}")).score == 0.0
+                assert (
+                    task.verify(Problem(problem.id, problem.prompt, one), Completion(f"{asked}\nSo be it.")).score
+                    == 1.0
+                )
+                assert task.verify(Problem(problem.id, problem.prompt, one), Completion(f"Yes. {asked}")).score == 0.0
                 count += 1
     assert count == 41

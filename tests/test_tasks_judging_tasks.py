@@ -8,7 +8,7 @@ from pathlib import Path
 
 from palestra.errors import MissingExtra
 from palestra.tasks.rewards.rewards import reward
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 
 class TroubleArgs(TaskArgs):
@@ -26,7 +26,7 @@ class Trouble(Task[TroubleArgs]):
     def problems(self, split: str) -> list[Problem]:
         return [Problem(self.id(split, 0), "say good")]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, answer: Completion) -> Verdict:
         match answer.text.split():
             case ["sleep", seconds]:
                 time.sleep(float(seconds))

@@ -26,8 +26,8 @@ from palestra.lm.hf import save_pretrained
 from palestra.spec.tasks import JudgeSpec, RewardSpec, TaskUse
 from palestra.tasks.rewards.llm_judge import PROMPT, LlmJudge, OpenAiChat, asks, filled, make_judge, score_in
 from palestra.tasks.rewards.reward_model import model_folder, open_generator
-from palestra.tasks.task import Answer, Problem, Status, Verdict
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Verifiers
 
 PROBLEM = Problem("sums/train/0", "2+2=", {"answer": "4", "level": 2, "steps": ["a", {"b": 1}]})
 
@@ -77,17 +77,17 @@ def test_score_in_a_number_from_0_to_1_is_that_number(score: float, before: str)
 
 def test_filled_puts_in_prompt_completion_and_fields():
     template = "{prompt}|{completion}|{answer}|{level}|{steps}"
-    assert filled(template, PROBLEM, Answer("four")) == '2+2=|four|4|2|["a", {"b": 1}]'
+    assert filled(template, PROBLEM, Completion("four")) == '2+2=|four|4|2|["a", {"b": 1}]'
 
 
 def test_filled_leaves_braces_alone_in_template_and_answers():
     template = 'Reply {"score": x} or {unknown} or {} or {0!r} or \\frac{1}{2}: {completion}'
-    answer = Answer("{prompt} {answer} {0} {{level}} %s \\1")
+    answer = Completion("{prompt} {answer} {0} {{level}} %s \\1")
     assert filled(template, PROBLEM, answer) == template.replace("{completion}", answer.text)
 
 
 def test_filled_by_default_shows_prompt_and_answer():
-    text = filled(PROMPT, PROBLEM, Answer("four"))
+    text = filled(PROMPT, PROBLEM, Completion("four"))
     assert "Question:\n2+2=\n" in text
     assert "Answer:\nfour\n" in text
 
@@ -103,7 +103,7 @@ async def _never(text: str) -> str:
 
 def verdicts(judge: LlmJudge, *texts: str, problem: Problem = PROBLEM) -> list[Verdict]:
     async def all_at_once() -> list[Verdict]:
-        return await asyncio.gather(*(judge.judge(problem, Answer(text)) for text in texts))
+        return await asyncio.gather(*(judge.verify(problem, Completion(text)) for text in texts))
 
     return asyncio.run(all_at_once())
 
@@ -148,10 +148,10 @@ def test_judges_ask_the_model_for_many_answers_at_once(lab: Lab):
     use = TaskUse(task="arithmetic", name="sums", reward=RewardSpec(judge=judge))
     texts = ["yes cat", "no dog"] * 20
 
-    async def all_at_once(judges: Judges) -> list[Verdict]:
-        return await asyncio.gather(*(judges.judge(PROBLEM, Answer(text)) for text in texts))
+    async def all_at_once(judges: Verifiers) -> list[Verdict]:
+        return await asyncio.gather(*(judges.verify(PROBLEM, Completion(text)) for text in texts))
 
-    with Judges([use], root=lab.root) as judges:
+    with Verifiers([use], root=lab.root) as judges:
         found = asyncio.run(all_at_once(judges))
     assert [one.score for one in found] == [1.0, 0.2] * 20
     assert all(one.seconds > 0 for one in found)
@@ -202,9 +202,9 @@ def test_asks_without_a_chat_template_goes_on_from_the_text():
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"adapter_config.json": "{}"}, "has adapters without their model"),
+        ({"adapter_config.json": "{}"}, "has adapters without their base model"),
         ({"notes.txt": ""}, "judge"),
-        ({"meta.json": "{}"}, "holds no language model"),
+        ({"meta.json": "{}"}, "has no language model"),
     ],
 )
 def test_model_folder_of_something_else_is_refused(tmp_path: Path, files: dict[str, str], reason: str):
@@ -266,8 +266,8 @@ def test_judge_behind_a_url_that_refuses_one_answer_fails_for_that_one(server: s
     use = TaskUse(
         task="arithmetic", name="sums", reward=RewardSpec(judge=JudgeSpec(model=server, prompt="{completion}"))
     )
-    with Judges([use]) as judges:
-        verdict = asyncio.run(judges.judge(PROBLEM, Answer("a" * 500)))
+    with Verifiers([use]) as judges:
+        verdict = asyncio.run(judges.verify(PROBLEM, Completion("a" * 500)))
     assert verdict.status == Status.ERROR
     assert "does not answer: status 400" in verdict.note
 
@@ -319,7 +319,7 @@ def test_openai_chat_asks_greedily_and_again_after_a_busy_server(other: tuple[st
 def test_openai_chat_with_several_models_wants_a_name(other: tuple[str, Other], models: list[str]):
     address, server = other
     server.models = models
-    with pytest.raises(UsageError, match="has not one model but these"):
+    with pytest.raises(UsageError, match="expected one model at"):
         asyncio.run(OpenAiChat(address, max_new_tokens=4).ask("hi"))
     assert asyncio.run(OpenAiChat(f"{address}/v1#b", max_new_tokens=4).ask("hi")) == "0.5"
     assert server.asked[-1]["model"] == "b"
@@ -330,7 +330,7 @@ def test_openai_chat_answers_that_make_no_sense_are_told(other: tuple[str, Other
     server.answer = {"choices": []}
     with pytest.raises(PalestraError, match="without a message"):
         asyncio.run(OpenAiChat(address, max_new_tokens=4).ask("hi"))
-    with pytest.raises(PalestraError, match="no JSON"):
+    with pytest.raises(PalestraError, match="not valid JSON"):
         asyncio.run(OpenAiChat(f"{address}/text#a", max_new_tokens=4).ask("hi"))
 
 
@@ -341,7 +341,7 @@ def test_openai_chat_where_nobody_listens_says_so():
 
 @pytest.mark.parametrize("url", ["http://", "https:///v1", "ftp://host/v1"])
 def test_openai_chat_at_no_address_is_refused(url: str):
-    with pytest.raises(UsageError, match="no address of a server"):
+    with pytest.raises(UsageError, match="not the address of a server"):
         OpenAiChat(url, max_new_tokens=4)
 
 

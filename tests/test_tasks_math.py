@@ -8,9 +8,9 @@ import pytest
 
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Problem, Status, make_task
-from palestra.tasks.verify.latex import compare as math_equal
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.sets import questions
+from palestra.tasks.task import Completion, Problem, Status, make_task
+from palestra.tasks.verify.workers import Verifiers
 
 pytest.importorskip("math_verify", reason="needs the extra eval")
 
@@ -93,7 +93,7 @@ def test_math_judge_by_both_rules(folder, text, strict, flexible):
     for extraction, right in (("strict", strict), ("flexible", flexible)):
         task = math_task(folder, format="plain", extraction=extraction)
         problem = task.problems("train")[2]
-        verdict = task.judge(problem, Answer(text))
+        verdict = task.verify(problem, Completion(text))
         assert verdict.parts == {"strict": float(strict), "flexible": float(flexible)}
         assert (verdict.score, verdict.status == Status.CORRECT) == (float(right), right)
     assert (verdict.status == Status.UNPARSABLE) == (text in ("no idea", ""))
@@ -114,7 +114,7 @@ def test_math_judge_by_both_rules(folder, text, strict, flexible):
     ],
 )
 def test_math_judge_of_a_hedge_or_a_denial_is_wrong(folder, gold, text):
-    assert math_task(folder).judge(Problem("math/test/0", "", {"answer": gold}), Answer(text)).score == 0.0
+    assert math_task(folder).verify(Problem("math/test/0", "", {"answer": gold}), Completion(text)).score == 0.0
 
 
 def test_math_judge_of_an_echo_of_the_question_is_wrong(tmp_path):
@@ -127,9 +127,9 @@ def test_math_judge_of_an_echo_of_the_question_is_wrong(tmp_path):
         make_task("answers", {"source": str(tmp_path), **columns}),
     ):
         (problem,) = task.problems("test")
-        assert task.judge(problem, Answer(r"\boxed{3^4+2^5}")).status == Status.WRONG
-        assert task.judge(problem, Answer(r"\boxed{3^4+2^5=113}")).status == Status.CORRECT
-        assert task.judge(problem, Answer(r"\boxed{81+32}")).status == Status.CORRECT
+        assert task.verify(problem, Completion(r"\boxed{3^4+2^5}")).status == Status.WRONG
+        assert task.verify(problem, Completion(r"\boxed{3^4+2^5=113}")).status == Status.CORRECT
+        assert task.verify(problem, Completion(r"\boxed{81+32}")).status == Status.CORRECT
 
 
 SWELLS = (r"5+2^{10^{11}}-2^{10^{11}}", r"\sqrt{" * 25 + "5" + "}" * 25, "{" * 999)
@@ -141,10 +141,10 @@ def test_math_judge_of_answers_that_hang_or_swell_is_wrong_or_late_and_others_ar
     texts = [rf"\boxed{{{text}}}" for text in bad for text in (text, "2+3")]
     problem = Problem("math/test/0", "", {"answer": "5"})
 
-    async def all_at_once(judges: Judges):
-        return await asyncio.gather(*(judges.judge(problem, Answer(text)) for text in texts))
+    async def all_at_once(judges: Verifiers):
+        return await asyncio.gather(*(judges.verify(problem, Completion(text)) for text in texts))
 
-    with Judges([TaskUse(task="math")], workers=2, timeout=4.0) as judges:
+    with Verifiers([TaskUse(task="math")], workers=2, timeout=4.0) as judges:
         verdicts = asyncio.run(all_at_once(judges))  # 2+3 takes a hundredth of the limit
     assert [verdict.status for verdict in verdicts[1::2]] == [Status.CORRECT] * len(bad)
     assert {verdict.status for verdict in verdicts[::2]} <= {Status.WRONG, Status.TIMEOUT, Status.UNPARSABLE}
@@ -152,7 +152,7 @@ def test_math_judge_of_answers_that_hang_or_swell_is_wrong_or_late_and_others_ar
 
 
 def test_math_without_math_verify_names_the_extra(monkeypatch):
-    monkeypatch.setattr(math_equal, "find_spec", lambda name: None)
+    monkeypatch.setattr(questions, "find_spec", lambda name: None)
     for task in ("math", "aime"):
         with pytest.raises(MissingExtra, match=r"palestra\[eval\]"):
             make_task(task)
@@ -165,8 +165,8 @@ def test_aime_has_a_test_split_alone(tmp_path):
     assert task.splits == ("test",)
     first, second = task.problems("test")
     assert (first.id, second.id) == ("aime/test/60", "aime/test/61")
-    assert task.judge(first, Answer(r"\boxed{33}")).status == Status.CORRECT
-    assert task.judge(second, Answer(r"\boxed{\frac{408}{2}}")).status == Status.CORRECT
-    assert task.judge(second, Answer(r"\boxed{-204}")).status == Status.WRONG
+    assert task.verify(first, Completion(r"\boxed{33}")).status == Status.CORRECT
+    assert task.verify(second, Completion(r"\boxed{\frac{408}{2}}")).status == Status.CORRECT
+    assert task.verify(second, Completion(r"\boxed{-204}")).status == Status.WRONG
     with pytest.raises(UsageError, match="no train split"):
         make_task("aime", {"shots": 2})

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from palestra.spec.tasks import TaskUse
-from palestra.tasks.task import Answer, Problem, Status, Verdict, make_task
+from palestra.tasks.task import Completion, Problem, Status, Verdict, make_task
 from palestra.tasks.verify.latex.compare import same_answer
 from palestra.tasks.verify.latex.extract import formulas
 from palestra.tasks.verify.latex.normalize import Form, form
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 DATA = Path(__file__).parents[1] / os.environ.get("PALESTRA_DATA", "../shared/data")
 SEVERAL = 4  # answers of others that each answer is compared with, where that is not only a comparison of numbers
@@ -51,10 +51,10 @@ def of_others(asked: Sequence[Problem], several: int) -> Iterator[tuple[Problem,
 def judged(task: str, pairs: Sequence[tuple[Problem, str]]) -> list[Verdict]:
     """Verdicts on answers, from a pool where the task needs one."""
 
-    async def all_of_them(judges: Judges) -> list[Verdict]:
-        return await asyncio.gather(*(judges.judge(problem, Answer(text)) for problem, text in pairs))
+    async def all_of_them(judges: Verifiers) -> list[Verdict]:
+        return await asyncio.gather(*(judges.verify(problem, Completion(text)) for problem, text in pairs))
 
-    with Judges([TaskUse(task=task)]) as judges:
+    with Verifiers([TaskUse(task=task)]) as judges:
         return asyncio.run(all_of_them(judges))
 
 
@@ -143,7 +143,7 @@ def test_rows_of_math500_aime_and_dapo_are_read():
     asked = task.problems("test")
     assert len(asked) == len({problem.id for problem in asked}) == 500
     assert {problem.row["level"] for problem in asked} == {1, 2, 3, 4, 5}
-    wrong = [problem.id for problem in asked if not task.judge(problem, Answer(problem.row["solution"])).score]
+    wrong = [problem.id for problem in asked if not task.verify(problem, Completion(problem.row["solution"])).score]
     assert wrong == []
     aime = make_task("aime").problems("test")
     assert len(aime) == 30

@@ -60,7 +60,7 @@ def test_order_of_generated_problems_names_them(tmp_path: Path) -> None:
         "order": str(tmp_path / "o.txt"),
     }
     made = Prompts(TasksSpec.model_validate({"train": [use]}), {"sums": task}, 0)
-    assert [made.draw(number).id for number in range(50)] == easy_first
+    assert [made.sample(number).id for number in range(50)] == easy_first
 
 
 def test_order_ids_may_begin_with_the_name_of_the_task(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pools: solved prompts are dropped, those between are favoured, and nothing goes on for ever."""
+"""Pools: solved prompts are dropped, those between are favored, and nothing goes on for ever."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def answered(made: Prompts, rates: dict[str, float], numbers: range) -> list[str
     """Draw prompts and tell of each that it is solved as often as `rates` says."""
     drawn = []
     for number in numbers:
-        problem = made.draw(number)
+        problem = made.sample(number)
         drawn.append(problem.id.replace("/train/", ""))
         solved = round(100 * rates[drawn[-1]])
         made.observe(problem, [1.0] * solved + [0.0] * (100 - solved))
@@ -125,7 +125,7 @@ def test_draw_all_dropped_is_an_error_that_says_what_to_do() -> None:
     made = prompts([{"name": "a"}], pool={})
     answered(made, rates, range(10))
     with pytest.raises(PalestraError, match=r"none is left to train on.*harder tasks or set tasks\.pool\.drop to null"):
-        made.draw(10)
+        made.sample(10)
 
 
 @pytest.mark.parametrize("mix", ["weighted", "sequential", "lessons"])

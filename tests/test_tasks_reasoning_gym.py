@@ -8,8 +8,8 @@ import pytest
 from palestra.errors import UsageError
 from palestra.spec.tasks import TaskUse
 from palestra.tasks.sets.reasoning_gym import _entries
-from palestra.tasks.task import Answer, Status, Task, make_task
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Status, Task, make_task
+from palestra.tasks.verify.workers import Verifiers
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
@@ -34,7 +34,7 @@ def test_judge_its_own_answers_are_correct(task: str, format: str) -> None:
     made = gym(task, format=format)
     for split in made.splits:
         for problem in made.problems(split):
-            verdict = made.judge(problem, Answer(problem.row["solution"]))
+            verdict = made.verify(problem, Completion(problem.row["solution"]))
             assert (verdict.status, verdict.score) == (Status.CORRECT, 1.0)
             assert json.loads(json.dumps(problem.row)) == problem.row
 
@@ -91,19 +91,19 @@ def test_ids_are_the_same_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_judge_reads_the_answer(format: str, text: str, status: Status) -> None:
     made = gym(format=format)
     problem = made.problems("train")[0]
-    verdict = made.judge(problem, Answer(text.format(problem.row["answer"])))
+    verdict = made.verify(problem, Completion(text.format(problem.row["answer"])))
     assert (verdict.status, verdict.score) == (status, float(status == Status.CORRECT))
 
 
 def test_judge_partial_takes_the_score_of_the_package() -> None:
     dense, plain = gym(partial=True), gym()
     problem = plain.problems("train")[0]
-    right = Answer(f"It is {problem.row['answer']}")  # which it scores by the share of the text that is the answer
+    right = Completion(f"It is {problem.row['answer']}")  # which it scores by the share of the text that is the answer
     score = len(problem.row["answer"]) / len(right.text)
-    assert dense.judge(problem, right).score == pytest.approx(score)
-    assert plain.judge(problem, right).score == 0.0
-    assert plain.judge(problem, right).parts == {"score": pytest.approx(score)}
-    assert dense.judge(problem, right).status == Status.WRONG
+    assert dense.verify(problem, right).score == pytest.approx(score)
+    assert plain.verify(problem, right).score == 0.0
+    assert plain.verify(problem, right).parts == {"score": pytest.approx(score)}
+    assert dense.verify(problem, right).status == Status.WRONG
 
 
 def test_stops_plain_answers_end_with_an_empty_line() -> None:
@@ -137,7 +137,7 @@ def test_problems_too_few_for_a_split_is_an_error() -> None:
 
 
 def test_args_need_a_task() -> None:
-    (problem,) = TaskUse(task="reasoning_gym").problems()
+    (problem,) = TaskUse(task="reasoning_gym").all_conflicts()
     assert problem.path == ("args", "task")
 
 
@@ -145,8 +145,8 @@ def test_args_need_a_task() -> None:
 def test_judge_in_a_process_of_its_own_says_the_same() -> None:
     use = TaskUse(task="reasoning_gym", name="gym", args={"task": "leg_counting", "size": 200})
     problem = gym().problems("train")[0]
-    with Judges([use], workers=1) as judges:
-        right = asyncio.run(judges.judge(problem, Answer(problem.row["solution"])))
-        wrong = asyncio.run(judges.judge(problem, Answer("1")))
+    with Verifiers([use], workers=1) as judges:
+        right = asyncio.run(judges.verify(problem, Completion(problem.row["solution"])))
+        wrong = asyncio.run(judges.verify(problem, Completion("1")))
     assert (right.status, wrong.status) == (Status.CORRECT, Status.WRONG)
     assert right.seconds < 5  # the package is loaded before the clock starts

@@ -13,8 +13,8 @@ from palestra.lm.scorer import Scorer
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.rewards.reward_model import AT_ONCE, RewardModel, model_folder
 from palestra.tasks.rewards.rewards import make_reward
-from palestra.tasks.task import Answer, Problem, Status, Verdict
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Verifiers
 
 PLAIN = Problem("words/train/0", "red cat")
 CHAT = Problem("words/train/1", ({"role": "user", "content": "red cat"},))
@@ -36,7 +36,7 @@ def scorer(lab: Lab) -> Scorer:
 
 def verdicts(reward: RewardModel, problem: Problem, *texts: str) -> list[Verdict]:
     async def all_at_once() -> list[Verdict]:
-        return await asyncio.gather(*(reward.judge(problem, Answer(text)) for text in texts))
+        return await asyncio.gather(*(reward.verify(problem, Completion(text)) for text in texts))
 
     return asyncio.run(all_at_once())
 
@@ -98,8 +98,8 @@ def test_reward_model_that_is_a_language_model_is_refused(lab: Lab, tmp_path: Pa
 def test_judges_take_their_scores_from_a_reward_model(lab: Lab, scorer: Scorer):
     use = TaskUse(task="arithmetic", name="words", reward=RewardSpec(model="reward_model"))
     turns = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "yes"}]
-    with Judges([use], root=lab.root) as judges:
-        verdict = asyncio.run(judges.judge(PLAIN, Answer("yes")))
+    with Verifiers([use], root=lab.root) as judges:
+        verdict = asyncio.run(judges.verify(PLAIN, Completion("yes")))
     assert verdict.score == scorer.score(turns)
     assert verdict.seconds > 0
 
@@ -124,7 +124,7 @@ def test_answers_that_wait_are_scored_together_up_to_a_bound_and_get_their_own_s
     count = 2 * AT_ONCE + 100
 
     async def judged() -> list[Verdict]:
-        tasks = [asyncio.create_task(reward.judge(PLAIN, Answer(texts[i % len(texts)]))) for i in range(count)]
+        tasks = [asyncio.create_task(reward.verify(PLAIN, Completion(texts[i % len(texts)]))) for i in range(count)]
         await asyncio.sleep(0)  # all of them wait
         held.begin.set()
         return await asyncio.gather(*tasks)
@@ -145,7 +145,7 @@ def test_a_conversation_that_cannot_be_scored_spoils_none_beside_it(scorer: Scor
 
     async def judged() -> list[Verdict | BaseException]:
         texts = ["yes red", "λ", "red " * 50, "no"]
-        tasks = [asyncio.create_task(reward.judge(PLAIN, Answer(text))) for text in texts]
+        tasks = [asyncio.create_task(reward.verify(PLAIN, Completion(text))) for text in texts]
         await asyncio.sleep(0)
         held.begin.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,10 +195,10 @@ def test_closing_cancels_what_waits(scorer: Scorer):
     reward = RewardModel(held)
 
     async def judged() -> tuple[Verdict | BaseException, ...]:
-        first = asyncio.create_task(reward.judge(PLAIN, Answer("yes")))
+        first = asyncio.create_task(reward.verify(PLAIN, Completion("yes")))
         while not held.reached.is_set():  # until the thread has taken it
             await asyncio.sleep(0.01)
-        second = asyncio.create_task(reward.judge(PLAIN, Answer("no")))
+        second = asyncio.create_task(reward.verify(PLAIN, Completion("no")))
         await asyncio.sleep(0)
         closing = asyncio.create_task(asyncio.to_thread(reward.close))
         await asyncio.sleep(0.05)

@@ -12,12 +12,12 @@ import pytest
 from palestra.errors import UsageError
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.rewards.rewards import FunctionReward, make_reward, reward
-from palestra.tasks.task import Answer, Problem, Status, Verdict
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.task import Completion, Problem, Status, Verdict
+from palestra.tasks.verify.workers import Verifiers
 
 ROW = {"answer": "4", "level": 2, "prompt": "a column of the same name", "tags": ["sum"]}
 PROBLEM = Problem("sums/train/0", "2+2=", ROW)
-ANSWER = Answer("4", prompt_text="<s>2+2=", prompt_ids=(1, 2), completion_ids=(3,))
+ANSWER = Completion("4", prompt_text="<s>2+2=", prompt_ids=(1, 2), completion_ids=(3,))
 CHAT = Problem("sums/train/1", ({"role": "user", "content": "2+2="},), ROW)
 LONG = Problem("sums/train/2", ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}), ROW)
 
@@ -117,22 +117,22 @@ def verdict_of(given: Any) -> Verdict:
 
 
 def test_reward_with_the_whole_signature_gets_text_tokens_and_the_row(mine: str):
-    assert verdict_of(made(mine, "everything").judge(PROBLEM, ANSWER)).score == 1.0
+    assert verdict_of(made(mine, "everything").verify(PROBLEM, ANSWER)).score == 1.0
     rest = {"answer": "4", "level": 2, "tags": ["sum"]}
     assert last_seen(mine) == ("2+2=", "4", [1, 2], [3], rest)
 
 
 @pytest.mark.parametrize(("problem", "prompt"), [(CHAT, "2+2="), (LONG, "system: Add.\n\nuser: 2+2=")])
 def test_reward_on_a_conversation_gets_it_as_text(mine: str, problem: Problem, prompt: str):
-    made(mine, "everything").judge(problem, ANSWER)
+    made(mine, "everything").verify(problem, ANSWER)
     assert last_seen(mine)[0] == prompt
 
 
 def test_reward_is_passed_only_what_it_asks_for(mine: str):
-    assert verdict_of(made(mine, "completion_alone").judge(PROBLEM, ANSWER)).score == 1.0
-    assert verdict_of(made(mine, "fields").judge(PROBLEM, ANSWER)).score == 1.0
+    assert verdict_of(made(mine, "completion_alone").verify(PROBLEM, ANSWER)).score == 1.0
+    assert verdict_of(made(mine, "fields").verify(PROBLEM, ANSWER)).score == 1.0
     assert last_seen(mine) == ("4", "4", 2, None, ())
-    made(mine, "row_alone").judge(PROBLEM, ANSWER)
+    made(mine, "row_alone").verify(PROBLEM, ANSWER)
     assert last_seen(mine) == ROW
 
 
@@ -140,7 +140,7 @@ def test_reward_that_asks_for_what_the_row_has_not_is_told_what_there_is(mine: s
     with pytest.raises(
         UsageError, match=r"asks for 'target', which sums/train/0 does not have: there is answer, level"
     ):
-        made(mine, "wants_more").judge(PROBLEM, ANSWER)
+        made(mine, "wants_more").verify(PROBLEM, ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_reward_without_any_is_refused():
     ],
 )
 def test_reward_gives_a_number_or_a_verdict(mine: str, given: str, score: float, status: Status):
-    verdict = verdict_of(made(mine, "gives").judge(PROBLEM, Answer(given)))
+    verdict = verdict_of(made(mine, "gives").verify(PROBLEM, Completion(given)))
     assert (verdict.score, verdict.status) == (score, status)
     assert type(verdict.score) is float
 
@@ -194,9 +194,9 @@ def test_reward_gives_a_number_or_a_verdict(mine: str, given: str, score: float,
     ],
 )  # fmt: skip
 def test_reward_that_gives_anything_else_is_an_error_not_a_zero(mine: str, given: str, said: str):
-    verdict = verdict_of(made(mine, "gives").judge(PROBLEM, Answer(given)))
+    verdict = verdict_of(made(mine, "gives").verify(PROBLEM, Completion(given)))
     assert verdict.status == Status.ERROR
-    assert f"gives gave {said}: expected a finite number" in verdict.note
+    assert f"gives returned {said}: expected a finite number" in verdict.note
 
 
 def test_reward_decorator_marks_and_leaves_the_function_as_it_is(mine: str):
@@ -213,18 +213,18 @@ def uses(mine: str, *functions: str) -> list[TaskUse]:
     return [TaskUse(task="arithmetic", name=name, reward=RewardSpec(function=f"{mine}:{name}")) for name in functions]
 
 
-def judged(judges: Judges, name: str, *texts: str) -> list[Verdict]:
+def judged(judges: Verifiers, name: str, *texts: str) -> list[Verdict]:
     problem = Problem(f"{name}/train/0", "2+2=", ROW)
 
     async def all_at_once() -> list[Verdict]:
-        return await asyncio.gather(*(judges.judge(problem, Answer(text)) for text in texts))
+        return await asyncio.gather(*(judges.verify(problem, Completion(text)) for text in texts))
 
     return asyncio.run(all_at_once())
 
 
 def test_rewards_run_in_processes_of_their_own_from_the_folder_of_the_run(mine: str):
     names = ("where", "here", "later", "hangs", "fails", "gives")
-    with Judges(uses(mine, *names), workers=2, timeout=5.0) as judges:
+    with Verifiers(uses(mine, *names), workers=2, timeout=5.0) as judges:
         assert int(judged(judges, "where", "4")[0].note) != os.getpid()
         assert int(judged(judges, "here", "4")[0].note) == os.getpid()
         (later,) = judged(judges, "later", "4")
@@ -241,5 +241,5 @@ def test_rewards_run_in_processes_of_their_own_from_the_folder_of_the_run(mine: 
 def test_reward_here_may_be_async(mine: str, tmp_path: Path):
     with (tmp_path / f"{mine}.py").open("a") as file:
         file.write("\nlater = reward(isolated=False)(later)\n")
-    with Judges(uses(mine, "later")) as judges:
+    with Verifiers(uses(mine, "later")) as judges:
         assert judged(judges, "later", "4")[0].note == f"pid {os.getpid()}"

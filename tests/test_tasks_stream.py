@@ -72,7 +72,7 @@ def test_weighted_two_uses_of_one_task_are_two() -> None:
         {"task": "arithmetic", "name": "hard", "args": {"digits": 4}, "weight": 3},
     ]
     drawn = [
-        stream_prompt.id for stream_prompt in map(stream(TasksSpec.model_validate({"train": train})).draw, range(80))
+        stream_prompt.id for stream_prompt in map(stream(TasksSpec.model_validate({"train": train})).sample, range(80))
     ]
     assert Counter(id.split("/")[0] for id in drawn) == {"easy": 20, "hard": 60}
     assert all(len(id.split("/")[2]) == (3 if id.startswith("easy") else 9) for id in drawn)
@@ -97,10 +97,10 @@ def test_draw_same_task_under_other_names_has_other_orders() -> None:
 @pytest.mark.parametrize("mix", ["weighted", "sequential", "lessons"])
 def test_draw_out_of_order_is_an_error(mix: str) -> None:
     made = prompts(TWO, mix=mix)
-    made.draw(0)
+    made.sample(0)
     for number in (0, 2, -1):
         with pytest.raises(PalestraError, match="expected prompt 1"):
-            made.draw(number)
+            made.sample(number)
 
 
 def test_sequential_one_after_the_other_then_again() -> None:
@@ -144,7 +144,7 @@ def test_state_taken_at_any_time_goes_on_with_the_same_prompts(
     how: dict[str, Any], seed: int, scores: list[float], at: int
 ) -> None:
     def step(made: Prompts, number: int) -> str:
-        problem = made.draw(number)
+        problem = made.sample(number)
         rate = scores[number % len(scores)]
         made.observe(problem, [1.0] * int(4 * rate) + [0.0] * int(4 - 4 * rate))
         return problem.id
@@ -190,7 +190,7 @@ def test_find_gives_the_problem_of_an_id() -> None:
     ]
     made = stream(TasksSpec.model_validate({"train": train}))
     for number in range(30):
-        problem = made.draw(number)
+        problem = made.sample(number)
         assert made.find(problem.id) == problem
 
 
@@ -205,7 +205,7 @@ def test_find_unknown_id_is_an_error(id: str) -> None:
 
 
 def test_observe_unknown_problem_is_an_error() -> None:
-    problem = prompts([{"name": "c"}]).draw(0)
+    problem = prompts([{"name": "c"}]).sample(0)
     with pytest.raises(PalestraError, match="of none of the tasks a, b"):
         prompts(TWO).observe(problem, [1.0])
 
@@ -213,7 +213,7 @@ def test_observe_unknown_problem_is_an_error() -> None:
 def test_observe_no_scores_changes_nothing() -> None:
     """A group of which no answer could be judged says nothing of its prompt."""
     made = prompts(TWO, mix="lessons", pool={})
-    problem = made.draw(0)
+    problem = made.sample(0)
     before = made.state()
     made.observe(problem, [])
     assert made.state() == before
@@ -243,6 +243,6 @@ def test_prompts_empty_split_is_an_error() -> None:
 def test_draw_huge_task_needs_no_list() -> None:
     spec = {"train": [{"task": "reverse", "args": {"length": 40, "alphabet": "abcdefghijklmnopqrstuvwxyz"}}]}
     made = stream(TasksSpec.model_validate(spec))
-    ids = [made.draw(number).id for number in range(200)]
+    ids = [made.sample(number).id for number in range(200)]
     assert len(set(ids)) == 200
     assert made.find(ids[7]).id == ids[7]

@@ -22,6 +22,7 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import load, resolved, spec_hash
 from palestra.spec.model import plain
+from palestra.spec.renames import translated
 
 NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
 """The fields in which runs of one spec differ, and its search."""
@@ -92,7 +93,7 @@ def log_points(session: Path) -> Iterator[dict[str, float]]:
 def identity_today(spec: dict[str, Any]) -> str | None:
     """The identity of a stored spec with today's defaults of new fields; None if it is no longer valid."""
     try:
-        return identity(resolved(spec))
+        return identity(resolved(translated(spec)))
     except PalestraError:
         return None
 

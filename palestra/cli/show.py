@@ -519,9 +519,9 @@ def _show_record(screen: Console, record: RolloutRecord, indices: list[int]) -> 
         trajectory = group.trajectories[index]
         verdict, color = trajectory.verdict, COLORS[trajectory.verdict.status]
         versions = sorted({v for v, used in zip(trajectory.versions, trajectory.loss_mask, strict=True) if used})
-        facts = [f"reward {trajectory.reward:g}", f"{trajectory.drawn} tokens", trajectory.stop_reason]
+        facts = [f"reward {trajectory.reward:g}", f"{trajectory.sampled} tokens", trajectory.stop_reason]
         if record.advantages:
-            mean = sum(record.advantages[index]) / max(trajectory.drawn, 1)
+            mean = sum(record.advantages[index]) / max(trajectory.sampled, 1)
             facts.insert(1, f"advantage {mean:+.3g}")
         if versions:
             last = f" to {versions[-1]}" if len(versions) > 1 else ""

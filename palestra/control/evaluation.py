@@ -39,7 +39,7 @@ def evaluate(
 ) -> PolicyEvaluation | None:
     """`episodes` episodes with the most likely actions; None if `stop` said so in the middle of them.
 
-    Each environment has a quota: taking the first episodes to finish, wherever, would favour short ones.
+    Each environment has a quota: taking the first episodes to finish, wherever, would favor short ones.
     """
 
     policy.reset()

@@ -57,7 +57,7 @@ class ObsScale(nn.Module):
 
 def obs_scale(spec: EnvSpec, obs_shape: Sequence[int]) -> ObsScale | None:
     """The scale that a spec asks for, or None."""
-    return ObsScale(obs_shape, spec.clip_obs) if spec.normalise_obs else None
+    return ObsScale(obs_shape, spec.clip_obs) if spec.normalize_obs else None
 
 
 class Rewards:
@@ -69,7 +69,7 @@ class Rewards:
 
     def __init__(self, spec: EnvSpec, num_envs: int, gamma: float, device: torch.device | str = "cpu"):
         self.clip = spec.clip_reward
-        self.scale = RewardScale(num_envs, gamma, device) if spec.normalise_reward else None
+        self.scale = RewardScale(num_envs, gamma, device) if spec.normalize_reward else None
 
     def learned(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> Tensor:
         """A rollout's rewards `(T, N)` as they are learned from, themselves in the statistics already."""
@@ -82,7 +82,7 @@ class Rewards:
             self.scale.update(rewards, ended, valid)
 
     def kept(self, rewards: Numbers) -> Numbers:
-        """What a memory stores: clipped where that is all that is asked for, raw where they will be normalised.
+        """What a memory stores: clipped where that is all that is asked for, raw where they will be normalized.
 
         Clipping alone never changes with time, and the sum of clipped rewards over n steps is not the clipped sum.
         """
@@ -91,9 +91,9 @@ class Rewards:
         return rewards.clip(-self.clip, self.clip)
 
     def scaled(self, rewards: Tensor) -> Tensor:
-        """What `kept` gave, normalised by the statistics of now and clipped after that.
+        """What `kept` gave, normalized by the statistics of now and clipped after that.
 
-        A normalised sum over n steps is clipped as a whole.
+        A normalized sum over n steps is clipped as a whole.
         """
         return rewards if self.scale is None else self.scale.scale(rewards, self.clip)
 

@@ -8,7 +8,7 @@ import torch
 
 
 def stream(seed: int, *names: str | int) -> int:
-    """A 31-bit seed for the stream `names` of `seed`: neighbouring seeds and other names give unrelated streams.
+    """A 31-bit seed for the stream `names` of `seed`: neighboring seeds and other names give unrelated streams.
 
     Seeds are never used as they are: environment 1 of seed 0 would else replay environment 0 of seed 1.
     """

@@ -77,7 +77,7 @@ def trial_metrics(sessions: Sequence[SessionMetrics]) -> dict[str, float]:
     return means | {"total_reward_ma_std": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan}
 
 
-def summarise(rows: Mapping[int, Sequence[Mapping[str, float]]], random_return: float, updates: str) -> dict[str, Any]:
+def summarize(rows: Mapping[int, Sequence[Mapping[str, float]]], random_return: float, updates: str) -> dict[str, Any]:
     """What a trial came to, from each seed's rows of metrics; `updates` names the column of optimizer steps so far."""
     evaluated = {seed: [row["eval/return"] for row in logged if "eval/return" in row] for seed, logged in rows.items()}
     last = {seed: values[-1] for seed, values in evaluated.items() if values}

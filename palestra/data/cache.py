@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import logging
 import os
 import queue
@@ -10,7 +9,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -20,13 +19,14 @@ from urllib.parse import quote, unquote
 
 from palestra.errors import PalestraError
 from palestra.runs.lease import Lease, RunBusy, kept
-from palestra.runs.store import LocalStore, read_json, sync_folder, write_bytes, write_json
+from palestra.runs.store import LocalStore, read_json, sync_folder, write_json
 from palestra.work.redact import redact
 
 log = logging.getLogger("palestra.data")
 
 # Written last into a complete folder. The name is such that no model or dataset has a file of its own like it.
 MARKER = "palestra_source.json"
+DONE = "done"  # in the folder of a file under download: it is complete and in its place
 # Up to this size a file's SHA-256 is computed for the marker; a larger one's is kept where the source gives it.
 SMALL_BYTES = 1 << 20
 WAIT_SECONDS = 0.2
@@ -35,7 +35,7 @@ LONGEST_NAME = 200
 
 
 class Miss(Exception):
-    """A place does not have what was asked for, or does not give it; the message is what it said."""
+    """A source does not have what was requested, or refuses it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class CacheRecord:
 
 
 class RemoteSource(Protocol):
-    """A place that lists what it has under one name and hands over its files."""
+    """A place to download from."""
 
     def list(self) -> CacheRecord:
-        """What there is; raises `Miss`."""
+        """Its files; raises `Miss`."""
         ...
 
     def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
-        """Download a file of what was listed to somewhere in a folder of its own, and say where; raises `Miss`.
+        """Download a listed file into a folder of its own and return its path; raises `Miss`.
 
         The folder holds what an earlier attempt at the same version left there.
         """
@@ -103,7 +103,7 @@ def cache_root() -> Path:
 
 
 def entry_folder(ref: str, kind: str, revision: str | None, allow: Sequence[str] | None) -> Path:
-    """Where the cache keeps what was asked for; another revision or other patterns make another entry."""
+    """The folder of a cache entry; another revision or other patterns make another entry."""
     name = quote(ref, safe="")
     name += "" if revision is None else f"@{quote(revision, safe='')}"
     name += "".join(f"+{quote(pattern, safe='')}" for pattern in sorted(allow or ()))
@@ -120,7 +120,7 @@ def cached_refs(kind: str) -> list[str]:
 
 
 def read_entry(entry: Path) -> CacheRecord | None:
-    """The record of a complete entry; None where there is none, or a file of it is missing or cut short."""
+    """The record of a complete entry; None where there is none, or a file of it is missing or truncated."""
     record = read_marker(entry)
     if record is None or any(file_size(entry / file.name) != file.size for file in record.files):
         return None
@@ -134,17 +134,17 @@ def entry_path(entry: Path, record: CacheRecord) -> Path:
 
 @contextmanager
 def held_alone(lease: Lease, what: str) -> Iterator[None]:
-    """Hold a lease; waits while another process has it, and says so once."""
+    """Hold a lease; waits while another process has it, and logs so once."""
+    warned = False
     with ExitStack() as stack:
-        waiting = False
         while True:
             try:
                 stack.enter_context(kept(lease))
                 break
             except RunBusy as busy:
-                if not waiting:
+                if not warned:
                     log.warning("waiting for %s: %s", what, busy)
-                waiting = True
+                warned = True
                 time.sleep(WAIT_SECONDS)
         yield
 
@@ -173,7 +173,7 @@ def sole_writer(entry: Path) -> Iterator[None]:
 
 
 def describe_file(path: Path, name: str, version: str | None = None, sha256: str | None = None) -> File:
-    """A file as it lies on this disk."""
+    """A file on this disk."""
     size = path.stat().st_size
     if sha256 is None and size <= SMALL_BYTES:
         sha256 = file_sha256(path)
@@ -186,7 +186,7 @@ def read_marker(entry: Path) -> CacheRecord | None:
 
 
 def partial_folder(entry: Path) -> Path:
-    """The folder beside an entry in which it comes to be."""
+    """The folder next to an entry in which it is downloaded."""
     return entry.with_name(f".{entry.name}.partial")
 
 
@@ -221,10 +221,10 @@ def fill(entry: Path, wanted: CacheRecord, source: RemoteSource) -> CacheRecord:
 def fetch_files(
     files: Path, partial: Path, wanted: CacheRecord, source: RemoteSource, *, entry: Path | None = None, tries: int = 1
 ) -> tuple[CacheRecord, int]:
-    """Make a folder hold exactly the wanted files; says what it holds and how many bytes were here from before.
+    """Make a folder hold exactly the wanted files; returns its record and how many bytes were already here.
 
-    `partial` keeps the parts of files and a ledger of complete ones for the next attempt. Files of the wanted version
-    are taken from `entry`.
+    `partial` has a folder for each file: what has arrived of it or, once it is complete, a marker for the next
+    attempt. Files of the wanted version are taken from `entry`.
     """
     for file in wanted.files:
         # A listing is somebody else's text: a name in it must not lead out of the folder, nor to our own files.
@@ -235,36 +235,31 @@ def fetch_files(
                 "nothing was downloaded"
             )
     partial.mkdir(parents=True, exist_ok=True)
-    done = _keep_what_fits(files, partial, wanted, entry)
-    # Afresh, so that no line of another version and no half line is left.
-    lines = [_ledger_line(file) for file in wanted.files if file.name in done]
-    write_bytes(partial / "ledger.jsonl", "".join(lines).encode())
-    missing = [(file, part_folder(partial, file)) for file in wanted.files if file.name not in done]
-    for folder in partial.glob("parts/*"):
-        if folder not in [part for file, part in missing if file.version is not None]:
-            shutil.rmtree(folder, ignore_errors=True)
+    parts = {file.name: part_folder(partial, file) for file in wanted.files}
+    done = _keep_what_fits(files, parts, wanted, entry)
+    missing = [(file, parts[file.name]) for file in wanted.files if file.name not in done]
+    current = {parts[file.name] for file in wanted.files if file.version is not None}
+    for folder in set(partial.glob("parts/*")) - current:
+        shutil.rmtree(folder, ignore_errors=True)
     resumed = sum(file.size or 0 for file in done.values()) + _part_bytes(partial)
     log.info("downloading %d of %d files from %s", len(missing), len(wanted.files), redact(wanted.where))
     try:
-        with (partial / "ledger.jsonl").open("a") as ledger:
-            for file, path in _downloaded(missing, functools.partial(source.fetch, wanted), tries):
-                done[file.name] = _accept(file, path, files / file.name)
-                shutil.rmtree(part_folder(partial, file), ignore_errors=True)
-                ledger.write(_ledger_line(file))
-                ledger.flush()
+        for file, path in _downloaded(missing, functools.partial(source.fetch, wanted), tries):
+            done[file.name] = _accept(file, path, files / file.name)
+            (parts[file.name] / DONE).touch()
     except (Miss, PalestraError):
         raise
     except Exception as error:  # each backend has errors of its own; all a user can do is to know and try again
         raise PalestraError(
-            f"the download from {wanted.where} broke off: {type(error).__name__}: {error}. {len(done)} of its "
-            f"{len(wanted.files)} files are complete and {_part_bytes(partial)} bytes are kept of others; run the same "
-            "again to get the rest."
+            f"the download from {wanted.where} was interrupted: {type(error).__name__}: {error}. {len(done)} of its "
+            f"{len(wanted.files)} files are complete and {_part_bytes(partial)} bytes of others are kept; run it again "
+            "to get the rest."
         ) from error
     return replace(wanted, files=tuple(done[file.name] for file in wanted.files)), resumed
 
 
 def part_folder(partial: Path, file: File) -> Path:
-    """Where a file comes to be; that of another version is another."""
+    """The folder of a file under download; another version has another one."""
     return partial / "parts" / hashlib.sha256(f"{file.version}/{file.name}".encode()).hexdigest()[:16]
 
 
@@ -272,19 +267,18 @@ def _part_bytes(partial: Path) -> int:
     return sum(path.stat().st_size for path in partial.glob("parts/*/file"))
 
 
-def _keep_what_fits(files: Path, partial: Path, wanted: CacheRecord, entry: Path | None) -> dict[str, File]:
-    """What is there already: files of an earlier attempt and of the entry that are of the wanted version."""
-    known = _read_ledger(partial / "ledger.jsonl")
+def _keep_what_fits(files: Path, parts: Mapping[str, Path], wanted: CacheRecord, entry: Path | None) -> dict[str, File]:
+    """The files of the wanted version from an earlier attempt and from the entry; all others are removed."""
     marker = None if entry is None else read_marker(entry)
     stored = {} if marker is None else {file.name: (file.size, file.version) for file in marker.files}
     fitting, linked = {}, {}
     for file in wanted.files:
-        identity, size = (file.size, file.version), file_size(files / file.name)
+        size, complete = file_size(files / file.name), (parts[file.name] / DONE).exists()
         if file.version is None:
             continue
-        if known.get(file.name) == identity and size is not None and file.size in (None, size):
+        if complete and size is not None and file.size in (None, size):
             fitting[file.name] = file
-        elif entry and stored.get(file.name) == identity and file_size(entry / file.name) == file.size:
+        elif entry and stored.get(file.name) == (file.size, file.version) and file_size(entry / file.name) == file.size:
             linked[file.name] = file
     for folder, _, names in os.walk(files, topdown=False):
         for path in [Path(folder, name) for name in names]:
@@ -302,25 +296,10 @@ def _keep_what_fits(files: Path, partial: Path, wanted: CacheRecord, entry: Path
     return {name: describe_file(files / name, name, file.version, file.sha256) for name, file in there.items()}
 
 
-def _ledger_line(file: File) -> str:
-    return json.dumps([file.name, file.size, file.version]) + "\n"
-
-
-def _read_ledger(path: Path) -> dict[str, tuple[int | None, str | None]]:
-    known = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            name, size, version = json.loads(line)
-        except ValueError:  # the line that a kill cut short
-            continue
-        known[name] = (size, version)
-    return known
-
-
 def _downloaded(
     missing: Sequence[tuple[File, Path]], fetch: Callable[[File, Path], Path], tries: int
 ) -> Iterator[tuple[File, Path]]:
-    """Download the files several at a time, each into a folder of its own, and hand them over as they end.
+    """Download the files several at a time, each into a folder of its own, and yield them as they end.
 
     The threads are daemons, so that an interrupt ends the process at once and not after the largest file.
     """
@@ -330,17 +309,19 @@ def _downloaded(
         waiting.put(job)
     stop = threading.Event()
 
-    def attempt(file: File, folder: Path, left: int) -> Path:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return fetch(file, folder)
-        except (Miss, PalestraError):
-            raise
-        except Exception as error:  # each backend has errors of its own; all one can do is to try again
-            if left <= 1 or stop.is_set() or getattr(error, "code", None) in (401, 403, 404):
+    def attempt(file: File, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 0
+        while True:
+            number += 1
+            try:
+                return fetch(file, folder)
+            except (Miss, PalestraError):
                 raise
-        time.sleep(min(0.4 * 2 ** (tries - left), 5.0))
-        return attempt(file, folder, left - 1)
+            except Exception as error:  # each backend has errors of its own; all one can do is to try again
+                if number >= tries or stop.is_set() or getattr(error, "code", None) in (401, 403, 404):
+                    raise
+            time.sleep(min(0.2 * 2**number, 5.0))
 
     def work() -> None:
         while not stop.is_set():
@@ -349,7 +330,7 @@ def _downloaded(
             except queue.Empty:
                 return
             try:
-                ended.put((file, attempt(file, folder, tries)))
+                ended.put((file, attempt(file, folder)))
             except BaseException as error:
                 ended.put((file, error))
 
@@ -370,10 +351,10 @@ def _accept(file: File, path: Path, target: Path) -> File:
     size, sha256 = path.stat().st_size, file.sha256
     if file.size is not None and size != file.size:
         path.unlink()
-        raise OSError(f"{file.name} came with {size} bytes, not {file.size}")
-    if sha256 is not None and (found := file_sha256(path)) != sha256:
+        raise OSError(f"{file.name} has {size} bytes, not {file.size}")
+    if sha256 is not None and (actual := file_sha256(path)) != sha256:
         path.unlink()
-        raise OSError(f"{file.name} came damaged, or in another version: it has the SHA-256 {found}, not {sha256}")
+        raise OSError(f"{file.name} is damaged, or another version: it has the SHA-256 {actual}, not {sha256}")
     with path.open("rb") as handle:
         os.fsync(handle.fileno())
     target.parent.mkdir(parents=True, exist_ok=True)

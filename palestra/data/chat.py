@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """The tokens of a conversation, and which of them the assistant has said and is trained on."""
+    """The tokens of a conversation, and which of them (the assistant's) are trained on."""
 
     tokens: list[int]
     loss_mask: list[bool]
@@ -66,7 +66,7 @@ def encode_chat(
     ordinary content reaches the template unchanged, and templates may trim, split or test it. (Roles are set apart
     from nothing: some templates build `<|user|>` out of them.)
 
-    *Mask.* With a generation prompt the conversation is a question to be answered: nothing of it is trained. Otherwise,
+    *Mask.* With a generation prompt the conversation is a prompt: nothing of it is trained. Otherwise,
     where the template has `{% generation %}` blocks, they say what is trained, and the special token that directly
     follows one is trained with it. Without blocks an assistant turn is what its message adds to the conversation before
     it with a generation prompt, up to the special token that ends the turn, or up to the end where there is none; that
@@ -91,7 +91,13 @@ def encode_chat(
         if not blocks and message["role"] == "assistant":
             before, after = written(index, True), written(index + 1, False)
             if not after.startswith(before) or not text.startswith(after):
-                raise _not_a_prefix(index)
+                raise UsageError(
+                    f"the chat template does not separate the assistant turn of message {index} from the rest: the "
+                    "conversation before it with a generation prompt, the one up to it, and the whole do not begin "
+                    "alike (a template may drop the reasoning of earlier turns or add words to the prompt). Train on "
+                    "each turn as a conversation of its own, or give a template that marks what is trained with "
+                    "{% generation %} … {% endgeneration %}"
+                )
             spans.append((hidden.length(before), hidden.length(after)))
     tokens, places = tokenizer.encode_parts(parts)
     mask = [False] * len(tokens)
@@ -147,7 +153,7 @@ def _edges(strings: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str], in
 
 
 class _Hidden:
-    """Special strings of the users' texts, each behind a private-use character that occurs in none of them."""
+    """Replaces special strings in the users' texts by private-use characters that occur in none of them."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Any):
         self._strings = tokenizer.special_strings
@@ -201,10 +207,10 @@ class _Hidden:
     def _hide(self, text: str) -> str:
         return self._find.sub(self._stand_in, text)
 
-    def _stand_in(self, found: re.Match[str]) -> str:
-        if found[0] not in self._stand_ins:
-            self._stand_ins[found[0]] = self.fresh()
-        return self._stand_ins[found[0]]
+    def _stand_in(self, match: re.Match[str]) -> str:
+        if match[0] not in self._stand_ins:
+            self._stand_ins[match[0]] = self.fresh()
+        return self._stand_ins[match[0]]
 
     def _apart(self, text: str) -> str:
         heads, tails, longest = _edges(self._strings)
@@ -218,7 +224,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     plain = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UsageError(f"message {index} is no record with a role: {message!r}")
+            raise UsageError(f"message {index} is not an object with a role: {message!r}")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             message = {**message, "content": "\n".join(_text_of(part, index) for part in content)}
@@ -229,7 +235,7 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _text_of(part: Any, index: int) -> str:
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise UsageError(f"message {index} has a content part of type {kind!r}; text is all this model reads")
+        raise UsageError(f"message {index} has a content part of type {kind!r}; this model reads text only")
     return part["text"]
 
 
@@ -241,12 +247,11 @@ def _rendered(
     variables: Mapping[str, Any],
     marks: tuple[str, str] = ("", ""),
 ) -> str:
-    import jinja2  # here, with what compiles templates: most processes render none
-
     template = _template_of(tokenizer)
-    given = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
+    values = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
     try:
-        return render_template(template, {**given, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
+        _steps_left.set(STEPS)
+        return compile_template(template).render({**values, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the chat template of {tokenizer.name} is not valid, line {error.lineno}: {error}") from error
     except Exception as error:  # a template is a program of somebody else's: it can fail in any way
@@ -256,19 +261,10 @@ def _rendered(
 def _template_of(tokenizer: Tokenizer) -> str:
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"the tokenizer {tokenizer.name} has no chat template, so conversations cannot be written for it. Put a "
-            "chat_template.jinja beside its tokenizer.json, or give one with Tokenizer.with_chat_template"
+            f"the tokenizer {tokenizer.name} has no chat template, so it cannot encode conversations. Put a "
+            "chat_template.jinja next to its tokenizer.json, or give one with Tokenizer.with_chat_template"
         )
     return tokenizer.chat_template
-
-
-def _not_a_prefix(index: int) -> UsageError:
-    return UsageError(
-        f"the chat template does not let the assistant turn of message {index} be told from the rest: the conversation "
-        "before it with a generation prompt, the one up to it, and the whole do not begin alike (a template may drop "
-        "the reasoning of earlier turns or put words into the prompt). Train on each turn as a conversation of its "
-        "own, or give a template that marks what is trained with {% generation %} … {% endgeneration %}"
-    )
 
 
 GENERATION_MARKS = "_generation_marks"
@@ -283,7 +279,7 @@ _steps_left = ContextVar("steps_left", default=STEPS)
 
 
 class _Generation(Extension):
-    """`{% generation %}`: what the assistant says, between the marks of the render."""
+    """`{% generation %}`: the assistant's text, between the marks of the render."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
 
@@ -316,7 +312,7 @@ def _allow(name: str) -> None:
 
 
 def _spend(size: int) -> None:
-    """Count a step, and more for a long value; refuse what grows or goes on without end."""
+    """Count a step, and more for a long value; refuse unlimited growth or loops."""
     _steps_left.set(left := _steps_left.get() - 1 - size // 256)
     if size > LONGEST:
         raise SecurityError(f"it makes a value of {size:.2g} characters or members, of which {LONGEST:,} are allowed")
@@ -363,7 +359,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which loops, calls and the growth of values come to an end."""
+    """A sandbox that limits loops, calls and the growth of values."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -376,13 +372,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        """What a loop goes through, one step a turn."""
+        """The items of a loop, one step each."""
         for value in values:
             _spend(0)
             yield value
 
     def concat(self, pieces: Iterable[Any]) -> str:
-        """What a template, a macro or a block writes, or `~` gives."""
+        """The output of a template, a macro, a block or `~`."""
         written, size = [], 0
         for piece in map(str, pieces):
             size += len(piece)
@@ -398,7 +394,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """What an operator gives, if that is not too long."""
+        """The result of an operator, if that is not too long."""
         if operator == "%" and isinstance(left, str):
             _charge(mod, [left, *(right if isinstance(right, tuple) else [right])])
         elif operator == "**" or isinstance(left, Sized):
@@ -408,18 +404,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def render_template(template: str, values: Mapping[str, Any]) -> str:
-    """What a template writes; one that takes too many steps or grows too long raises jinja2's SecurityError."""
-    _steps_left.set(STEPS)
-    return compile_template(template).render(values)
-
-
 @lru_cache(maxsize=32)
 def compile_template(template: str) -> jinja2.Template:
-    """The template in the environment that transformers gives it: sandboxed, unable to change what it is given."""
+    """The template in the environment that transformers gives it, sandboxed.
+
+    One that takes too many steps or grows too long raises jinja2's SecurityError.
+    """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters = {name: _bounded(one) for name, one in environment.filters.items()}
-    environment.globals.pop("lipsum")  # words without end
+    environment.globals.pop("lipsum")  # unlimited text
     environment.filters["tojson"] = _to_json
     functions = {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
     return environment.from_string(template, globals=functions)

@@ -1,7 +1,7 @@
 """Shingles, word n-grams, MinHash with LSH and union-find: which texts are the same, or nearly so.
 
-All texts of a batch are hashed together, as arrays. Two texts share a shingle where both have the run, wherever it
-stands and however often. A text that is shorter than a shingle is one shingle, whole.
+All texts of a batch are hashed together, as arrays. Two texts share a shingle where both contain it, at any place and
+however often. A text that is shorter than a shingle is one shingle.
 
 Under a random permutation of all hashes, two sets have the same smallest element with a probability that is their
 Jaccard similarity s (Broder, "On the resemblance and containment of documents", 1997). The signature of a text has one
@@ -14,6 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -50,7 +51,7 @@ class Shingles:
     def __call__(self, texts: Sequence[str]) -> tuple[Hashes, Indices]:
         """The hashes of the shingles of normalized texts, one text after the other, and where each text begins."""
         joined = (" " if self.unit == "words" else "").join(texts)
-        # A lone surrogate is no Unicode, but JSON has a way to write it.
+        # A lone surrogate is not Unicode, but JSON has a way to write it.
         codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
         base = np.uint64(stream_key(self.seed, "shingles") | 1)
         if self.unit == "words":
@@ -125,14 +126,12 @@ def _filled_up(items: Keys, lengths: Indices, size: int) -> tuple[Keys, Indices]
     return filled, wide
 
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
 BLOCK = 1 << 15  # shingles worked on at once: 128 KiB of hashes, which stay in the processor's cache
 
 
 @dataclass(frozen=True)
 class MinHash:
-    """`bands` × `rows` permutations of the 32-bit numbers, drawn by the seed."""
+    """`bands` × `rows` permutations of the 32-bit numbers, sampled by the seed."""
 
     bands: int = 26
     rows: int = 11
@@ -150,12 +149,12 @@ class MinHash:
     def signatures(self, hashes: Hashes, starts: Indices) -> Hashes:
         """The signature of each text, (texts, permutations), of shingles as `Shingles` gives them.
 
-        Multiplying by an odd number modulo 2³² permutes the 32-bit numbers. It says nothing new of numbers that have
-        a pattern; hashes have none.
+        Multiplying by an odd number modulo 2³² permutes the 32-bit numbers. It would not mix numbers that have a
+        pattern; hashes have none.
         """
-        drawn = fold(stream_key(self.seed, "permutations"), np.arange(self.permutations))
-        factors = (drawn >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        found = np.full((len(starts), self.permutations), np.iinfo(np.uint32).max, np.uint32)
+        sampled = fold(stream_key(self.seed, "permutations"), np.arange(self.permutations))
+        factors = (sampled >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+        minima = np.full((len(starts), self.permutations), np.iinfo(np.uint32).max, np.uint32)
         product = np.empty(min(BLOCK, len(hashes)), np.uint32)
         for low in range(0, len(hashes), BLOCK):
             block = hashes[low : low + BLOCK]
@@ -166,8 +165,8 @@ class MinHash:
             for number, factor in enumerate(factors):
                 np.multiply(block, factor, out=product[: len(block)])
                 np.minimum.reduceat(product[: len(block)], begins, out=smallest[number])
-            np.minimum(found[first:last], smallest.T, out=found[first:last])
-        return found
+            np.minimum(minima[first:last], smallest.T, out=minima[first:last])
+        return minima
 
     def keys(self, signatures: Hashes) -> Keys:
         """A 64-bit key for each band of each signature, (texts, bands); equal keys are equal rows."""
@@ -178,36 +177,27 @@ class MinHash:
             folded = folded * base + rows[:, :, row]
         return fold(stream_key(self.seed, "band keys"), folded.view(np.int64))
 
-    def found(self, similarity: Floats | float) -> Floats | float:
-        """The probability that texts of a Jaccard similarity become candidates."""
-        return 1 - (1 - similarity**self.rows) ** self.bands
-
 
 class Components:
-    """Which of `count` things hang together; the smallest of a component is its root."""
+    """Connected components of `count` nodes (union-find); the smallest node of a component is its root."""
 
     def __init__(self, count: int) -> None:
         self.roots: Indices = np.arange(count, dtype=np.int64)
-        """The root of each thing."""
+        """The root of each node."""
 
     def join(self, left: Indices, right: Indices) -> None:
-        """Edges from each of `left` to the one of `right` that stands at the same place."""
+        """Add an edge from each of `left` to the node of `right` at the same index."""
         while True:
-            one, other = self.roots[left], self.roots[right]
-            apart = one != other
+            apart = self.roots[left] != self.roots[right]
             if not apart.any():
                 return
-            left, right, one, other = left[apart], right[apart], one[apart], other[apart]
-            # Each larger root goes under the smallest of its neighbours: no cycles, since that is always downwards.
-            np.minimum.at(self.roots, np.maximum(one, other), np.minimum(one, other))
-            self._flatten()
+            left, right = left[apart], right[apart]
+            roots = np.stack([self.roots[left], self.roots[right]])
+            # Each larger root goes under the smallest of its neighbors: no cycles, since that is always downwards.
+            np.minimum.at(self.roots, roots.max(0), roots.min(0))
+            while not np.array_equal(above := self.roots[self.roots], self.roots):
+                self.roots = above
 
-    def _flatten(self) -> None:
-        while not np.array_equal(above := self.roots[self.roots], self.roots):
-            self.roots = above
-
-
-Similarity = Callable[[int, int], float]
 
 AT_ONCE = 1 << 24  # digests that are sorted together: some 0.8 GB
 NEIGHBOURS = 64
@@ -216,19 +206,19 @@ beginning, a licence) would be compared with each other in their square."""
 
 
 def first_of_equal(read: Callable[[], Iterable[Keys]], count: int, first: Indices) -> None:
-    """Fill `first` with the number of the first thing that has the same digest; of most things that is their own.
+    """Fill `first` with the number of the first text that has the same digest; of most texts that is their own.
 
-    `read` gives the digests of all `count` things, some at a time in order, each as (things, 2), 128 bits. They are
-    sorted in as many parts as they need, and read as often; equal ones are always in one part.
+    `read` gives the digests of all `count` texts in order, in chunks of (texts, 2), 128 bits each. They are sorted in
+    as many parts as they need, and read as often; equal ones are always in one part.
     """
     parts = np.uint64(max(1, -(-count // AT_ONCE)))
     for part in range(int(parts)):
         digests, numbers, begin = [], [], 0
-        for some in read():
-            chosen = np.flatnonzero(some[:, 0] % parts == part)
-            digests.append(some[chosen])
+        for chunk in read():
+            chosen = np.flatnonzero(chunk[:, 0] % parts == part)
+            digests.append(chunk[chosen])
             numbers.append(chosen + begin)
-            begin += len(some)
+            begin += len(chunk)
         if not digests:
             return
         ours, number = np.concatenate(digests), np.concatenate(numbers)
@@ -241,18 +231,20 @@ def first_of_equal(read: Callable[[], Iterable[Keys]], count: int, first: Indice
 
 def candidates(keys: Keys) -> np.ndarray:
     """Which documents share a band with another one; `keys` is (bands, documents)."""
-    found = np.zeros(keys.shape[1], bool)
+    shared = np.zeros(keys.shape[1], bool)
     for band in keys:
         order, same = _sorted(band, 1)
-        found[order[:-1][same]] = found[order[1:][same]] = True
-    return found
+        shared[order[:-1][same]] = shared[order[1:][same]] = True
+    return shared
 
 
-def first_of_similar(keys: Keys, similarity: Similarity | None, threshold: float) -> tuple[Indices, int]:
+def first_of_similar(
+    keys: Keys, similarity: Callable[[int, int], float] | None, threshold: float
+) -> tuple[Indices, int]:
     """The first document of the component of each, and how many pairs were compared; `keys` is (bands, documents).
 
     Documents are linked where they share a band and, with a `similarity`, where this is at least the threshold. Two
-    that hang together already are not compared: it would change nothing. So the components are those of the graph of
+    that are connected already are not compared: it would change nothing. So the components are those of the graph of
     all candidate pairs, in whatever order these come, up to `NEIGHBOURS`.
     """
     components, compared = Components(keys.shape[1]), 0
@@ -284,16 +276,17 @@ def _sorted(band: Keys, distance: int) -> tuple[Indices, np.ndarray]:
 
 WORD = re.compile(r"\w+")
 BASE = 0x9E3779B97F4A7C15  # odd, so that multiplying loses nothing
-KNOWN_WORDS = 1 << 20
-_known: dict[str, int] = {}
+
+
+@lru_cache(maxsize=1 << 20)
+def _word_hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(errors="replace"), digest_size=8).digest(), "little") or 1
 
 
 def word_hashes(text: str) -> Keys:
     """A 64-bit hash of each word, in lower case and without punctuation; the same on every machine."""
-    if len(_known) > KNOWN_WORDS:  # bounded, whatever is read
-        _known.clear()
     words = WORD.findall(text.lower())
-    return np.fromiter((_known.get(word) or _hash(word) for word in words), np.uint64, len(words))
+    return np.fromiter(map(_word_hash, words), np.uint64, len(words))
 
 
 def ngram_hashes(words: Keys, n: int) -> Keys:
@@ -301,14 +294,8 @@ def ngram_hashes(words: Keys, n: int) -> Keys:
     count = len(words) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)
-    found = np.zeros(count, np.uint64)
+    hashes = np.zeros(count, np.uint64)
     for i in range(n):
-        found = found * np.uint64(BASE) + words[i : i + count]
-    found ^= found >> np.uint64(32)  # the low bits depend on the low bits of words alone
-    return found * np.uint64(BASE | 1)
-
-
-def _hash(word: str) -> int:
-    value = int.from_bytes(hashlib.blake2b(word.encode(errors="replace"), digest_size=8).digest(), "little") or 1
-    _known[word] = value
-    return value
+        hashes = hashes * np.uint64(BASE) + words[i : i + count]
+    hashes ^= hashes >> np.uint64(32)  # the low bits depend on the low bits of words alone
+    return hashes * np.uint64(BASE | 1)

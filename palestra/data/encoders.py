@@ -1,11 +1,12 @@
-"""Rows to tokens and loss masks: plain text, conversations and preference pairs."""
+"""Encoders: rows of text, conversations or preference pairs to tokens and loss masks."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,9 +14,6 @@ from palestra.data.chat import encode_chat
 from palestra.data.readers import Row
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-
-if TYPE_CHECKING:
-    from palestra.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,54 +27,43 @@ class EncodedRow:
     """Whether each token is trained on; None where all are."""
 
 
-class Encoder(Protocol):
+@dataclass(frozen=True)
+class Encoder(ABC):
     """Turns rows into documents. It is sent to worker processes: pickled."""
 
-    @property
-    def tokenizer(self) -> str:
-        """The tokenizer's name, for people."""
-        ...
+    tokenizer: str
+    """The tokenizer's name, for people."""
+    fingerprint: str
+    """The tokenizer's fingerprint."""
+    vocab_size: int
+    """One more than the largest token."""
+    text_key: str
+    """The key under which a text file gives its documents."""
+    masked: bool
+    """Whether documents say which of their tokens are trained on."""
 
     @property
-    def fingerprint(self) -> str:
-        """The tokenizer's fingerprint."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token."""
-        ...
-
-    @property
-    def masked(self) -> bool:
-        """Whether documents say which of their tokens are trained on."""
-        ...
-
-    @property
-    def text_key(self) -> str:
-        """The key under which a text file gives its documents."""
-        ...
-
-    @property
+    @abstractmethod
     def recipe(self) -> dict[str, Any]:
-        """All else that decides the tokens, as JSON; kept in the ledger and compared."""
-        ...
+        """All else that decides the tokens, as JSON; stored in the ledger and compared."""
 
+    @abstractmethod
     def __call__(self, rows: list[Row]) -> list[EncodedRow]:
         """One document for each row; a row that cannot be one is a PalestraError that says what was expected."""
-        ...
+
+
+@lru_cache(maxsize=2)
+def cached_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of a folder, loaded once in each process."""
+    return Tokenizer.load(Path(folder))
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class TextEncoder(Encoder):
     """Plain text under one key, each document closed by a token."""
 
     folder: str
     """Where the tokenizer is loaded from, once in each process."""
-    tokenizer: str
-    fingerprint: str
-    vocab_size: int
-    text_key: str
     opening: tuple[int, ...]
     """What every text begins with, such as Llama's BOS."""
     closing: int | None
@@ -87,20 +74,13 @@ class TextEncoder:
         """With the tokenizer of a folder; documents are closed by its end-of-text token, where it has one."""
         tokenizer = cached_tokenizer(str(folder))
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
-        return cls(str(folder), *names, text_key, tokenizer.beginning, tokenizer.eos)
-
-    @property
-    def masked(self) -> bool:
-        """Every token is trained on."""
-        return False
+        return cls(*names, text_key, False, str(folder), tokenizer.beginning, tokenizer.eos)
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The key of the text, and the tokens around it."""
         return {"encoder": "text", "text_key": self.text_key, "opening": self.opening, "closing": self.closing}
 
     def __call__(self, rows: list[Row]) -> list[EncodedRow]:
-        """The tokens of the texts."""
         texts = [_text(row, self.text_key) for row in rows]
         closing = [] if self.closing is None else [self.closing]
         encoded = cached_tokenizer(self.folder).encode_all(texts)
@@ -113,17 +93,9 @@ class TextEncoder:
 def _text(row: Row, key: str) -> str:
     text = row.get(key)
     if not isinstance(text, str):
-        found = f"{type(text).__name__} there" if key in row else f"only {', '.join(row) or 'no keys'}"
-        raise PalestraError(f"expected a string under {key!r}, found {found}")
+        instead = f"{type(text).__name__} there" if key in row else f"only {', '.join(row) or 'no keys'}"
+        raise PalestraError(f"expected a string under {key!r}, found {instead}")
     return text
-
-
-@lru_cache(maxsize=2)
-def cached_tokenizer(folder: str) -> "Tokenizer":
-    """The tokenizer of a folder, loaded once in each process."""
-    from palestra.data.tokenizers import Tokenizer
-
-    return Tokenizer.load(Path(folder))
 
 
 Messages = list[dict[str, Any]]
@@ -149,10 +121,10 @@ def conversation(row: Mapping[str, Any]) -> Messages:
             ) from error
     for question, answer in QUESTION_KEYS:
         if question in row and answer in row:
-            asked = row[question]
+            prompt = row[question]
             if question == "instruction" and row.get("input"):
-                asked = f"{asked}\n\n{row['input']}"
-            return _prompt(asked, question) + _answer(row[answer], answer)
+                prompt = f"{prompt}\n\n{row['input']}"
+            return _turn("user", prompt, question) + _turn("assistant", row[answer], answer)
     raise UsageError(
         "expected a row with 'messages', 'conversations', or one of "
         + ", ".join(f"'{question}' and '{answer}'" for question, answer in QUESTION_KEYS)
@@ -163,19 +135,21 @@ def conversation(row: Mapping[str, Any]) -> Messages:
 def pair(row: Mapping[str, Any]) -> tuple[Messages, Messages]:
     """The chosen and the rejected conversation of a row with `chosen` and `rejected`.
 
-    They are answers where there is a `prompt` or `messages`, else whole conversations: lists of messages, or texts of
-    alternating "Human:" and "Assistant:" paragraphs as in hh-rlhf.
+    They are completions where there is a `prompt` or `messages`, else whole conversations: lists of messages, or texts
+    of alternating "Human:" and "Assistant:" paragraphs as in hh-rlhf.
     """
     if "chosen" not in row or "rejected" not in row:
         raise UsageError(f"expected a row with 'chosen' and 'rejected'; this one has {', '.join(map(repr, row))}")
     if "messages" in row:
         before = _messages(row["messages"], "messages")
     elif "prompt" in row:
-        before = _prompt(row["prompt"], "prompt")
+        before = _turn("user", row["prompt"], "prompt")
     else:
         return _whole(row["chosen"], "chosen"), _whole(row["rejected"], "rejected")
-    chosen, rejected = (_without(before, _answer(row[key], key)) for key in ("chosen", "rejected"))
-    return before + chosen, before + rejected
+    chosen, rejected = (_turn("assistant", row[key], key) for key in ("chosen", "rejected"))
+    # Some datasets repeat the prompt in `chosen` and `rejected`.
+    repeated = [messages[: len(before)] == before for messages in (chosen, rejected)]
+    return chosen if repeated[0] else before + chosen, rejected if repeated[1] else before + rejected
 
 
 def _messages(value: Any, key: str) -> Messages:
@@ -188,25 +162,12 @@ def _messages(value: Any, key: str) -> Messages:
     return [dict(message) for message in value]
 
 
-def _prompt(value: Any, key: str) -> Messages:
-    return _turn("user", value, key)
-
-
-def _answer(value: Any, key: str) -> Messages:
-    return _turn("assistant", value, key)
-
-
 def _turn(role: str, value: Any, key: str) -> Messages:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
         raise UsageError(f"expected a text or a list of messages in {key!r}, got {type(value).__name__}")
     return _messages(value, key)
-
-
-def _without(before: Messages, messages: Messages) -> Messages:
-    """Some datasets repeat the prompt in `chosen` and `rejected`."""
-    return messages[len(before) :] if messages[: len(before)] == before else messages
 
 
 def _whole(value: Any, key: str) -> Messages:
@@ -223,20 +184,17 @@ Format = Literal["chat", "plain"]
 
 
 @dataclass(frozen=True)
-class ChatEncoder:
+class ChatEncoder(Encoder):
     """Conversations, or one side of preference pairs; the assistant's turns and what ends them are trained on.
 
-    `chat` writes them with the tokenizer's template. `plain` writes a prompt, its answer and the end-of-text token.
+    `chat` writes them with the tokenizer's template. `plain` writes a prompt, its completion and the end-of-text token.
     """
 
     folder: str
     """Where the tokenizer is loaded from, once in each process."""
-    tokenizer: str
-    fingerprint: str
-    vocab_size: int
     format: Format
     side: Literal["chosen", "rejected"] | None
-    """Of pairs: which of the two; only the answers, what the two do not share, are trained on."""
+    """Of pairs: which of the two; only the completions, what the two do not share, are trained on."""
     template: str | None
     opening: tuple[int, ...]
     """What plain prompts begin with, such as Llama's BOS; a template writes its own."""
@@ -248,28 +206,15 @@ class ChatEncoder:
         """With the tokenizer of a folder."""
         tokenizer = cached_tokenizer(str(folder))
         names = (tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
-        chat = format == "chat"
-        around = (tokenizer.chat_template if chat else None, () if chat else tokenizer.beginning)
-        return cls(str(folder), *names, format, side, *around)
-
-    @property
-    def masked(self) -> bool:
-        """Only answers are trained on."""
-        return True
-
-    @property
-    def text_key(self) -> str:
-        """Text files have no conversations: their rows are refused."""
-        return "text"
+        around = (tokenizer.chat_template, ()) if format == "chat" else (None, tokenizer.beginning)
+        return cls(*names, "text", True, str(folder), format, side, *around)  # rows of text files are refused
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """How conversations are written, and which side of pairs."""
         form = {"format": self.format, "side": self.side, "template": self.template, "opening": self.opening}
         return {"encoder": "chat", **form}
 
     def __call__(self, rows: list[Row]) -> list[EncodedRow]:
-        """The tokens of the conversations."""
         return [self._conversation(row) if self.side is None else self._side(row) for row in rows]
 
     def _conversation(self, row: Row) -> EncodedRow:
@@ -282,9 +227,8 @@ class ChatEncoder:
         chosen, rejected = pair(row)
         if chosen == rejected:
             raise UsageError("the chosen and the rejected conversation are the same: nothing is preferred")
-        (tokens, loss, size), (other, _, _) = (
-            self._encode(messages) for messages in ((chosen, rejected) if self.side == "chosen" else (rejected, chosen))
-        )
+        sides = (chosen, rejected) if self.side == "chosen" else (rejected, chosen)
+        (tokens, loss, size), (other, _, _) = map(self._encode, sides)
         shared = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), len(tokens))
         return EncodedRow(tokens, size, [trained and i >= shared for i, trained in enumerate(loss)])
 
@@ -300,10 +244,10 @@ class ChatEncoder:
 
 def _plain(tokenizer: Tokenizer, messages: Messages) -> tuple[list[int], list[bool]]:
     if [message["role"] for message in messages] != ["user", "assistant"]:
-        raise UsageError("format `plain` expects one prompt and one answer; use `chat` for longer conversations")
+        raise UsageError("format `plain` expects one prompt and one completion; use `chat` for longer conversations")
     if not all(isinstance(message["content"], str) for message in messages):
-        raise UsageError("format `plain` expects a prompt and an answer that are texts")
+        raise UsageError("format `plain` expects a prompt and a completion that are strings")
     if tokenizer.eos is None:
         raise UsageError(f"format `plain` needs a tokenizer with an end-of-text token, and {tokenizer.name} has none")
-    prompt, answer = tokenizer.encode_prompt(messages[0]["content"]), tokenizer.encode(messages[1]["content"])
-    return [*prompt, *answer, tokenizer.eos], [False] * len(prompt) + [True] * (len(answer) + 1)
+    prompt, completion = tokenizer.encode_prompt(messages[0]["content"]), tokenizer.encode(messages[1]["content"])
+    return [*prompt, *completion, tokenizer.eos], [False] * len(prompt) + [True] * (len(completion) + 1)

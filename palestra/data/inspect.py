@@ -1,4 +1,4 @@
-"""What is in a data set: columns and their types, sizes, row counts, lengths, samples; or what a token store holds."""
+"""Statistics of a data set (columns and their types, sizes, row counts, lengths, samples) or of a token store."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Column:
     numbers: list[float] = field(default_factory=list)
 
     def add(self, value: Any) -> None:
-        """Take note of a value."""
+        """Count a value."""
         kind = type(value).__name__
         self.types[NAMES.get(kind, kind)] += 1
         if isinstance(value, str | list):
@@ -46,26 +46,26 @@ class Column:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in files of rows."""
+    """Statistics of files of rows."""
 
     files: int
     bytes: int
     formats: tuple[str, ...]
     rows: int
-    """That were read."""
+    """Rows that were read."""
     complete: bool
-    """Whether these are all."""
+    """Whether these are all rows."""
     columns: dict[str, Column]
     samples: list[Row]
     largest: tuple[str, int]
     """The largest file and its bytes."""
     counts: dict[str, Any] | None
-    """What a data step noted of its work, where this is its output."""
+    """counts.json, where this is the output of a data step."""
 
 
 @dataclass(frozen=True)
 class StoreInspection:
-    """What was found in a token store."""
+    """Statistics of a token store."""
 
     tokenizer: str
     vocab_size: int
@@ -88,7 +88,7 @@ class StoreInspection:
 def inspect(
     where: str, *, rows: int = READ_ROWS, samples: int = 3, split: str | None = None
 ) -> Inspection | StoreInspection:
-    """Look into a file, a folder, a pattern, a URL, the output of a data step or a token store.
+    """Statistics of a file, a folder, a pattern, a URL, the output of a data step or a token store.
 
     About `rows` rows are read, as many of each file as of the others; 0 reads all.
     """
@@ -97,25 +97,25 @@ def inspect(
     path = Path(where).expanduser()
     if (path / LEDGER).is_file():
         return _inspect_store(path, samples)
-    found = shards(where if "://" in where else str(path), split=split)
+    files = shards(where if "://" in where else str(path), split=split)
     counts = read_json(path / COUNTS) if (path / COUNTS).is_file() else None
-    return _inspect_rows(found, rows, samples, counts)
+    return _inspect_rows(files, rows, samples, counts)
 
 
 def percentiles(values: Sequence[float] | np.ndarray) -> dict[int, float]:
     """Percentiles of values, by the value itself: 50 is the median; empty where there are none."""
     if not len(values):
         return {}
-    found = np.percentile(np.asarray(values), PERCENTILES, method="nearest")
-    return {percent: value.item() for percent, value in zip(PERCENTILES, found, strict=True)}
+    nearest = np.percentile(np.asarray(values), PERCENTILES, method="nearest")
+    return {percent: value.item() for percent, value in zip(PERCENTILES, nearest, strict=True)}
 
 
-def _inspect_rows(found: list[Shard], limit: int, samples: int, counts: dict[str, Any] | None) -> Inspection:
+def _inspect_rows(files: list[Shard], limit: int, samples: int, counts: dict[str, Any] | None) -> Inspection:
     columns: dict[str, Column] = {}
     shown: list[Row] = []
     read, complete = 0, True
-    of_each = max(1, limit // len(found)) if limit else None
-    for number, shard in enumerate(found):
+    of_each = max(1, limit // len(files)) if limit else None
+    for number, shard in enumerate(files):
         for here, row in enumerate(islice(read_rows(shard), None if of_each is None else of_each + 1)):
             if here == of_each:
                 complete = False
@@ -127,14 +127,14 @@ def _inspect_rows(found: list[Shard], limit: int, samples: int, counts: dict[str
                     column.add(row[name])
                 else:
                     column.types["missing"] += 1
-            if len(shown) < samples and number * samples >= len(shown) * len(found):  # from all over the files
+            if len(shown) < samples and number * samples >= len(shown) * len(files):  # from all over the files
                 shown.append(row)
             read += 1
-    largest = max(found, key=lambda shard: shard.size)
+    largest = max(files, key=lambda shard: shard.size)
     return Inspection(
-        files=len(found),
-        bytes=sum(shard.size for shard in found),
-        formats=tuple(sorted({shard.format for shard in found})),
+        files=len(files),
+        bytes=sum(shard.size for shard in files),
+        formats=tuple(sorted({shard.format for shard in files})),
         rows=read,
         complete=complete,
         columns=columns,
@@ -157,6 +157,6 @@ def _inspect_store(folder: Path, samples: int) -> StoreInspection:
         lengths=percentiles(np.diff(store.ends, prepend=0)),
         largest_token=int(store.tokens.max()),
         recipe=store.ledger.recipe,
-        shards=[(one.shard.path, one.documents, one.tokens) for one in store.ledger.shards],
+        shards=[(record.shard.path, record.documents, record.tokens) for record in store.ledger.shards],
         samples=[store[number][:16].tolist() for number in spread],
     )

@@ -25,7 +25,7 @@ def language_of(text: str) -> str | None:
 
 
 def known_languages() -> list[str]:
-    """The codes of the languages that can be told apart: of ISO 639-1, and `zh-cn` and `zh-tw`."""
+    """The codes of the languages that are recognized: of ISO 639-1, and `zh-cn` and `zh-tw`."""
     return list(_detectors().langlist)
 
 

@@ -1,13 +1,13 @@
 """Mixtures and shuffles without state: the example at a position is computed from the position alone.
 
-A Feistel network over pairs (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, their generalised
+A Feistel network over pairs (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, their generalized
 Feistel): an index is split into x = right · width + left, and the rounds add a hash of one part to the other. Pairs
 reach a little past the length; an index that lands there is sent through again until it is inside (cycle walking).
 All arithmetic is modulo 2⁶⁴ on arrays, and the same on every machine and numpy version.
 
 Positions come in blocks. In each block a dataset has the same number of examples, int(weight · block size), and what
-rounding leaves over goes to the largest; only their order differs, a permutation keyed by seed and block. So what was
-drawn before a block is a product, not a history: any batch costs the same to find, and a run that resumes needs
+rounding leaves over goes to the largest; only their order differs, a permutation keyed by seed and block. So the number
+of examples before a block is a product, not a history: any batch costs the same to find, and a run that resumes needs
 nothing but its step.
 """
 
@@ -16,9 +16,8 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args, overload
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,7 +33,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, odd: steps through all 6
 
 
 def stream_key(seed: int, *names: str | int) -> int:
-    """A 64-bit key for the stream `names` of `seed`; neighbouring seeds and other names give unrelated keys."""
+    """A 64-bit key for the stream `names` of `seed`; neighboring seeds and other names give unrelated keys."""
     text = "\0".join(map(str, (seed, *names)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -64,37 +63,10 @@ def permute(indices: Indices, length: int, keys: Keys, inverse: bool = False) ->
     return values.astype(np.int64).reshape(indices.shape)
 
 
-@dataclass(frozen=True)
-class Permutation:
-    """A pseudorandom bijection of [0, length), given by a seed alone."""
-
-    length: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"cannot permute {self.length} items")
-
-    @overload
-    def __call__(self, index: int) -> int: ...
-    @overload
-    def __call__(self, index: Indices) -> Indices: ...
-    def __call__(self, index: int | Indices) -> int | Indices:
-        """Where the index goes."""
-        return self._apply(index, inverse=False)
-
-    @overload
-    def inverse(self, index: int) -> int: ...
-    @overload
-    def inverse(self, index: Indices) -> Indices: ...
-    def inverse(self, index: int | Indices) -> int | Indices:
-        """What goes to the index."""
-        return self._apply(index, inverse=True)
-
-    def _apply(self, index: int | Indices, inverse: bool) -> int | Indices:
-        key = np.array(stream_key(self.seed, "permutation"), np.uint64)
-        moved = permute(np.asarray(index, np.int64), self.length, key, inverse)
-        return int(moved) if isinstance(index, int) else moved
+def permutation(length: int, seed: int, count: int | None = None) -> Indices:
+    """The first `count` (all, where None) places of a pseudorandom permutation of [0, length)."""
+    key = np.array(stream_key(seed, "permutation"), np.uint64)
+    return permute(np.arange(length if count is None else count), length, key)
 
 
 @dataclass(frozen=True)
@@ -104,25 +76,13 @@ class Epochs:
     length: int
     seed: int
     shuffle: bool = True
-    _key: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"a dataset of {self.length} examples has no epochs")
-        object.__setattr__(self, "_key", stream_key(self.seed, "epochs"))
-
-    @overload
-    def __call__(self, position: int) -> int: ...
-    @overload
-    def __call__(self, position: Indices) -> Indices: ...
-    def __call__(self, position: int | Indices) -> int | Indices:
-        """The example at a position."""
-        epochs, indices = np.divmod(np.asarray(position, np.int64), np.int64(self.length))
-        if np.any(epochs < 0):
-            raise IndexError(f"a position before the first epoch: {np.min(position)}")
-        if self.shuffle:
-            indices = permute(indices, self.length, fold(self._key, epochs))
-        return int(indices) if isinstance(position, int) else indices
+    def __call__(self, positions: Indices) -> Indices:
+        """The examples at some positions."""
+        epochs, indices = np.divmod(positions, np.int64(self.length))
+        if not self.shuffle:
+            return indices
+        return permute(indices, self.length, fold(stream_key(self.seed, "epochs"), epochs))
 
 
 def _forward(values: Keys, round_keys: Keys, width: np.uint64, height: np.uint64) -> Keys:
@@ -145,7 +105,7 @@ def _mix(values: Keys) -> Keys:
     """A bijection of 64-bit numbers in which each bit of the input flips each bit of the output half the time.
 
     Of arrays only: numpy warns of the wanted overflow where it works on a single number.
-    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
+    The finalizer of SplitMix64 (Steele, Lea and Flood, 2014; constants by Stafford).
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -177,12 +137,12 @@ class _Stage:
 
 
 class Mixture(Generic[Item]):
-    """Datasets drawn from by weight, with random access.
+    """Datasets sampled by weight, with random access.
 
     `weights` are relative, one mapping or `[(first sequence, mapping), …]` with each start a multiple of the block
-    size. A dataset without weight in any stage is for validation only. Within a dataset examples are drawn pass after
-    pass, reshuffled each time unless `shuffle` is off. It ends when the first dataset
-    (`first_exhausted`) or the last one (`all_exhausted`) has been drawn whole, or never (`restart`).
+    size. A dataset without weight in any stage is for validation only. Within a dataset epochs follow one another,
+    each reshuffled unless `shuffle` is off. It ends when the first dataset (`first_exhausted`) or the last one
+    (`all_exhausted`) has completed an epoch, or never (`restart`).
     """
 
     def __init__(
@@ -196,11 +156,14 @@ class Mixture(Generic[Item]):
         shuffle: bool = True,
         shuffle_blocks: bool = True,
     ) -> None:
-        if stop not in get_args(Stop):
-            raise UsageError(f"mixture: stop is {stop!r}; it can be {', '.join(get_args(Stop))}")
         stages = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
-        _check_starts(stages, block_size)
-        shares = [_shares(given, datasets, f"the weights from sequence {start}") for start, given in stages]
+        starts = [start for start, _ in stages]
+        if starts[:1] != [0] or starts != sorted(set(starts)) or any(start % block_size for start in starts):
+            raise UsageError(
+                f"mixture: the stages start at sequences {starts}; expected 0 first, then rising multiples of the "
+                f"block size {block_size}"
+            )
+        shares = [_shares(of_stage, datasets, f"the weights from sequence {start}") for start, of_stage in stages]
         self.datasets = dict(datasets)
         self.names = tuple(name for name in datasets if any(share.get(name, 0) > 0 for share in shares))
         for name in self.names:
@@ -208,9 +171,9 @@ class Mixture(Generic[Item]):
                 raise UsageError(f"mixture: dataset {name!r} has a weight but no examples; give it weight 0 or data")
         self.block_size, self.stop, self.shuffle_blocks = block_size, stop, shuffle_blocks
         self._block_key = stream_key(seed, "blocks")
-        self._stages = _plan([start for start, _ in stages], shares, self.names, block_size)
+        self._stages = _plan(starts, shares, self.names, block_size)
         self._epochs = [Epochs(len(datasets[name]), stream_key(seed, "dataset", name), shuffle) for name in self.names]
-        self._block = functools.lru_cache(maxsize=4)(self._draw_block)  # one batch after the other is of one block
+        self._block = functools.lru_cache(maxsize=4)(self._sample_block)  # consecutive batches are in one block
         self._length = self._end()
 
     @property
@@ -220,13 +183,8 @@ class Mixture(Generic[Item]):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError(f"a mixture with stop={self.stop!r} goes on for ever here and has no length")
+            raise TypeError(f"a mixture with stop={self.stop!r} never ends here and has no length")
         return self._length
-
-    def __getitem__(self, position: int) -> tuple[str, int]:
-        """The dataset at a position and the index of its example."""
-        components, indices = self.lookup(np.array([position]))
-        return self.names[components[0]], int(indices[0])
 
     def examples(self, positions: Indices) -> list[Item]:
         """The examples at many positions."""
@@ -239,19 +197,19 @@ class Mixture(Generic[Item]):
         end = math.inf if self._length is None else self._length
         if positions.size and (positions.min() < 0 or positions.max() >= end):
             raise IndexError(f"positions {positions.min()} to {positions.max()} of a mixture with {end} examples")
-        components, drawn = np.empty_like(positions), np.empty_like(positions)
+        components, ranks = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions, np.int64(self.block_size))
         by_block = np.argsort(blocks, kind="stable")
         for chosen in np.split(by_block, np.flatnonzero(np.diff(blocks[by_block])) + 1) if positions.size else []:
-            of_block, drawn_of_block = self._block(int(blocks[chosen[0]]))
-            components[chosen], drawn[chosen] = of_block[places[chosen]], drawn_of_block[places[chosen]]
+            of_block, ranks_of_block = self._block(int(blocks[chosen[0]]))
+            components[chosen], ranks[chosen] = of_block[places[chosen]], ranks_of_block[places[chosen]]
         indices = np.empty_like(positions)
         for number in np.unique(components):
             theirs = components == number
-            indices[theirs] = self._epochs[number](drawn[theirs])
+            indices[theirs] = self._epochs[number](ranks[theirs])
         return components, indices
 
-    def _draw_block(self, block: int) -> tuple[Indices, Indices]:
+    def _sample_block(self, block: int) -> tuple[Indices, Indices]:
         """The dataset at each place of a block, and how many examples of it stand before that place in the mixture."""
         stage = self._stages[bisect_right(self._stages, block, key=lambda stage: stage.first_block) - 1]
         components = np.repeat(np.arange(len(self.names)), stage.counts)
@@ -260,21 +218,21 @@ class Mixture(Generic[Item]):
             components = components[order]
         # Counted in order of appearance, so that an unshuffled dataset is read in order and ends at its last example.
         starts = np.cumsum(stage.counts) - stage.counts
-        drawn = np.empty_like(components)
-        drawn[np.argsort(components, kind="stable")] = np.arange(self.block_size) - np.repeat(starts, stage.counts)
+        ranks = np.empty_like(components)
+        ranks[np.argsort(components, kind="stable")] = np.arange(self.block_size) - np.repeat(starts, stage.counts)
         before = stage.before + (block - stage.first_block) * stage.counts
-        return components, drawn + before[components]
+        return components, ranks + before[components]
 
     def _end(self) -> int | None:
         if self.stop == "restart":
             return None
-        ends = [self._drawn_whole_at(number) for number in range(len(self.names))]
+        ends = [self._exhausted_at(number) for number in range(len(self.names))]
         reached = [end for end in ends if end is not None]
         if self.stop == "first_exhausted":
             return min(reached, default=None)
         return max(reached) if len(reached) == len(ends) else None
 
-    def _drawn_whole_at(self, number: int) -> int | None:
+    def _exhausted_at(self, number: int) -> int | None:
         """The position after the last example of a dataset's first pass, None where no stage gets there."""
         length = self._epochs[number].length
         for stage, following in zip(self._stages, [*self._stages[1:], None], strict=True):
@@ -282,64 +240,10 @@ class Mixture(Generic[Item]):
             blocks = math.inf if following is None else following.first_block - stage.first_block
             if count > 0 and missing <= count * blocks:
                 block = stage.first_block + (missing - 1) // count
-                components, drawn = self._block(block)
-                place = int(np.flatnonzero((components == number) & (drawn == length - 1))[0])
+                components, ranks = self._block(block)
+                place = int(np.flatnonzero((components == number) & (ranks == length - 1))[0])
                 return block * self.block_size + place + 1
         return None
-
-
-class BatchSchedule:
-    """Batch sizes that change at given steps, and the position in the data at which each step begins."""
-
-    def __init__(self, stages: Sequence[tuple[int, int]]) -> None:
-        starts = [start for start, _ in stages]
-        if not stages or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
-            raise UsageError(f"batch sizes {list(stages)}: give [(step, size), …], from step 0 on and in rising order")
-        if any(size < 1 for _, size in stages):
-            raise UsageError(f"batch sizes {list(stages)}: a batch has at least one sequence")
-        self._starts, self._sizes, self._offsets = starts, [size for _, size in stages], [0]
-        for steps, size in zip(np.diff(starts).tolist(), self._sizes, strict=False):
-            self._offsets.append(self._offsets[-1] + steps * size)
-
-    def size(self, step: int) -> int:
-        """Sequences in the batch of a step."""
-        return self._sizes[self._stage(step)]
-
-    def offset(self, step: int) -> int:
-        """Sequences in all the batches before a step."""
-        stage = self._stage(step)
-        return self._offsets[stage] + (step - self._starts[stage]) * self._sizes[stage]
-
-    def positions(self, step: int) -> Indices:
-        """The positions of the batch of a step."""
-        return self.offset(step) + np.arange(self.size(step))
-
-    def rescale(self, stages: Stages) -> list[tuple[int, Weights]]:
-        """Stages of a mixture that start at steps, as stages that start at sequences."""
-        return [(self.offset(step), weights) for step, weights in stages]
-
-    def _stage(self, step: int) -> int:
-        if step < 0:
-            raise IndexError(f"step {step}: steps count from 0")
-        return bisect_right(self._starts, step) - 1
-
-
-def _check_starts(stages: Stages, block_size: int) -> None:
-    if block_size < 1:
-        raise UsageError(f"mixture: block_size is {block_size}; it must be at least 1")
-    starts = [start for start, _ in stages]
-    if not starts or starts[0] != 0:
-        raise UsageError(f"mixture: the first stage must start at sequence 0; the stages start at {starts}")
-    for before, start in pairwise(starts):
-        if start <= before:
-            raise UsageError(f"mixture: the stages must start one after the other; they start at {starts}")
-    for start in starts:
-        if start % block_size:
-            below = start // block_size * block_size
-            raise UsageError(
-                f"mixture: a stage starts at sequence {start}, in the middle of a block of {block_size}; "
-                f"start it at {below} or {below + block_size}, or choose a block size that divides {start}"
-            )
 
 
 def _shares(weights: Weights, datasets: Mapping[str, Any], what: str) -> dict[str, float]:
@@ -364,7 +268,7 @@ def _plan(starts: list[int], shares: list[dict[str, float]], names: tuple[str, .
             enough += 1
         raise UsageError(
             f"mixture: dataset {smallest[1]!r} has {smallest[0]:.3g} of the weight, less than one example in a block "
-            f"of {block_size}, and would never be drawn; set block_size to at least {enough}, or its weight to 0"
+            f"of {block_size}, and would never be sampled; set block_size to at least {enough}, or its weight to 0"
         )
     stages: list[_Stage] = []
     for start, share in zip(starts, shares, strict=True):

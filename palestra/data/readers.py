@@ -6,6 +6,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from palestra.data.cache import MARKER
-from palestra.data.remote import VERSION_KEYS, open_filesystem
+from palestra.data.remote import open_filesystem, version_of
 from palestra.errors import MissingExtra, PalestraError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Listing = dict[str, dict[str, Any]]  # by path, what the file system says of a f
 TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML = ".txt", ".jsonl", ".json", ".parquet", ".arrow", ".html"
 FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML)  # a page of HTML is a text; only a data step reads more of it
 COMPRESSED = (".gz", ".zst")
-ABOUT = (MARKER, "dataset_info.json", "dataset_infos.json")  # what lies beside data and tells of it
+ABOUT = (MARKER, "dataset_info.json", "dataset_infos.json")  # metadata next to the data
 COUNTS, STEP_FOLDERS = "counts.json", ("docs", "files")  # of a data step: what it did, and where its rows are
 CHUNK = 1 << 16  # characters, or bytes, read at once
 LONGEST_TOKEN = 16  # characters of a JSON literal or escape that may be cut in two
@@ -57,7 +58,7 @@ class Shard:
         return "://" not in self.path
 
     def place(self, number: int) -> str:
-        """What a person looks for to find a row again: file and line, or file and row."""
+        """Where a row is, for messages: file and line, or file and row."""
         lines = self.format in (JSON_LINES, JSON) or self.split == "\n"
         return f"{self.path}:{number}" if lines else f"{self.path}, row {number}"
 
@@ -69,7 +70,7 @@ class Shard:
     def checksum(self) -> str:
         """SHA-256 of its bytes."""
         files, path = open_filesystem(self.path)
-        with _open(files, path) as file:
+        with cast(io.BufferedReader, files.open(path, "rb")) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -78,16 +79,14 @@ def shards(where: str | Path | Sequence[str | Path], *, split: str | None = None
 
     A folder gives the files of the one format that is in it, at any depth; one that `datasets` saved, its Arrow files.
     """
-    several = [where] if isinstance(where, str | Path) else where
-    found = [shard for one in several for shard in _find(str(one), split)]
-    seen: set[str] = set()
-    for shard in found:
-        if shard.path in seen:
-            raise UsageError(f"{shard.path} is given twice; give it once, and more weight in the mixture")
-        seen.add(shard.path)
-    if not found:
+    places = [where] if isinstance(where, str | Path) else where
+    files = [shard for place in places for shard in _find(str(place), split)]
+    if not files:
         raise UsageError("no data files were given")
-    return found
+    path, count = Counter(shard.path for shard in files).most_common(1)[0]
+    if count > 1:
+        raise UsageError(f"{path} is given twice; give it once, and more weight in the mixture")
+    return files
 
 
 def read_rows(shard: Shard, *, text_key: str = "text") -> Iterator[Row]:
@@ -96,7 +95,7 @@ def read_rows(shard: Shard, *, text_key: str = "text") -> Iterator[Row]:
 
 
 def numbered_rows(shard: Shard, *, text_key: str = "text") -> Iterator[tuple[int, Row]]:
-    """The rows of a shard, each with the number that `shard.place` makes findable: its line, or its count from 1."""
+    """The rows of a shard, each with the number that `shard.place` takes: its line, or its count from 1."""
     with _opened(shard) as stream:
         if shard.format == PARQUET:
             yield from enumerate(_parquet(shard, stream), 1)
@@ -107,7 +106,7 @@ def numbered_rows(shard: Shard, *, text_key: str = "text") -> Iterator[tuple[int
         elif shard.format == JSON:
             yield from _json(shard, stream)
         else:
-            # As open() does, "\r\n" becomes "\n"; a byte-order mark is no text.
+            # As open() does, "\r\n" becomes "\n"; a byte-order mark is not text.
             text = io.TextIOWrapper(stream, encoding="utf-8-sig")
             for number, document in _documents(text, shard.split):
                 yield number, {text_key: document}
@@ -125,14 +124,13 @@ def _find(where: str, split: str | None) -> list[Shard]:
             raise UsageError(f"no file matches {where}")
     else:
         raise UsageError(f"there is no file or folder {where}")
-    found = [_shard(files, one, info, split) for one, info in sorted(listed.items()) if info["type"] != "directory"]
-    for shard in found:
-        if shard.format not in FORMATS:
-            raise UsageError(
-                f"{shard.path}: its name does not say what is in it; it can end in {', '.join(FORMATS)}, "
-                f"with {' or '.join(COMPRESSED)} after text and JSON"
-            )
-    return found
+    shards = [_shard(files, one, info, split) for one, info in sorted(listed.items()) if info["type"] != "directory"]
+    if unknown := [shard.path for shard in shards if shard.format not in FORMATS]:
+        raise UsageError(
+            f"{unknown[0]}: unknown format; the name can end in {', '.join(FORMATS)}, with {' or '.join(COMPRESSED)} "
+            "after text and JSON"
+        )
+    return shards
 
 
 def _in_folder(files: "AbstractFileSystem", path: str, where: str) -> Listing:
@@ -143,14 +141,17 @@ def _in_folder(files: "AbstractFileSystem", path: str, where: str) -> Listing:
     if f"{path}/dataset_info.json" in listed and (state := f"{path}/state.json") in listed:
         names = [f"{path}/{entry['filename']}" for entry in json.loads(files.cat_file(state))["_data_files"]]
         if missing := [name for name in names if name not in listed]:
-            raise UsageError(f"{where} is not whole: {', '.join(missing)} is missing; save or copy it again")
+            raise UsageError(f"{where} is incomplete: {', '.join(missing)} is missing; save or copy it again")
         return {name: listed[name] for name in names}
     if f"{path}/{COUNTS}" in listed:  # the output of a data step
-        rows = [f"{path}/{folder}/" for folder in STEP_FOLDERS]
-        listed = {one: info for one, info in listed.items() if one.startswith(tuple(rows))} or listed
-    seen = {one: info for one, info in listed.items() if "/." not in one[len(path) :]}
-    data = {one: seen[one] for one in seen if _format(one) in FORMATS and one.rsplit("/", 1)[-1] not in ABOUT}
-    formats = sorted({_format(one) for one in data})
+        rows = tuple(f"{path}/{folder}/" for folder in STEP_FOLDERS)
+        listed = {name: info for name, info in listed.items() if name.startswith(rows)} or listed
+    data = {
+        name: info
+        for name, info in listed.items()
+        if "/." not in name[len(path) :] and _format(name) in FORMATS and name.rsplit("/", 1)[-1] not in ABOUT
+    }
+    formats = sorted({_format(name) for name in data})
     if not data:
         raise UsageError(f"{where} has no files that end in {', '.join(FORMATS)}, with or without compression")
     if len(formats) > 1:
@@ -162,28 +163,23 @@ def _in_folder(files: "AbstractFileSystem", path: str, where: str) -> Listing:
 
 
 def _shard(files: "AbstractFileSystem", path: str, info: dict[str, Any], split: str | None) -> Shard:
-    stamp = next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
     remote = "file" not in ([files.protocol] if isinstance(files.protocol, str) else files.protocol)
-    return Shard(files.unstrip_protocol(path) if remote else path, info["size"], stamp, split)
+    return Shard(files.unstrip_protocol(path) if remote else path, info["size"], version_of(info) or "", split)
 
 
 def _format(path: str) -> str:
     suffixes = Path(path.rsplit("/", 1)[-1]).suffixes
     packed = bool(suffixes) and suffixes[-1] in COMPRESSED
-    found = suffixes[-2] if packed and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
-    return "" if packed and found in (PARQUET, ARROW) else found
-
-
-def _open(files: "AbstractFileSystem", path: str) -> io.BufferedReader:
-    return cast(io.BufferedReader, files.open(path, "rb"))
+    ending = suffixes[-2] if packed and len(suffixes) > 1 else suffixes[-1] if suffixes else ""
+    return "" if packed and ending in (PARQUET, ARROW) else ending
 
 
 @contextmanager
 def _opened(shard: Shard) -> Iterator[io.BufferedReader]:
-    """The file, decompressed; what fails in it is told with its name."""
+    """The file, decompressed; errors name it."""
     files, path = open_filesystem(shard.path)
     try:
-        with _open(files, path) as raw:
+        with cast(io.BufferedReader, files.open(path, "rb")) as raw:
             if path.endswith(".gz"):
                 yield cast(io.BufferedReader, gzip.GzipFile(fileobj=raw))
             elif path.endswith(".zst"):
@@ -191,7 +187,7 @@ def _opened(shard: Shard) -> Iterator[io.BufferedReader]:
             else:
                 yield raw
     except FileNotFoundError as error:
-        raise PalestraError(f"{shard.path} is gone since it was listed") from error
+        raise PalestraError(f"{shard.path} was removed since it was listed") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:  # Arrow's errors are ValueErrors
         raise PalestraError(f"{shard.path} cannot be read: {error}") from error
 
@@ -244,7 +240,7 @@ def _json(shard: Shard, stream: io.BufferedReader) -> Iterator[tuple[int, Row]]:
             try:
                 row, end = DECODER.raw_decode(buffer, at)
             except json.JSONDecodeError as error:
-                # Perhaps only cut off by the end of what has been read. An error further up stays one.
+                # Perhaps the value only continues beyond what has been read. An error further up stays one.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(buffer) - LONGEST_TOKEN
                 if cut and (more := text.read(max(CHUNK, len(buffer)))):
                     buffer, at, counted = buffer[at:] + more, 0, 0
@@ -254,7 +250,7 @@ def _json(shard: Shard, stream: io.BufferedReader) -> Iterator[tuple[int, Row]]:
             yield line, _checked(shard, line, row)
             state, at = "in list" if state.startswith("in list") else "one after the other", end
     if state.startswith("in list"):
-        raise _bad(shard, line, "the list is not closed: the file is cut off")
+        raise _bad(shard, line, "the list is not closed: the file is truncated")
 
 
 def _checked(shard: Shard, number: int, row: Any) -> Row:

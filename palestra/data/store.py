@@ -9,7 +9,7 @@ A folder with
 
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ END, FLAG = np.dtype("<i8"), np.dtype("?")  # on disk
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard as it was when it was tokenized, and what it gave."""
+    """A shard as it was when it was tokenized, and its counts."""
 
     shard: Shard
     checksum: str | None
@@ -40,7 +40,7 @@ class ShardRecord:
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> "ShardRecord":
-        """The record in a ledger or beside a part."""
+        """From a ledger or the record of a part."""
         fields: dict[str, Any] = {**data, "shard": Shard(**data["shard"])}
         return cls(**fields)
 
@@ -82,28 +82,29 @@ class Ledger:
         return cls(**fields)
 
     def write(self, folder: Path) -> None:
-        """Write it, whole at once."""
+        """Write it atomically."""
         write_json(folder / LEDGER, {"format": FORMAT, **asdict(self)})
 
-    def check_tokenizer(self, fingerprint: str, tokenizer: str, folder: Path) -> None:
-        """Refuse another tokenizer than the store's, naming both."""
-        if fingerprint != self.fingerprint:
-            raise UsageError(
-                f"{folder} was tokenized with {self.tokenizer} ({self.fingerprint[:12]}), and {tokenizer} "
-                f"({fingerprint[:12]}) gives other tokens; use the store's tokenizer, or build into another folder"
-            )
-
     def check_recipe(self, wanted: "Ledger", folder: Path) -> None:
-        """Refuse a store that was made otherwise than is wanted."""
-        self.check_tokenizer(wanted.fingerprint, wanted.tokenizer, folder)
+        """Refuse a store with another tokenizer or recipe than is wanted."""
+        if wanted.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"{folder} was tokenized with {self.tokenizer} ({self.fingerprint[:12]}), and {wanted.tokenizer} "
+                f"({wanted.fingerprint[:12]}) gives other tokens; use the store's tokenizer, or another folder"
+            )
         # As JSON, since one of them has been on disk: a tuple is a list there.
-        here, there = (json.loads(json.dumps({**one.recipe, "masked": one.masked})) for one in (self, wanted))
-        for key in sorted({*here, *there}):
-            if here.get(key) != there.get(key):
-                raise UsageError(
-                    f"{folder} was built with {key} = {here.get(key)!r}, and {there.get(key)!r} is asked for; "
-                    "build into another folder, or remove this one"
-                )
+        before, now = (json.loads(json.dumps({**one.recipe, "masked": one.masked})) for one in (self, wanted))
+        check_same(folder, before, now)
+
+
+def check_same(folder: Path, before: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse to resume in a folder that was begun with other arguments."""
+    for key in sorted({*before, *wanted}):
+        if before.get(key) != wanted.get(key):
+            raise UsageError(
+                f"{folder} was begun with {key} = {before.get(key)!r}, not {wanted.get(key)!r}; "
+                "give another folder, or remove this one"
+            )
 
 
 class TokenStore:
@@ -122,22 +123,15 @@ class TokenStore:
         """(tokens), None where all are trained on"""
 
     @classmethod
-    def open(cls, folder: Path | str, *, fingerprint: str | None = None, tokenizer: str = "this one") -> "TokenStore":
-        """Open a finished store; where a tokenizer's fingerprint is given (and its name), only one made with it."""
+    def open(cls, folder: Path | str) -> "TokenStore":
+        """Open a finished store."""
         folder = Path(folder)
         ledger = Ledger.read(folder)
         if ledger is None:
             raise UsageError(f"there is no token store at {folder}")
         if not ledger.finished:
-            raise PalestraError(f"the token store {folder} is not finished; build it again to go on where it stopped")
-        if fingerprint is not None:
-            ledger.check_tokenizer(fingerprint, tokenizer, folder)
+            raise PalestraError(f"the token store {folder} is not finished; build it again to resume where it stopped")
         return cls(folder, ledger)
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of its tokenizer."""
-        return self.ledger.fingerprint
 
     def __len__(self) -> int:
         """How many documents."""
@@ -159,13 +153,10 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     size = path.stat().st_size if path.exists() else 0
     if size != length * dtype.itemsize:
         raise PalestraError(
-            f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was cut off or changed; "
+            f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was truncated or changed; "
             "copy the store again, or remove it and build it"
         )
     return np.memmap(path, dtype, mode="r", shape=(length,))
-
-
-OverLong = Literal["truncate", "error"]
 
 
 @dataclass(frozen=True)
@@ -205,7 +196,9 @@ class Windows:
 class Documents:
     """One document an example; of one longer than `max_length` the end is cut, or it is refused."""
 
-    def __init__(self, store: TokenStore, max_length: int, over_long: OverLong = "truncate") -> None:
+    def __init__(
+        self, store: TokenStore, max_length: int, over_long: Literal["truncate", "error"] = "truncate"
+    ) -> None:
         if max_length < 1:
             raise UsageError(f"documents of at most {max_length} tokens are empty")
         self.store = store
@@ -299,12 +292,12 @@ def balanced(lengths: Sequence[int], bins: int) -> list[list[int]]:
 def _joined(one: list[Bin], other: list[Bin], bins: int) -> list[Bin]:
     """The fullest bin of one with the emptiest of the other, and so on; the lists of indices are used up."""
     alone = bins - len(other)  # the first bins of one meet empty ones
-    found = one[:alone] + other[: bins - len(one)]
+    joined = one[:alone] + other[: bins - len(one)]
     for (a, b, first, x), (c, d, _, y) in zip(one[alone:], reversed(other[bins - len(one) :]), strict=True):
         x, y = (x, y) if len(x) >= len(y) else (y, x)
         x += y  # the longer one grows: no index is copied more than log n times
-        found.append((a + c, b + d, first, x))
-    return sorted(found)
+        joined.append((a + c, b + d, first, x))
+    return sorted(joined)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -53,16 +53,29 @@ def byte_level_document(
     if family not in FAMILIES:
         raise UsageError(f"unknown pre-tokenizer {family!r}; known are {', '.join(FAMILIES)}")
     rules = FAMILIES[family]
+    return tokenizer_document(
+        bpe_model(vocabulary, merges, ignore_merges=rules.ignore_merges),
+        added=added,
+        normalizer=rules.normalizer,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": list(rules.steps)},
+        decoder=_byte_level(use_regex=True),
+    )
+
+
+def tokenizer_document(
+    model: dict[str, Any], *, added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
+) -> dict[str, Any]:
+    """A tokenizer.json that does nothing but normalize, cut and merge."""
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": list(added),
-        "normalizer": rules.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(rules.steps)},
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": _byte_level(use_regex=True),
-        "model": bpe_model(vocabulary, merges, ignore_merges=rules.ignore_merges),
+        "decoder": decoder,
+        "model": model,
     }
 
 
@@ -102,17 +115,8 @@ _VOCABULARIES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 _FAMILY_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What a folder says of a tokenizer: tokenizer.json, tokenizer_config.json and the chat template beside them."""
-
-    document: dict[str, Any]
-    config: dict[str, Any]
-    chat_template: str | None
-
-
-def read_folder(folder: Path) -> TokenizerFiles:
-    """Read a tokenizer folder of any of the published layouts."""
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """tokenizer.json, tokenizer_config.json and the chat template of a folder in any of the published layouts."""
     config = _json(folder / "tokenizer_config.json")
     legacy = _json(folder / "special_tokens_map.json")
     for key in (*NAMED, "additional_special_tokens"):
@@ -121,12 +125,12 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if (folder / "tokenizer.json").exists():
         document = _json(folder / "tokenizer.json")
         if "model" not in document:
-            raise UsageError(f"{folder / 'tokenizer.json'} is no Hugging Face tokenizer: it has no 'model'")
+            raise UsageError(f"{folder / 'tokenizer.json'} is not a Hugging Face tokenizer: it has no 'model'")
     else:
         document = _from_merges(folder, config)
     template = folder / "chat_template.jinja"
-    written = template.read_text(encoding="utf-8") if template.exists() else template_in(config)
-    return TokenizerFiles(with_declared_tokens(document, config, folder), config, written)
+    text = template.read_text(encoding="utf-8") if template.exists() else template_in(config)
+    return with_declared_tokens(document, config, folder), config, text
 
 
 def template_in(config: dict[str, Any]) -> str | None:
@@ -155,7 +159,9 @@ def with_declared_tokens(document: dict[str, Any], config: dict[str, Any], sourc
     for name in _LISTED:
         listed = config.get(name) or []
         special += _contents([*listed.values()] if isinstance(listed, dict) else listed)
-    vocabulary = model_vocabulary(document)
+    vocabulary = document["model"]["vocab"]
+    if not isinstance(vocabulary, dict):  # Unigram: [piece, score] by id
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
     for content in special:
         if content in added:
             added[content] = {**added[content], "special": True}
@@ -169,21 +175,13 @@ def with_declared_tokens(document: dict[str, Any], config: dict[str, Any], sourc
     return {**document, "added_tokens": sorted(added.values(), key=lambda entry: entry["id"])}
 
 
-def model_vocabulary(document: dict[str, Any]) -> dict[str, int]:
-    """The ids of a tokenizer.json's model, without its added tokens."""
-    entries = document["model"]["vocab"]
-    if isinstance(entries, dict):
-        return entries
-    return {entry[0]: index for index, entry in enumerate(entries)}  # Unigram: [piece, score] by id
-
-
 def _from_merges(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     for vocabulary_file, merges_file in _VOCABULARIES:
         if (folder / vocabulary_file).exists() and (folder / merges_file).exists():
             break
     else:
         raise UsageError(
-            f"{folder} holds no tokenizer: it has neither tokenizer.json nor "
+            f"{folder} is not a tokenizer: it has neither tokenizer.json nor "
             + " nor ".join(" with ".join(pair) for pair in _VOCABULARIES)
         )
     written = config.setdefault("tokenizer_class", "GPT2Tokenizer")

@@ -9,7 +9,6 @@ import secrets
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, takewhile
 from pathlib import Path
@@ -26,36 +25,51 @@ from palestra.data.tokenizer_files import (
     named_tokens,
     read_folder,
     template_in,
+    tokenizer_document,
     with_declared_tokens,
 )
 from palestra.errors import UsageError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: Latin-1 where it prints, U+0100 and on for the other 68 bytes."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+# GPT-2's printable character for each byte: Latin-1 where it prints, U+0100 and on for the other 68 bytes.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 
 
-_BYTES = _byte_alphabet()
-
-
-@dataclass(frozen=True)
 class Spelling:
-    """How printed tokens become bytes, and how many spaces the start of a text has too many.
+    """How printed tokens become bytes, as a tokenizer.json's `decoder` describes it; others are refused by name.
 
     Two families cover the language models: byte-level (GPT-2, Llama 3, Qwen), where each printed character is a byte,
     and SentencePiece-like (Llama 2, Mistral), where a sign stands for the space, `<0x0A>` for a byte, and the space
     put before every text is taken away again.
     """
 
-    byte_level: bool
-    replacements: tuple[tuple[str, str], ...]
-    byte_fallback: bool
-    leading_spaces: int
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        self.byte_level = self.byte_fallback = False
+        self.replacements: list[tuple[str, str]] = []
+        self.leading_spaces = 0
+        """Spaces at the start of a text that are not part of it."""
+        steps: list[dict[str, Any]] = (decoder or {"type": "none"}).get("decoders") or [decoder or {"type": "none"}]
+        for step in steps:
+            match step:
+                case {"type": "ByteLevel"}:
+                    self.byte_level = True
+                case {"type": "ByteFallback"}:
+                    self.byte_fallback = True
+                case {"type": "Fuse"}:
+                    pass
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    self.replacements.append((old, new))
+                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                    self.leading_spaces = start
+                case _:
+                    raise UsageError(
+                        f"tokenizer.json has the decoder {step['type']!r}, whose text cannot be assembled token by "
+                        "token. Supported are ByteLevel, and Replace (of a string), ByteFallback, Fuse and Strip (of "
+                        "leading spaces) in a Sequence"
+                    )
 
     def bytes_of(self, printed: str) -> bytes:
         """The bytes of one ordinary token (an added token is its own text)."""
@@ -70,36 +84,6 @@ class Spelling:
         return printed.encode()
 
 
-def read_spelling(decoder: dict[str, Any] | None) -> Spelling:
-    """The spelling that a tokenizer.json's `decoder` describes; one that is not understood is refused by name."""
-    steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    byte_level, fallback, spaces, replacements = False, False, 0, []
-    for step in steps:
-        match step:
-            case {"type": "ByteLevel"}:
-                byte_level = True
-            case {"type": "ByteFallback"}:
-                fallback = True
-            case {"type": "Fuse"}:
-                pass
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                replacements.append((old, new))
-            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
-                spaces = start
-            case _:
-                raise _refusal(step["type"])
-    if not steps:
-        raise _refusal("none")
-    return Spelling(byte_level, tuple(replacements), fallback, spaces)
-
-
-def _refusal(kind: str) -> UsageError:
-    return UsageError(
-        f"tokenizer.json has the decoder {kind!r}, whose text cannot be put together piece by piece. Supported are "
-        "ByteLevel, and Replace (of a string), ByteFallback, Fuse and Strip (of leading spaces) in a Sequence"
-    )
-
-
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 # The template of the tokenizers made here. Each turn is closed by a token that is trained, as encode_chat sees to.
@@ -112,9 +96,9 @@ CHATML = (
 class Tokenizer:
     """A Hugging Face tokenizer and what a model needs to know of it.
 
-    Inside, the special tokens go by secret names drawn when the object is made, in the vocabulary too. The string
+    Inside, the special tokens have random names made with the object, in the vocabulary too. The string
     `<|im_end|>` in a text is then ordinary text, whatever the model's merges or pieces would make of it; only where
-    the caller says that special strings count are they replaced by their secret names. Tokens that were added but are
+    the caller allows special strings are they replaced by these names. Tokens that were added but are
     not special (Qwen's `<think>`) are always found.
     """
 
@@ -125,7 +109,7 @@ class Tokenizer:
         self.config = config
         self.chat_template = chat_template
         self.named_specials = named_tokens(config)
-        self._serialised = json.dumps(document, ensure_ascii=False)
+        self._serialized = json.dumps(document, ensure_ascii=False)
         added = document["added_tokens"]
         self.special_ids: frozenset[int] = frozenset(entry["id"] for entry in added if entry["special"])
         self.special_strings: tuple[str, ...] = tuple(entry["content"] for entry in added if entry["special"])
@@ -139,27 +123,27 @@ class Tokenizer:
         except Exception as error:  # the library has no narrower one
             raise UsageError(f"tokenizer {name}: its tokenizer.json is not understood: {error}") from error
         for entry in added:
-            given = self._backend.token_to_id(self._secret.get(entry["content"], entry["content"]))
-            if given != entry["id"]:
+            actual = self._backend.token_to_id(self._secret.get(entry["content"], entry["content"]))
+            if actual != entry["id"]:
                 raise UsageError(
-                    f"tokenizer {name}: the added token {entry['content']!r} is said to have the id {entry['id']} but "
-                    f"gets {given}; the ids of added tokens must follow the vocabulary without gaps"
+                    f"tokenizer {name}: the added token {entry['content']!r} is listed with the id {entry['id']} but "
+                    f"gets {actual}; the ids of added tokens must follow the vocabulary without gaps"
                 )
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        self._spelling = read_spelling(document.get("decoder"))
+        self._spelling = Spelling(document.get("decoder"))
         self._pieces: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json, or a vocabulary with merges, and the configs and the chat template beside it."""
-        files = read_folder(Path(folder))
-        return cls(files.document, files.config, name=Path(folder).resolve().name, chat_template=files.chat_template)
+        """Read tokenizer.json, or a vocabulary with merges, and the configs and the chat template next to it."""
+        document, config, template = read_folder(Path(folder))
+        return cls(document, config, name=Path(folder).resolve().name, chat_template=template)
 
     def save(self, folder: Path) -> None:
         """Write a folder that `load` and transformers' AutoTokenizer read to the same ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self._serialised, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self._serialized, encoding="utf-8")
         # Any other class lets transformers 5 build its own rules over the vocabulary and pass over those in
         # tokenizer.json: SmolLM's, a GPT2Tokenizer, would lose its rule for digits.
         config = {**self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -186,7 +170,7 @@ class Tokenizer:
 
         Chat templates write their own.
         """
-        names = _opening(json.loads(self._serialised).get("post_processor"))
+        names = _opening(json.loads(self._serialized).get("post_processor"))
         if not names and self.config.get("add_bos_token") and self.bos is not None:
             return (self.bos,)
         ids = (self._backend.token_to_id(self._secret.get(name, name)) for name in names)
@@ -211,7 +195,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that decides which ids a text gets, whatever order or spacing the file had."""
-        document = json.loads(self._serialised)
+        document = json.loads(self._serialized)
         rules = {key: value for key, value in document.items() if key not in ("truncation", "padding")}
         return hashlib.sha256(json.dumps(rules, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -226,7 +210,7 @@ class Tokenizer:
         """The ids of many texts, on all cores; strings like `<|im_end|>` are text."""
         texts = list(texts)
         try:
-            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         except Exception as error:
             raise self._explained(texts, error) from error
 
@@ -238,7 +222,7 @@ class Tokenizer:
         """
         renamed: list[str] = []
         # Secret names are longer than what they stand for: where in the renamed text each stretch begins, and how much
-        # longer the renamed text has become by then.
+        # longer the renamed text is by then.
         starts, surplus, length = [0], [0], 0
         for text, specials in parts:
             last = 0
@@ -253,20 +237,20 @@ class Tokenizer:
             length += len(renamed[-1])
         whole = "".join(renamed)
         try:
-            found = self._backend.encode(whole, add_special_tokens=False)
+            encoding = self._backend.encode(whole, add_special_tokens=False)
         except Exception as error:
             raise self._explained([whole], error) from error
 
         def original(position: int) -> int:
             return position - surplus[bisect_right(starts, position) - 1]
 
-        return found.ids, [(original(start), original(end)) for start, end in found.offsets]
+        return encoding.ids, [(original(start), original(end)) for start, end in encoding.offsets]
 
     def decode(self, ids: Sequence[int], *, specials: bool = False, continues: bool = False) -> str:
         """The text of ids; special tokens are left out unless `specials`.
 
-        Tokenizers that put a space before every text (Llama 2) lose it again here, unless the ids are said to
-        continue a text. Bytes that are no UTF-8 become U+FFFD.
+        The space that some tokenizers put before every text (Llama 2) is removed again, unless the ids continue a text.
+        Bytes that are not UTF-8 become U+FFFD.
         """
         stream = Detokenizer(self, specials=specials, continues=continues)
         return stream.push(ids) + stream.finish()
@@ -289,24 +273,21 @@ class Tokenizer:
         """The library's error, in terms of the text that caused it."""
         for text in texts:
             if lone := re.search("[\ud800-\udfff]", text):
-                return UsageError(f"the text is no valid Unicode: character {lone.start()} is half a surrogate pair")
+                return UsageError(f"the text is not valid Unicode: character {lone.start()} is half a surrogate pair")
         if isinstance(self._backend.model, models.WordLevel):
+            for name in self._secret.values():
+                texts = [text.replace(name, "") for text in texts]
             known = self._backend.get_vocab()
-            unknown = sorted({c for text in texts for c in self._without_specials(text) if c not in known})
+            unknown = sorted({character for text in texts for character in text if character not in known})
             return UsageError(
                 f"the tokenizer {self.name} has no token for {', '.join(map(repr, unknown))}: it knows the "
                 f"{len(known) - len(self._added)} characters it was made with"
             )
         return UsageError(f"the tokenizer {self.name} cannot encode the text: {error}")
 
-    def _without_specials(self, text: str) -> str:
-        for name in self._secret.values():
-            text = text.replace(name, "")
-        return text
-
 
 class Detokenizer:
-    """Text out of ids as they come: never half a character, and all pushes together are `decode` of all ids."""
+    """Streaming `decode`: never half a character, and all pushes together are `decode` of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, specials: bool = False, continues: bool = False):
         self._piece = tokenizer.piece
@@ -315,7 +296,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these ids make certain."""
+        """The text that is complete with these ids."""
         data = b"".join(self._piece(token) for token in ids if token not in self._left_out)
         while self._spaces and data:
             self._spaces = self._spaces - 1 if data[0] == 0x20 else 0
@@ -323,7 +304,7 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def finish(self) -> str:
-        """What is left when no more ids come: U+FFFD for a character that never became whole."""
+        """The rest at the end: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -390,7 +371,7 @@ def _opening(processor: dict[str, Any] | None) -> list[str]:
     if processor is None:
         return []
     if processor["type"] == "Sequence":
-        return [name for one in processor["processors"] for name in _opening(one)]
+        return [name for part in processor["processors"] for name in _opening(part)]
     if processor["type"] != "TemplateProcessing":
         return []
     pieces = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
@@ -438,7 +419,7 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
 
     The file holds the longest token's length, then a score, a length and the bytes for each token; how many there are
     stands in the model's file. run.c puts a space before the text, looks up each character (or writes its bytes), and
-    merges the neighbours whose joined piece has the highest score, the leftmost first, until none is left. That is BPE
+    merges the neighbors whose joined piece has the highest score, the leftmost first, until none is left. That is BPE
     in which every way to split a piece is a merge, ranked by the piece's score.
     """
     data = Path(path).read_bytes()
@@ -453,9 +434,9 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
             pieces.append(data[place : place + length].decode())
             place += length
     except (struct.error, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no llama2.c tokenizer of {vocab_size} tokens: {error}") from error
+        raise UsageError(f"{path} is not a llama2.c tokenizer of {vocab_size} tokens: {error}") from error
     if place != len(data):
-        raise UsageError(f"{path} has more than the {vocab_size} tokens of the model it is said to belong to")
+        raise UsageError(f"{path} has more than {vocab_size} tokens, the vocabulary of its model")
     pieces[:3] = ("<unk>", "<s>", "</s>")  # the file spells the latter two with line breaks around them
     numbers = {piece: number for number, piece in enumerate(pieces)}
     ordered = sorted(range(3, vocab_size), key=lambda number: -scores[number])
@@ -465,31 +446,16 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
         for cut in range(1, len(piece))
         if piece[:cut] in numbers and piece[cut:] in numbers
     ]
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added_token(piece, number) for number, piece in enumerate(pieces[:3])],
-        "normalizer": {"type": "Prepend", "prepend": " "},
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-        "model": bpe_model(numbers, merges, unknown="<unk>", byte_fallback=True),
-    }
-    config = {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-    }
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    document = tokenizer_document(
+        bpe_model(numbers, merges, unknown="<unk>", byte_fallback=True),
+        added=[added_token(piece, number) for number, piece in enumerate(pieces[:3])],
+        normalizer={"type": "Prepend", "prepend": " "},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, strip]},
+    )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config |= {"add_bos_token": True, "clean_up_tokenization_spaces": False}
     return Tokenizer(document, config, name=Path(path).stem)
 
 
@@ -502,9 +468,9 @@ def from_gguf(fields: dict[str, Any]) -> Tokenizer:
     types: list[int] = list(fields["tokenizer.ggml.token_type"])
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in fields["tokenizer.ggml.merges"])]
     added = [
-        added_token(token, number, special=kind_of_token == _CONTROL)
-        for number, (token, kind_of_token) in enumerate(zip(tokens, types, strict=True))
-        if kind_of_token in (_CONTROL, _USER_DEFINED)
+        added_token(token, number, special=type == _CONTROL)
+        for number, (token, type) in enumerate(zip(tokens, types, strict=True))
+        if type in (_CONTROL, _USER_DEFINED)
     ]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     document = byte_level_document(fields.get("tokenizer.ggml.pre", "gpt-2"), vocabulary, merges, added)
@@ -512,8 +478,7 @@ def from_gguf(fields: dict[str, Any]) -> Tokenizer:
     for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
         if (number := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[name] = tokens[number]
-    template = fields.get("tokenizer.chat_template")
-    if template is not None:
+    if (template := fields.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
     name = fields.get("general.name", "gguf")
     return Tokenizer(with_declared_tokens(document, config, name), config, name=name, chat_template=template)

@@ -13,20 +13,28 @@ import torch
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.evaluate.records import EvaluationRecord, Judged, Mode, ProblemOutcome, outcome, overall, task_metrics
+from palestra.evaluate.records import (
+    EvaluationRecord,
+    Mode,
+    ProblemOutcome,
+    VerifiedCompletion,
+    outcome,
+    overall,
+    task_metrics,
+)
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Generator, Sampling, StopReason
 from palestra.lm.model import Transformer
-from palestra.rollout.episode import Episode, Judge, Workflow, encode_problem
+from palestra.rollout.episode import Episode, Verify, Workflow, encode_problem
 from palestra.rollout.event_loop import LoopThread
-from palestra.rollout.workflows import single_turn
+from palestra.rollout.workflows import make_workflow, single_turn
 from palestra.spec.kinds.evaluate import AnswerEval
 from palestra.spec.kinds.posttrain import TaskEval
 from palestra.spec.tasks import TaskUse
 from palestra.tasks.task import Problem, Task
 
-IDLE_SECONDS = 0.05  # between two looks while there is nothing to generate, as when all answers are being judged
+IDLE_SECONDS = 0.05  # between two polls while there is nothing to generate, as when all completions are being verified
 
 Result = TypeVar("Result")
 
@@ -34,10 +42,10 @@ Result = TypeVar("Result")
 def pumped(
     generator: LocalGenerator, work: Coroutine[Any, Any, Result], look: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run `work` to its end; the generator is one with `drive="caller"`.
+    """Run `work` in a background event loop while this thread drives the generator, one with `drive="caller"`.
 
-    `look` is called between two bursts and may raise to end it all: the coroutine is then cancelled, and has ended
-    when this raises.
+    `look` is called between two bursts and may raise to end it: the coroutine is then cancelled, and has ended when
+    this raises.
     """
     with LoopThread("evaluate") as loop:
         future = loop.start(work)
@@ -50,7 +58,7 @@ def pumped(
 
 @dataclass(frozen=True)
 class Question:
-    """A problem, with its prompt as the model reads it."""
+    """A problem and its prompt in tokens."""
 
     problem: Problem
     prompt: tuple[int, ...]
@@ -58,7 +66,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of one task."""
+    """The problems of one task, with their prompts."""
 
     use: TaskUse
     stops: tuple[str, ...]
@@ -75,11 +83,11 @@ class Questions:
 
     @property
     def chat(self) -> bool:
-        """Whether the model is asked in conversations."""
+        """Whether the prompts are conversations."""
         return any(not isinstance(question.problem.prompt, str) for question in self.questions)
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What makes a score on these questions comparable with another; plain data."""
+        """What makes two scores on these questions comparable; plain data."""
         digest = hashlib.sha256()
         for question in self.questions:
             digest.update(f"{question.problem.id} {question.prompt}\n".encode())
@@ -99,35 +107,32 @@ class Questions:
 
 
 def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer, problems: int) -> list[Questions]:
-    """The first `problems` of each task's split, ready to be asked; `tasks` are by label, as `Judges` has them."""
-    return [_asked(use, tasks[use.label], tokenizer, problems) for use in uses]
-
-
-def _asked(use: TaskUse, task: Task, tokenizer: Tokenizer, problems: int) -> Questions:
-    found = task.problems(use.split)
-    total = len(found)
-    if not total:
-        raise UsageError(f"the split {use.split!r} of {use.label} has no problems")
-    chosen = [found[index] for index in range(min(problems, total))]
-    twice = [id for id, count in Counter(problem.id for problem in chosen).items() if count > 1]
-    if twice:
-        raise UsageError(f"{len(twice)} ids of {use.label} stand for several problems each, {twice[0]} is one of them")
-    questions = tuple(Question(problem, encode_problem(problem, tokenizer)) for problem in chosen)
-    return Questions(use, task.stops, task.args.model_dump(mode="json"), questions, total)
+    """The first `problems` of each task's split, tokenized; `tasks` are by label, as `Verifiers` has them."""
+    asked = []
+    for use in uses:
+        task, split = tasks[use.label], tasks[use.label].problems(use.split)
+        if not len(split):
+            raise UsageError(f"the split {use.split!r} of {use.label} has no problems")
+        chosen = [split[index] for index in range(min(problems, len(split)))]
+        if twice := [id for id, count in Counter(problem.id for problem in chosen).items() if count > 1]:
+            raise UsageError(f"{use.label}: {len(twice)} ids are shared by several problems, such as {twice[0]}")
+        questions = tuple(Question(problem, encode_problem(problem, tokenizer)) for problem in chosen)
+        asked.append(Questions(use, task.stops, task.args.model_dump(mode="json"), questions, len(split)))
+    return asked
 
 
 log = logging.getLogger("palestra.evaluate")
 
 RUNNING = 256
-"""Problems at work at the same time: as many as fill the rows of an engine."""
+"""Problems in flight: as many as fill the rows of an engine."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of an evaluation on tasks."""
+    """The results of an evaluation on tasks."""
 
     records: tuple[EvaluationRecord, ...]
-    """In the order of the problems, whatever order they were answered in."""
+    """In the order of the problems, whatever order they finished in."""
     outcomes: dict[str, dict[Mode, ProblemOutcome]]
     """By task and mode."""
     metrics: dict[str, float]
@@ -137,7 +142,7 @@ class Evaluation:
 async def evaluate_tasks(
     generator: Generator,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: Verify,
     asked: Sequence[Questions],
     settings: TaskEval,
     *,
@@ -149,25 +154,24 @@ async def evaluate_tasks(
     done: Iterable[EvaluationRecord] = (),
     keep: Callable[[EvaluationRecord], None] = lambda record: None,
 ) -> Evaluation:
-    """Answer every question greedily and `settings.samples` times, and judge all of it.
+    """Sample greedily and `settings.samples` times for every question, and verify all completions.
 
-    It only awaits: whoever owns the device lets the generator work meanwhile, and publishes no other weights until it
-    has ended, which is checked. What is drawn depends on the seed and the problem alone, not on which others are asked
-    or when. Records in `done` are taken as they are; `keep` is called, in this loop, with every new one.
+    It only awaits: whoever owns the device drives the generator meanwhile, and publishes no other weights until it has
+    ended, which is checked. Completions depend on the seed and the problem alone, not on which others are in flight.
 
     Args:
-        generator: What answers.
+        generator: Writes the completions.
         tokenizer: The model's.
-        judge: `Judges.judge`.
-        asked: What `palestra.evaluate.completions.ask` gives; it reads data, so do it before the loop is busy.
-        settings: Which answers to make; its `max_new_tokens` and `problems` are for the caller to read.
-        context: The most tokens that the model reads.
-        max_new_tokens: The most that it writes.
-        seed: All that is drawn comes from it.
+        judge: `Verifiers.verify`.
+        asked: What `ask` gives; it reads data, so do it before the loop is busy.
+        settings: Which completions to sample; its `max_new_tokens` and `problems` are for the caller to read.
+        context: The longest sequence of the model, in tokens.
+        max_new_tokens: Limit of each completion.
+        seed: Of all sampling.
         workflow: The one that the model is trained with.
-        running: Problems at work at the same time, at most.
-        done: What an evaluation that was cut short has left.
-        keep: For example, appends to a file.
+        running: Problems in flight, at most.
+        done: Records of an interrupted evaluation, taken as they are.
+        keep: Called, in this loop, with every new record; for example, appends it to a file.
     """
     modes: list[Mode] = [*(["greedy"] if settings.greedy else []), *(["samples"] if settings.samples else [])]
     order = {
@@ -176,81 +180,71 @@ async def evaluate_tasks(
         for question in questions.questions
         for mode in modes
     }
-    found = {record.key: record for record in done if record.key in order}
-    todo = iter([one for key, one in order.items() if key not in found])
+    records = {record.key: record for record in done if record.key in order}
+    todo = iter([entry for key, entry in order.items() if key not in records])
     versions: set[int] = set()
 
-    async def answer() -> None:
-        for questions, question, mode in todo:  # one list for all: who is free takes the next
-            sampling = Sampling(
-                temperature=0.0 if mode == "greedy" else settings.temperature,
-                max_new_tokens=max_new_tokens,
-                stop=questions.stops,
-            )
+    async def worker() -> None:
+        for questions, question, mode in todo:  # one iterator for all workers: a free one takes the next
             episode = Episode(
                 problem=question.problem,
                 prompt=question.prompt,
                 samples=1 if mode == "greedy" else settings.samples,
                 seed=stream_key(seed, "evaluate", mode, question.problem.id),
-                sampling=sampling,
+                sampling=Sampling(
+                    temperature=0.0 if mode == "greedy" else settings.temperature,
+                    max_new_tokens=max_new_tokens,
+                    stop=questions.stops,
+                ),
                 generator=generator,
-                judge=judge,
+                verify=judge,
                 tokenizer=tokenizer,
                 context=context,
             )
-            record = await _answered(episode, questions, question, mode, workflow, versions)
-            found[record.key] = record
+            record = await _answered(episode, questions.label, mode, workflow, versions)
+            records[record.key] = record
             keep(record)
 
-    await _all([asyncio.create_task(answer()) for _ in range(min(running, len(order)))])
-    return _evaluation([found[key] for key in order], asked, modes, settings.k)
+    workers = [asyncio.create_task(worker()) for _ in range(min(running, len(order)))]
+    try:
+        await asyncio.gather(*workers)
+    except BaseException:  # also cancellation: none of the others may go on
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        raise
+    return _evaluation([records[key] for key in order], asked, modes, settings.k)
 
 
 async def _answered(
-    episode: Episode,
-    questions: Questions,
-    question: Question,
-    mode: Mode,
-    workflow: Workflow,
-    versions: set[int],
+    episode: Episode, label: str, mode: Mode, workflow: Workflow, versions: set[int]
 ) -> EvaluationRecord:
-    shown = episode.tokenizer.decode(question.prompt, specials=True)
-    known = (question.problem.id, questions.label, mode, shown, len(question.prompt))
-    if len(question.prompt) >= episode.context:
+    name, prompt = episode.problem.id, episode.prompt
+    known = (name, label, mode, episode.tokenizer.decode(prompt, specials=True), len(prompt))
+    if len(prompt) >= episode.context:
         log.warning(
-            "%s has %d tokens, which leave no room for an answer in a context of %d: it counts as wrong",
-            question.problem.id,
-            len(question.prompt),
+            "%s: a prompt of %d tokens leaves no room for a completion in a context of %d and counts as wrong",
+            name,
+            len(prompt),
             episode.context,
         )
         return EvaluationRecord(*known, answers=())
     trajectories = await workflow(episode)
     if len(trajectories) != episode.samples:
         raise PalestraError(
-            f"{question.problem.id}: the workflow gave {len(trajectories)} of {episode.samples} answers; an "
-            "evaluation needs all of them, or the rest would be a choice"
+            f"{name}: the workflow returned {len(trajectories)} of {episode.samples} completions; an evaluation needs "
+            "all of them, or its score would be over a selection"
         )
-    for one in trajectories:
-        if one.stop_reason == StopReason.ABORT:
-            raise PalestraError(f"an answer to {question.problem.id} was broken off by the generator: evaluate again")
-        versions |= {v for v, drawn in zip(one.versions, one.loss_mask, strict=True) if drawn}
+    for trajectory in trajectories:
+        if trajectory.stop_reason == StopReason.ABORT:
+            raise PalestraError(f"{name}: the generator aborted a completion: evaluate again")
+        versions |= {v for v, drawn in zip(trajectory.versions, trajectory.loss_mask, strict=True) if drawn}
     if len(versions) > 1:
         raise PalestraError(
-            f"weights were published in the middle of an evaluation: answers are of the versions {sorted(versions)}, "
-            "and a score of them would be of no model. Publish when the evaluation has ended"
+            f"weights were published during an evaluation: its completions are of versions {sorted(versions)}, so the "
+            "score belongs to none of them. Publish when the evaluation has ended"
         )
-    return EvaluationRecord(*known, answers=tuple(Judged.of(one) for one in trajectories))
-
-
-async def _all(tasks: list[asyncio.Task[None]]) -> None:
-    """Wait for all; where one fails, or this is cancelled, nothing of the others is left at work."""
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return EvaluationRecord(*known, answers=tuple(VerifiedCompletion.of(one) for one in trajectories))
 
 
 def _evaluation(
@@ -269,16 +263,15 @@ def _evaluation(
 
 
 def _check_judged(label: str, records: Sequence[EvaluationRecord]) -> None:
-    """A judge that fails on everything is broken, and 0 % would be a lie; one that fails at times is told of."""
+    """A verifier that fails on every completion is broken, and 0 % would be wrong; single failures are logged."""
     answers = [answer for record in records for answer in record.answers]
     failed = [answer for answer in answers if answer.verdict.status == "error"]
     if failed and len(failed) == len(answers):
-        raise PalestraError(
-            f"the judge of {label} failed on all of its {len(answers)} answers: {failed[0].verdict.note or 'no reason'}"
-        )
+        note = failed[0].verdict.note or "no reason given"
+        raise PalestraError(f"the verifier of {label} failed on all {len(answers)} completions: {note}")
     if failed:
         log.warning(
-            "%s: %d of %d answers could not be judged, which counts as wrong; the first: %s",
+            "%s: the verifier failed on %d of %d completions, which count as wrong; the first: %s",
             label,
             len(failed),
             len(answers),
@@ -287,30 +280,51 @@ def _check_judged(label: str, records: Sequence[EvaluationRecord]) -> None:
 
 
 ROWS = {"cuda": 1024, "cpu": 256}
-"""Answers that are written at the same time."""
+"""Completions in flight."""
 
 
-def answering_engine(
+def evaluate_model(
     model: Transformer,
     tokenizer: Tokenizer,
     eos: Iterable[int],
+    judge: Verify,
     asked: Sequence[Questions],
     settings: AnswerEval,
     *,
     device: torch.device,
+    seed: int,
     dtype: torch.dtype | None = None,
-) -> Engine:
-    """An engine with a copy of the model on the device."""
-    reads = model.shape.context
-    prompts = [len(one.prompt) for questions in asked for one in questions.questions]
-    longest = max((length for length in prompts if length < reads), default=0)
+    done: Iterable[EvaluationRecord] = (),
+    keep: Callable[[EvaluationRecord], None] = lambda record: None,
+    look: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """`evaluate_tasks` by an engine with a copy of the model on the device; `look` is that of `pumped`."""
+    longest_sequence = model.shape.context
+    prompts = [len(question.prompt) for questions in asked for question in questions.questions]
+    longest = max((length for length in prompts if length < longest_sequence), default=0)
     single = settings.workflow.name == "single_turn"
-    return Engine(
+    engine = Engine(
         model,
         eos=frozenset(eos),
         tokenizer=tokenizer,
         dtype=dtype,
         device=device,
-        context=min(reads, longest + settings.max_new_tokens) if single else reads,
+        context=min(longest_sequence, longest + settings.max_new_tokens) if single else longest_sequence,
         max_running=ROWS[device.type],
     )
+    generator = LocalGenerator(engine, drive="caller")
+    work = evaluate_tasks(
+        generator,
+        tokenizer,
+        judge,
+        asked,
+        settings,
+        context=engine.context,
+        max_new_tokens=settings.max_new_tokens,
+        seed=seed,
+        workflow=make_workflow(settings.workflow),
+        running=ROWS[device.type],
+        done=done,
+        keep=keep,
+    )
+    return pumped(generator, work, look)

@@ -1,9 +1,10 @@
-"""Evaluation by likelihood: choices between given completions, and bits per byte of whole texts."""
+"""Evaluation by likelihood: choices between given answers, and bits per byte of whole texts."""
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
@@ -13,13 +14,11 @@ from torch import Tensor
 from palestra.data.store import micro_batches
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.evaluate.choices import Item, Option, Suite
-from palestra.evaluate.records import Estimate, estimate
+from palestra.evaluate.likelihood_data import Choices, Item, Option, Texts
+from palestra.evaluate.records import Estimate, estimate, estimated
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import chunk_rows, logits
 from palestra.lm.model import Transformer
-from palestra.spec.kinds.evaluate import TextUse
-from palestra.tasks.dataset import load_rows, text_of
 
 CHUNK = 32
 """Items or documents scored together. Always the same ones: what a row is packed with can change its last bits."""
@@ -32,7 +31,7 @@ Score = TypeVar("Score")
 
 @dataclass(frozen=True)
 class ScoredChoice:
-    """What the model says of an item; one entry an option."""
+    """The likelihoods of an item; tuples have one entry per option."""
 
     suite: str
     """The name of its file in this run."""
@@ -46,9 +45,9 @@ class ScoredChoice:
     bytes: tuple[int, ...]
     """UTF-8 bytes of each answer, or of the tokens that were scored where only what differs is."""
     written: bool | None
-    """Whether the model would write the answer, token by token; null where it chooses between answers."""
+    """Whether greedy decoding would write the answer; null where the model chooses between answers."""
     cut: bool
-    """Whether the context was too long for the model and lost its beginning."""
+    """Whether the context was too long for the model and its beginning was truncated."""
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> "ScoredChoice":
@@ -69,12 +68,12 @@ class ScoredChoice:
 
 @dataclass(frozen=True)
 class LikelihoodOutcome:
-    """What the items of a file came to."""
+    """The results on the items of a file."""
 
     items: int
     accuracy: Estimate
     accuracies: dict[str, float]
-    """By each way of choosing; empty where there is nothing to choose from."""
+    """By normalization (sum, token, byte); empty where there is nothing to choose from."""
     baseline: float
     """The accuracy of guessing."""
     centred: float
@@ -82,16 +81,12 @@ class LikelihoodOutcome:
     bits_per_byte: float
     """Of the right answers."""
     cut: int
-    """Items whose context lost its beginning."""
-
-    def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        return asdict(self)
+    """Items whose context was truncated."""
 
 
 @dataclass(frozen=True)
 class EncodedChoice:
-    """A context with an answer, as tokens."""
+    """A context with an answer, or a window of a text, as tokens."""
 
     tokens: list[int]
     start: int
@@ -105,7 +100,7 @@ Border = Literal["answer", "common"]
 def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[EncodedChoice]:
     """The options of an item as tokens, at most `context` each.
 
-    A context and its answer are tokenised as the one text that they are: a border that the tokenizer would not make
+    A context and its answer are tokenized as the one text that they are: a border that the tokenizer would not make
     scores tokens that the model never saw. White space before the answer is scored with it, as in lm-eval, because most
     tokenizers join them (" yes"); so is any token that holds some of both. Answers to one context are all scored from
     the same token on, so that what one of them shares with its context is not left out for the others.
@@ -114,9 +109,9 @@ def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border =
     differ, and an answer to different contexts with all the tokens that these share at the end. At least one token of
     each is scored, also of an answer that another one begins with, where CORE would take the mean of nothing.
 
-    What is too long loses its beginning, but not the tokens that begin every text.
+    What is too long is truncated at its beginning, but keeps the tokens that begin every text.
     """
-    whole = [_tokenised(tokenizer, option) for option in item.options]
+    whole = [_tokenized(tokenizer, option) for option in item.options]
     if border == "common" and item.choice:
         sequences, begins = [tokens for tokens, _ in whole], max(1, len(tokenizer.beginning))
         least = min(map(len, sequences)) - 1
@@ -133,64 +128,79 @@ def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border =
     return [_fitted(tokenizer, tokens, start, context) for tokens, start in whole]
 
 
-def score_suite(
+def score_choices(
     model: Transformer,
     tokenizer: Tokenizer,
-    suite: Suite,
+    choices: Choices,
     *,
     done: Iterable[ScoredChoice] = (),
-    keep: Callable[[Sequence[ScoredChoice]], None] = lambda found: None,
+    keep: Callable[[Sequence[ScoredChoice]], None] = lambda chunk: None,
 ) -> list[ScoredChoice]:
-    """Score every item, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
-    have = {one.item: one for one in done if one.suite == suite.label}
-    return in_chunks(len(suite.items), have, lambda numbers: _score_chunk(model, tokenizer, suite, numbers), keep)
+    """Score every item on the model's device. Chunks that are complete in `done` are not scored again."""
+    have = {row.item: row for row in done if row.suite == choices.label}
+    return _in_chunks(len(choices.items), have, partial(_score_items, model, tokenizer, choices), keep)
 
 
-def in_chunks(
+def score_texts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    texts: Texts,
+    *,
+    done: Iterable["TextScore"] = (),
+    keep: Callable[[Sequence["TextScore"]], None] = lambda chunk: None,
+) -> list["TextScore"]:
+    """Score every document on the model's device. Chunks that are complete in `done` are not scored again."""
+    have = {row.item: row for row in done if row.text == texts.label}
+    return _in_chunks(len(texts.items), have, partial(_score_documents, model, tokenizer, texts), keep)
+
+
+def _in_chunks(
     count: int, have: Mapping[int, Score], score: Callable[[range], list[Score]], keep: Callable[[list[Score]], None]
 ) -> list[Score]:
-    """Score so many things, numbered from 0. A chunk that is there whole is taken from `have`; others are kept."""
-    found: list[Score] = []
+    scores: list[Score] = []
     for start in range(0, count, CHUNK):
         numbers = range(start, min(start + CHUNK, count))
         if all(number in have for number in numbers):
-            found += [have[number] for number in numbers]
-            continue
-        chunk = score(numbers)
-        keep(chunk)
-        found += chunk
-    return found
+            scores += [have[number] for number in numbers]
+        else:
+            chunk = score(numbers)
+            keep(chunk)
+            scores += chunk
+    return scores
 
 
-def likelihood_outcome(suite: Suite, scored: Sequence[ScoredChoice]) -> LikelihoodOutcome:
-    """Of all items of a file."""
-    accuracy = estimate([float(one.right(suite.use.by)) for one in scored])
-    choice = suite.items[0].choice
-    guessed = fmean(1 / len(item.options) for item in suite.items) if choice else 0.0
-    baseline = guessed if suite.use.baseline is None else suite.use.baseline
+def likelihood_outcome(choices: Choices, scored: Sequence[ScoredChoice]) -> LikelihoodOutcome:
+    """The results on all items of a file."""
+    accuracy = estimate([float(row.right(choices.use.by)) for row in scored])
+    choice = choices.items[0].choice
+    guessed = fmean(1 / len(item.options) for item in choices.items) if choice else 0.0
+    baseline = guessed if choices.use.baseline is None else choices.use.baseline
     ways: tuple[By, ...] = ("sum", "token", "byte")
-    nats = -math.fsum(one.logprobs[one.gold] for one in scored)
+    nats = -math.fsum(row.logprobs[row.gold] for row in scored)
     return LikelihoodOutcome(
         items=len(scored),
         accuracy=accuracy,
-        accuracies={way: fmean(one.right(way) for one in scored) for way in ways} if choice else {},
+        accuracies={way: fmean(row.right(way) for row in scored) for way in ways} if choice else {},
         baseline=baseline,
         centred=(accuracy.mean - baseline) / (1 - baseline),
-        bits_per_byte=nats / math.log(2) / sum(one.bytes[one.gold] for one in scored),
-        cut=sum(one.cut for one in scored),
+        bits_per_byte=nats / math.log(2) / sum(row.bytes[row.gold] for row in scored),
+        cut=sum(row.cut for row in scored),
     )
 
 
-def likelihood_metrics(outcomes: dict[str, LikelihoodOutcome]) -> dict[str, float]:
+def likelihood_metrics(outcomes: Mapping[str, LikelihoodOutcome]) -> dict[str, float]:
     """The numbers of all files, `eval/<name>/…`, and the mean of their centred accuracies."""
-    found: dict[str, float] = {}
-    for name, one in outcomes.items():
-        error = {} if one.accuracy.error is None else {"accuracy_se": one.accuracy.error}
-        ways = {f"accuracy_{way}": value for way, value in one.accuracies.items()}
-        named = {"accuracy": one.accuracy.mean, **error, **ways, "centred": one.centred}
-        named |= {"bits_per_byte": one.bits_per_byte, "cut": one.cut / one.items}
-        found |= {f"eval/{name}/{key}": value for key, value in named.items()}
-    return found | ({"eval/centred": fmean(one.centred for one in outcomes.values())} if outcomes else {})
+    metrics: dict[str, float] = {}
+    for name, outcome in outcomes.items():
+        named = estimated("accuracy", outcome.accuracy)
+        named |= {f"accuracy_{way}": value for way, value in outcome.accuracies.items()}
+        named |= {
+            "centred": outcome.centred,
+            "bits_per_byte": outcome.bits_per_byte,
+            "cut": outcome.cut / outcome.items,
+        }
+        metrics |= {f"eval/{name}/{key}": value for key, value in named.items()}
+    return metrics | ({"eval/centred": fmean(outcome.centred for outcome in outcomes.values())} if outcomes else {})
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
@@ -200,7 +210,7 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
     )
 
 
-def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
+def _tokenized(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
     """The tokens of context and answer, and which of them is the first with some of the answer."""
     tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
     border = len(option.context.rstrip())
@@ -212,11 +222,12 @@ def _tokenised(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
 
 def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -> EncodedChoice:
     if start == 0:  # there is nothing before the answer: it begins a text
-        tokens, start = [*tokenizer.encode_prompt(""), *tokens], len(tokenizer.encode_prompt(""))
-        if start == 0:
+        before = tokenizer.encode_prompt("")
+        if not before:
             raise UsageError(
                 f"an answer has no context, and the tokenizer {tokenizer.name} has no token that begins a text"
             )
+        tokens, start = [*before, *tokens], len(before)
     begins = len(tokenizer.beginning)
     surplus = len(tokens) - context
     if surplus <= 0:
@@ -228,102 +239,84 @@ def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -
     return EncodedChoice(tokens[:begins] + tokens[begins + surplus :], start - surplus, True)
 
 
-def _encoded(tokenizer: Tokenizer, suite: Suite, number: int, context: int) -> list[EncodedChoice]:
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put the place at the front of a `UsageError`."""
     try:
-        return encode_item(tokenizer, suite.items[number], context, suite.use.border)
+        yield
     except UsageError as error:
-        raise UsageError(f"{suite.label}, item {number}: {error}") from error
+        raise UsageError(f"{where}: {error}") from error
 
 
-@torch.no_grad()
-def _score_chunk(model: Transformer, tokenizer: Tokenizer, suite: Suite, numbers: range) -> list[ScoredChoice]:
-    items = [suite.items[number] for number in numbers]
-    encoded = [_encoded(tokenizer, suite, number, model.shape.context) for number in numbers]
-    flat = [one for options in encoded for one in options]
-    sums, written = score_sequences(model, flat, greedy=not items[0].choice)
-    results, place = [], 0
-    for number, item, options in zip(numbers, items, encoded, strict=True):
-        logprobs = tuple(sums[place : place + len(options)])
+def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, numbers: range) -> list[ScoredChoice]:
+    items, encoded = [choices.items[number] for number in numbers], []
+    for number, item in zip(numbers, items, strict=True):
+        with naming(f"{choices.label}, item {number}"):
+            encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border))
+    results = []
+    scores = _grouped(model, encoded, greedy=not items[0].choice)
+    for number, item, options, scored in zip(numbers, items, encoded, scores, strict=True):
+        logprobs = tuple(logprob for logprob, _ in scored)
         if not all(map(math.isfinite, logprobs)):
-            raise PalestraError(f"{suite.label}, item {number}: the model gives log-probabilities that are no numbers")
+            raise PalestraError(f"{choices.label}, item {number}: the model gives non-finite log-probabilities")
         results.append(
             ScoredChoice(
-                suite=suite.label,
+                suite=choices.label,
                 item=number,
                 gold=item.gold,
                 logprobs=logprobs,
-                tokens=tuple(len(one.tokens) - one.start for one in options),
-                bytes=_sizes(tokenizer, suite, item, options),
-                written=None if item.choice else written[place],
-                cut=any(one.cut for one in options),
+                tokens=tuple(len(option.tokens) - option.start for option in options),
+                bytes=_sizes(tokenizer, choices, item, options),
+                written=None if item.choice else scored[0][1],
+                cut=any(option.cut for option in options),
             )
         )
-        place += len(options)
     return results
 
 
-def _sizes(tokenizer: Tokenizer, suite: Suite, item: Item, options: Sequence[EncodedChoice]) -> tuple[int, ...]:
+def _sizes(tokenizer: Tokenizer, choices: Choices, item: Item, options: Sequence[EncodedChoice]) -> tuple[int, ...]:
     """UTF-8 bytes of each answer; where only what differs is scored, of the tokens that are."""
-    if suite.use.border == "answer" or not item.choice:
+    if choices.use.border == "answer" or not item.choice:
         return tuple(len(option.answer.encode()) for option in item.options)
     scored = (b"".join(tokenizer.piece(token) for token in one.tokens[one.start :]) for one in options)
     return tuple(max(1, len(piece)) for piece in scored)
 
 
 @torch.no_grad()
-def score_sequences(
-    model: Transformer, sequences: Sequence[EncodedChoice], *, greedy: bool = False
-) -> tuple[list[float], list[bool]]:
-    """log p of the scored tokens of each sequence, and if `greedy` whether each of them is the most likely one."""
-    sums, written = [0.0] * len(sequences), [False] * len(sequences)
+def _grouped(
+    model: Transformer, groups: Sequence[Sequence[EncodedChoice]], *, greedy: bool = False
+) -> list[list[tuple[float, bool]]]:
+    """For each sequence: log p of its scored tokens, and if `greedy` whether each of them is the most likely one."""
+    sequences = [sequence for group in groups for sequence in group]
+    if not sequences:
+        return [[] for _ in groups]
+    scores = [(0.0, False)] * len(sequences)
     masks = [[float(place >= one.start) for place in range(len(one.tokens))] for one in sequences]
     batch = Batch.pack([one.tokens for one in sequences], masks)
     for part in micro_batches(batch.lengths, max(MICRO_TOKENS, max(batch.lengths))):
         micro = batch.select(part).to(model.embed.device)
         scored = score(model, micro, entropy=False)
-        best = _most_likely(model, scored.hidden, micro) if greedy else micro.loss_mask.bool()
-        asked = micro.loss_mask.bool()
-        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~asked).split(micro.lengths), strict=True)
+        mask = micro.loss_mask.bool()
+        best = _most_likely(model, scored.hidden, micro) if greedy else mask
+        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~mask).split(micro.lengths), strict=True)
         for place, logprobs, right in bounds:
-            sums[place], written[place] = float(logprobs.double().sum()), bool(right.all())
-    return sums, written
+            scores[place] = float(logprobs.double().sum()), bool(right.all())
+    rest = iter(scores)
+    return [[next(rest) for _ in group] for group in groups]
 
 
 def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
-    """(T): whether a scored token is the one that greedy decoding would draw there; `hidden` is that of `Scored`."""
-    found = torch.zeros(len(batch.tokens), dtype=torch.bool, device=hidden.device)
+    """(T): whether a scored token is the one that greedy decoding would pick; `hidden` is that of `Scored`."""
+    best = torch.zeros(len(batch.tokens), dtype=torch.bool, device=hidden.device)
     rows = chunk_rows(len(model.unembed), hidden.device)
     for some, states in zip(batch.predicted.split(rows), hidden.split(rows), strict=True):
-        found[some] = logits(states, model.unembed).argmax(-1) == batch.tokens[some]
-    return found
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The documents of one source."""
-
-    use: TextUse
-    documents: tuple[str, ...]
-    total: int
-    """How many the source has."""
-
-    @property
-    def label(self) -> str:
-        """Its name in this run."""
-        return self.use.label
-
-    def identity(self) -> dict[str, Any]:
-        """What makes a score on these texts comparable with another; plain data."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            digest.update(hashlib.sha256(document.encode()).digest())
-        use = self.use.model_dump(mode="json", exclude={"name", "items"})
-        return {**use, "items": len(self.documents), "of": self.total, "items_sha256": digest.hexdigest()}
+        best[some] = logits(states, model.unembed).argmax(-1) == batch.tokens[some]
+    return best
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """What the model says of a document."""
+    """The likelihood of a document."""
 
     text: str
     """The name of its source in this run."""
@@ -336,15 +329,10 @@ class TextScore:
     """UTF-8 bytes of these."""
     windows: int
 
-    @classmethod
-    def read(cls, row: Mapping[str, Any]) -> "TextScore":
-        """From a line of JSON."""
-        return cls(**row)
-
 
 @dataclass(frozen=True)
 class TextOutcome:
-    """What the documents of a source came to."""
+    """The results on the documents of a source."""
 
     items: int
     bits_per_byte: float
@@ -353,22 +341,6 @@ class TextOutcome:
     """Nats a token."""
     tokens: int
     bytes: int
-
-    def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        return asdict(self)
-
-
-def load_texts(use: TextUse) -> Texts:
-    """Read the documents of a source; empty ones have nothing to score and are left out."""
-    rows = load_rows(
-        use.path, default=use.path, files=(f"{use.label}.*", "*.jsonl", "*.parquet", "*.txt"), split=use.split
-    )
-    found = [text_of(row, use.key, number, use.path) for number, row in enumerate(rows)]
-    documents = [document for document in found if document]
-    if not documents:
-        raise UsageError(f"{use.path} has no texts")
-    return Texts(use, tuple(documents[: use.items]), len(documents))
 
 
 def windows(tokenizer: Tokenizer, document: str, context: int) -> list[EncodedChoice]:
@@ -379,67 +351,46 @@ def windows(tokenizer: Tokenizer, document: str, context: int) -> list[EncodedCh
     not scored.
     """
     if context < 2:
-        raise UsageError(f"bits a byte need a context of at least 2 tokens, the model reads {context}")
-    tokens, before = tokenizer.encode(document), tokenizer.encode_prompt("")
-    whole, start, found = [*before, *tokens], max(1, len(before)), []
+        raise UsageError(f"bits per byte need a context of at least 2 tokens, the model reads {context}")
+    before = tokenizer.encode_prompt("")
     if len(before) >= context:
         raise UsageError(f"the {len(before)} tokens that begin every text leave no room in a context of {context}")
-    first = 0
-    while start < len(whole):
-        stop = min(first + context, len(whole))
-        found.append(EncodedChoice(whole[first:stop], start - first, False))
+    tokens, start, first, cut = [*before, *tokenizer.encode(document)], max(1, len(before)), 0, []
+    while start < len(tokens):
+        stop = min(first + context, len(tokens))
+        cut.append(EncodedChoice(tokens[first:stop], start - first, False))
         first, start = stop - 1, stop
-    return found
-
-
-def score_texts(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    texts: Texts,
-    *,
-    done: Iterable[TextScore] = (),
-    keep: Callable[[Sequence[TextScore]], None] = lambda found: None,
-) -> list[TextScore]:
-    """Score every document, with the model where it lies. `done` is taken as it is where all of a chunk is in it."""
-    have = {one.item: one for one in done if one.text == texts.label}
-    return in_chunks(len(texts.documents), have, lambda numbers: _score_windows(model, tokenizer, texts, numbers), keep)
+    return cut
 
 
 def text_outcome(texts: Texts, scored: Sequence[TextScore]) -> TextOutcome:
     """Of all documents of a source: sums over sums, so that a long document counts for its length."""
-    nats, size, tokens = (
-        -math.fsum(one.logprob for one in scored),
-        sum(one.bytes for one in scored),
-        sum(one.tokens for one in scored),
-    )
+    nats = -math.fsum(row.logprob for row in scored)
+    size, tokens = sum(row.bytes for row in scored), sum(row.tokens for row in scored)
     if not size:
-        raise UsageError(f"{texts.use.path}: there is no token after the first of a document, and so nothing to score")
+        raise UsageError(f"{texts.use.path}: no document has a token after its first, so there is nothing to score")
     return TextOutcome(len(scored), nats / math.log(2) / size, nats / tokens, tokens, size)
 
 
 def text_metrics(outcomes: Mapping[str, TextOutcome]) -> dict[str, float]:
-    """The numbers of all sources, `eval/<name>/…`, and the mean of their bits a byte."""
-    found: dict[str, float] = {}
-    for name, one in outcomes.items():
-        found |= {f"eval/{name}/bits_per_byte": one.bits_per_byte, f"eval/{name}/loss": one.loss}
-    rates = [one.bits_per_byte for one in outcomes.values()]
-    return found | ({"eval/bits_per_byte": fmean(rates)} if rates else {})
+    """The numbers of all sources, `eval/<name>/…`, and the mean of their bits per byte."""
+    metrics: dict[str, float] = {}
+    for name, outcome in outcomes.items():
+        metrics |= {f"eval/{name}/bits_per_byte": outcome.bits_per_byte, f"eval/{name}/loss": outcome.loss}
+    rates = [outcome.bits_per_byte for outcome in outcomes.values()]
+    return metrics | ({"eval/bits_per_byte": fmean(rates)} if rates else {})
 
 
-def _score_windows(model: Transformer, tokenizer: Tokenizer, texts: Texts, numbers: range) -> list[TextScore]:
-    cut = [windows(tokenizer, texts.documents[number], model.shape.context) for number in numbers]
-    flat = [one for some in cut for one in some]
-    sums = iter(score_sequences(model, flat)[0] if flat else [])
-    begins, found = bool(tokenizer.encode_prompt("")), []
-    for number, some in zip(numbers, cut, strict=True):
-        document = texts.documents[number]
-        logprob = math.fsum(next(sums) for _ in some)
+def _score_documents(model: Transformer, tokenizer: Tokenizer, texts: Texts, numbers: range) -> list[TextScore]:
+    documents = [texts.items[number] for number in numbers]
+    cut = [windows(tokenizer, document, model.shape.context) for document in documents]
+    begins, scores = bool(tokenizer.encode_prompt("")), []
+    for number, document, some, scored in zip(numbers, documents, cut, _grouped(model, cut), strict=True):
+        logprob = math.fsum(logprob for logprob, _ in scored)
         if not math.isfinite(logprob):
-            raise PalestraError(
-                f"{texts.label}, document {number}: the model gives log-probabilities that are no numbers"
-            )
+            raise PalestraError(f"{texts.label}, document {number}: the model gives non-finite log-probabilities")
         # The bytes of a first token that nothing comes before are not predicted.
         unscored = 0 if begins else len(tokenizer.piece(tokenizer.encode(document)[0]))
         size, tokens = len(document.encode()) - unscored, sum(len(one.tokens) - one.start for one in some)
-        found.append(TextScore(texts.label, number, logprob, tokens, size, len(some)))
-    return found
+        scores.append(TextScore(texts.label, number, logprob, tokens, size, len(some)))
+    return scores

@@ -1,4 +1,4 @@
-"""Evaluation records and estimates: answers.jsonl, accuracy, pass@k without bias, standard errors."""
+"""Evaluation records and estimates: answers.jsonl, accuracy, unbiased pass@k, standard errors."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from palestra.runs.store import written
 from palestra.tasks.task import Status, Verdict
 
 Mode = Literal["greedy", "samples"]
-"""The most likely answer, or several that are drawn."""
+"""One greedy completion, or several that are sampled."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One answer with its verdict."""
+class VerifiedCompletion:
+    """A completion with its verdict."""
 
     text: str
     tokens: int
@@ -32,13 +32,13 @@ class Judged:
     verdict: Verdict
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> "Judged":
-        """What a workflow gave."""
-        return cls(trajectory.completion, trajectory.drawn, trajectory.stop_reason, trajectory.verdict)
+    def of(cls, trajectory: Trajectory) -> "VerifiedCompletion":
+        """Of a workflow's trajectory."""
+        return cls(trajectory.completion, trajectory.sampled, trajectory.stop_reason, trajectory.verdict)
 
     @property
     def correct(self) -> bool:
-        """By the status, not by a score above 0: a part of the points is no right answer."""
+        """By the status, not by a score above 0: partial credit is not a correct answer."""
         return self.verdict.status == Status.CORRECT
 
     @property
@@ -49,7 +49,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """A problem and all answers of one mode to it."""
+    """A problem and its completions in one mode."""
 
     id: str
     """Of the problem."""
@@ -59,8 +59,8 @@ class EvaluationRecord:
     prompt: str
     """As the model read it, special tokens included."""
     prompt_tokens: int
-    answers: tuple[Judged, ...]
-    """None where the prompt leaves no room for an answer, which counts as wrong."""
+    answers: tuple[VerifiedCompletion, ...]
+    """Empty where the prompt leaves no room for a completion, which counts as wrong."""
 
     @property
     def key(self) -> tuple[str, Mode]:
@@ -69,12 +69,12 @@ class EvaluationRecord:
 
     @property
     def right(self) -> int:
-        """How many of the answers are right."""
+        """How many of the completions are correct."""
         return sum(answer.correct for answer in self.answers)
 
     @property
     def failed(self) -> bool:
-        """Whether a judge failed on an answer, so that nothing is known of it."""
+        """Whether the verifier failed on a completion, so that nothing is known of it."""
         return any(answer.verdict.status == Status.ERROR for answer in self.answers)
 
 
@@ -91,12 +91,12 @@ def write_records(path: Path, records: Iterable[EvaluationRecord]) -> None:
 
 
 def read_records(path: Path) -> list[EvaluationRecord]:
-    """The records of a file; what a kill has left of a last line is passed over."""
-    return [_record(row) for row in json_lines(path)]
+    """The records of a file; a last line that a kill truncated is skipped."""
+    return [EvaluationRecord(answers=tuple(map(_completion, row.pop("answers"))), **row) for row in json_lines(path)]
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file that only grows; none where there is no file."""
+    """The complete lines of an append-only file; none where there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -109,19 +109,14 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise PalestraError(f"{path}:{number} is not a line of JSON ({error}); remove the line") from error
 
 
-def _plain(answer: Judged) -> dict[str, Any]:
+def _plain(answer: VerifiedCompletion) -> dict[str, Any]:
     verdict = {**vars(answer.verdict), "status": str(answer.verdict.status), "parts": dict(answer.verdict.parts)}
     return {"text": answer.text, "tokens": answer.tokens, "stop_reason": answer.stop_reason, **verdict}
 
 
-def _record(row: dict[str, Any]) -> EvaluationRecord:
-    answers = tuple(_judged(answer) for answer in row.pop("answers"))
-    return EvaluationRecord(**row, answers=answers)
-
-
-def _judged(row: dict[str, Any]) -> Judged:
-    said = {name: row.pop(name) for name in ("text", "tokens", "stop_reason")}
-    return Judged(**said, verdict=Verdict(status=Status(row.pop("status")), **row))
+def _completion(row: dict[str, Any]) -> VerifiedCompletion:
+    written = (row.pop("text"), row.pop("tokens"), row.pop("stop_reason"))
+    return VerifiedCompletion(*written, Verdict(status=Status(row.pop("status")), **row))
 
 
 LEVEL, NORMAL = 0.95, 1.959963984540054  # an interval's share, and how many standard errors that is on each side
@@ -130,7 +125,7 @@ RESAMPLES, BOOTSTRAP_SEED = 4000, 0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems, and how far another draw of problems could lie from it."""
+    """A mean over problems, and how far that of another sample of problems could lie from it."""
 
     mean: float
     problems: int
@@ -141,15 +136,15 @@ class Estimate:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that k of n answers, c of them right, drawn without replacement, have a right one.
+    """The probability that k of n completions, c of them correct, sampled without replacement, have a correct one.
 
-    1 − C(n−c, k) / C(n, k): the unbiased estimate of the chance for k fresh answers (Chen et al., 2021, equation 1).
-    Whether one of the *first* k is right estimates the same with more noise; 1 − (1 − c/n)^k is biased. In whole
-    numbers up to the one division, which Python rounds correctly.
+    1 − C(n−c, k) / C(n, k): the unbiased estimate for k fresh completions (Chen et al., 2021, equation 1). Whether one
+    of the *first* k is correct estimates the same with more noise; 1 − (1 − c/n)^k is biased. In integers up to the
+    one division, which Python rounds correctly.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(
-            f"pass@{k} of {n} answers with {c} right ones: expected 0 ≤ right ≤ answers and 1 ≤ k ≤ answers"
+            f"pass@{k} of {n} completions with {c} correct: expected 0 ≤ correct ≤ completions and 1 ≤ k ≤ completions"
         )
     every = math.comb(n, k)
     return (every - math.comb(n - c, k)) / every
@@ -170,59 +165,59 @@ def estimate(values: Sequence[float]) -> Estimate:
 def _wilson(share: float, n: int) -> tuple[float, float]:
     """Of a share of n (Wilson, 1927). Unlike resampling it does not call 5 of 5 certain."""
     scale = 1 + NORMAL**2 / n
-    centre = (share + NORMAL**2 / (2 * n)) / scale
+    center = (share + NORMAL**2 / (2 * n)) / scale
     reach = NORMAL / scale * math.sqrt(share * (1 - share) / n + NORMAL**2 / (4 * n * n))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    return max(0.0, center - reach), min(1.0, center + reach)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentiles of the means of problems drawn with replacement; the same at every call."""
+    """Percentiles of the means of problems resampled with replacement; the same at every call."""
     import numpy as np
 
-    # Few distinct values, many problems: how often each is drawn says all.
+    # Few distinct values, many problems: sampling how often each occurs is enough.
     counts = Counter(values)
     distinct = sorted(counts)
     shares = np.array([counts[value] for value in distinct]) / len(values)
-    drawn = np.random.default_rng(BOOTSTRAP_SEED).multinomial(len(values), shares, RESAMPLES)
-    low, high = np.quantile(drawn @ np.array(distinct) / len(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    resampled = np.random.default_rng(BOOTSTRAP_SEED).multinomial(len(values), shares, RESAMPLES)
+    low, high = np.quantile(resampled @ np.array(distinct) / len(values), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 NO_ROOM = "no_room"
-"""Stands beside the statuses for prompts that leave no room for an answer in the context."""
+"""Counted with the statuses: prompts that leave no room for a completion in the context."""
 
 
 @dataclass(frozen=True)
 class ProblemOutcome:
-    """What the answers of one mode to the problems of a task came to."""
+    """The results of one mode on the problems of a task."""
 
     problems: int
     answers: int
     accuracy: Estimate
-    """The share of right answers."""
+    """The share of correct completions."""
     pass_at: dict[int, Estimate]
     """By k."""
     score: float
-    """The mean of the scores, where a part of the points counts as a part."""
+    """The mean score, partial credit included."""
     truncated: float
-    """The share of answers that were cut off."""
+    """The share of completions that were truncated."""
     tokens: float
-    """The mean length of an answer."""
+    """The mean length of a completion."""
     statuses: dict[str, int]
-    """Answers by status."""
+    """Completions by status."""
     parts: dict[str, float]
-    """The mean of each part of the scores over all answers; 0 for an answer that has no such part."""
+    """The mean of each part of the scores over all completions; 0 for one that has no such part."""
     sandbox: dict[str, int]
-    """Answers by how well their code was locked in, where it was run."""
+    """Completions by the isolation level of their code, where it was run."""
 
     def plain(self) -> dict[str, Any]:
-        """The same as JSON has it."""
-        found = {**asdict(self), **{f"pass@{k}": asdict(passed) for k, passed in self.pass_at.items()}}
-        return {name: value for name, value in found.items() if name != "pass_at"}
+        """As JSON."""
+        fields = asdict(self)
+        return {**fields, **{f"pass@{k}": passed for k, passed in fields.pop("pass_at").items()}}
 
 
 def outcome(records: Sequence[EvaluationRecord], k: Sequence[int]) -> ProblemOutcome:
-    """Of the records of one task and one mode. Every problem counts, also one that leaves no room for an answer."""
+    """Of the records of one task and one mode. Every problem counts, also one without room for a completion."""
     answers = [answer for record in records for answer in record.answers]
     statuses = Counter(str(answer.verdict.status) for answer in answers)
     without = sum(not record.answers for record in records)
@@ -231,7 +226,7 @@ def outcome(records: Sequence[EvaluationRecord], k: Sequence[int]) -> ProblemOut
         problems=len(records),
         answers=len(answers),
         accuracy=estimate([record.right / max(1, len(record.answers)) for record in records]),
-        pass_at={one: estimate([_passed(record, one) for record in records]) for one in k},
+        pass_at={each: estimate([_passed(record, each) for record in records]) for each in k},
         score=fmean(_mean([answer.verdict.score for answer in record.answers]) for record in records),
         truncated=_mean([float(answer.truncated) for answer in answers]),
         tokens=_mean([float(answer.tokens) for answer in answers]),
@@ -242,15 +237,15 @@ def outcome(records: Sequence[EvaluationRecord], k: Sequence[int]) -> ProblemOut
 
 
 def task_metrics(task: str, greedy: ProblemOutcome | None, samples: ProblemOutcome | None) -> dict[str, float]:
-    """The numbers of a task, `eval/<task>/…`; beside greedy answers, the details of drawn ones under `samples/`."""
-    found: dict[str, float] = {}
+    """The numbers of a task, `eval/<task>/…`; with greedy ones, the details of sampled ones are under `samples/`."""
+    metrics: dict[str, float] = {}
     if greedy is not None:
-        found |= _estimated(f"eval/{task}/accuracy", greedy.accuracy) | _details(f"eval/{task}", greedy)
+        metrics |= estimated(f"eval/{task}/accuracy", greedy.accuracy) | _details(f"eval/{task}", greedy)
     if samples is not None:
         for k, passed in samples.pass_at.items():
-            found |= _estimated(f"eval/{task}/pass@{k}", passed)
-        found |= _details(f"eval/{task}" if greedy is None else f"eval/{task}/samples", samples)
-    return found
+            metrics |= estimated(f"eval/{task}/pass@{k}", passed)
+        metrics |= _details(f"eval/{task}" if greedy is None else f"eval/{task}/samples", samples)
+    return metrics
 
 
 def overall(metrics: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
@@ -265,16 +260,17 @@ def _passed(record: EvaluationRecord, k: int) -> float:
     return pass_at_k(len(record.answers), record.right, k) if record.answers else 0.0
 
 
-def _estimated(name: str, found: Estimate) -> dict[str, float]:
-    return {name: found.mean} | ({} if found.error is None else {f"{name}_se": found.error})
+def estimated(name: str, estimate: Estimate) -> dict[str, float]:
+    """The metrics of an estimate: its mean and, under `…_se`, its standard error."""
+    return {name: estimate.mean} | ({} if estimate.error is None else {f"{name}_se": estimate.error})
 
 
-def _details(prefix: str, found: ProblemOutcome) -> dict[str, float]:
-    rates = {status: count / max(1, found.answers) for status, count in found.statuses.items() if status != NO_ROOM}
-    named = {"score": found.score, "truncated": found.truncated, "tokens": found.tokens}
-    named |= {status: rates.get(status, 0.0) for status in ("unparsable", "timeout", "error")}
-    named |= {NO_ROOM: found.statuses.get(NO_ROOM, 0) / found.problems}
-    named |= {f"parts/{name}": value for name, value in found.parts.items()}
+def _details(prefix: str, results: ProblemOutcome) -> dict[str, float]:
+    named = {"score": results.score, "truncated": results.truncated, "tokens": results.tokens}
+    for status in ("unparsable", "timeout", "error"):
+        named[status] = results.statuses.get(status, 0) / max(1, results.answers)
+    named[NO_ROOM] = results.statuses.get(NO_ROOM, 0) / results.problems
+    named |= {f"parts/{name}": value for name, value in results.parts.items()}
     return {f"{prefix}/{name}": value for name, value in named.items()}
 
 
@@ -284,9 +280,9 @@ def _mean(values: Sequence[float]) -> float:
 
 @contextmanager
 def growing(path: Path, kept: Iterable[str]) -> Iterator[Callable[[str], None]]:
-    """What appends a line that is on the disk's way when it returns; the file begins anew with the lines in `kept`.
+    """Rewrite a file with the lines in `kept`, then yield a function that appends a line and flushes it.
 
-    Those are what an earlier process left, without its torn last line and what has to be done again.
+    `kept` is what an earlier process left, without its truncated last line and what has to be done again.
     """
     with written(path) as file:
         file.writelines(line.encode() for line in kept)

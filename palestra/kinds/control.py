@@ -16,7 +16,7 @@ from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
-from palestra.control.trial_metrics import summarise
+from palestra.control.trial_metrics import summarize
 from palestra.control.video import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, run_sessions
@@ -36,7 +36,7 @@ RANDOM_EPISODES = 100
 
 
 def run(spec: ControlSpec, launch: Launch) -> Run:
-    """Train every seed of the spec, then summarise and plot the trial."""
+    """Train every seed of the spec, then summarize and plot the trial."""
     factory = _factory(spec, launch)
     if factory is not None:  # sent to other processes, where a made environment may not be able to go
         launch = replace(launch, objects={**launch.objects, "env": factory})
@@ -60,7 +60,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     )
     rows = {seed: trial.metrics(seed) for seed in trial.seeds}
     updates = f"{spec.algorithm.name}/updates"
-    trial.trial.write_summary(summarise(rows, _random_return(spec, factory), updates))
+    trial.trial.write_summary(summarize(rows, _random_return(spec, factory), updates))
     with clear_write_errors(trial.path):
         trial_plots(trial)
     return trial

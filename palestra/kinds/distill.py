@@ -18,7 +18,7 @@ from palestra.lm.datasets import Data, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_for_training
 from palestra.lm.hf import empty_model, has_tokenizer, read_folder
 from palestra.lm.hf_config import is_classifier
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import Distiller, Teacher, privileged, silence
 from palestra.posttrain.trainer import PosttrainParts
@@ -38,7 +38,7 @@ log = logging.getLogger("palestra.posttrain")
 
 
 def run(spec: DistillSpec, launch: Launch) -> Run:
-    """Train every seed of the spec, then summarise and plot the trial."""
+    """Train every seed of the spec, then summarize and plot the trial."""
     folder = _teacher_folder(spec, launch)
 
     def check(start: Start) -> None:
@@ -91,7 +91,7 @@ def _parts(
     compile_for_training(model, spec.train, model.embed.device)
     engine = TrainEngine(
         model,
-        Optimiser(model, spec.optim, spec.train.steps),
+        Optimizer(model, spec.optim, spec.train.steps),
         Ranks(),
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,32 +12,26 @@ from typing import Any
 import torch
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.choices import Suite, load_suite
-from palestra.evaluate.completions import ROWS, Evaluation, Questions, answering_engine, ask, evaluate_tasks, pumped
+from palestra.evaluate.completions import Evaluation, Questions, ask, evaluate_model
 from palestra.evaluate.likelihood import (
-    LikelihoodOutcome,
     ScoredChoice,
-    TextOutcome,
-    Texts,
     TextScore,
     likelihood_metrics,
     likelihood_outcome,
-    load_texts,
-    score_suite,
+    score_choices,
     score_texts,
     text_metrics,
     text_outcome,
 )
+from palestra.evaluate.likelihood_data import Choices, ScoredSet, Texts, load_choices, load_texts
 from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
-from palestra.evaluate.suites import SETUP, files_sha256, settled, write_report
-from palestra.generate.local import LocalGenerator
+from palestra.evaluate.suites import SETUP, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, device_of, find_model, named_dtype, open_model, trained_start
 from palestra.kinds.trial import Launch, run_sessions
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
-from palestra.rollout.workflows import make_workflow
 from palestra.runs.recorder import Moment, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -46,7 +40,7 @@ from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.load import resolved
 from palestra.spec.shape import precision
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.evaluate")
@@ -62,7 +56,7 @@ class Asked:
 
     start: Start
     questions: list[Questions]
-    suites: list[Suite]
+    suites: list[Choices]
     texts: list[Texts]
     modes: int
     """Ways of decoding: greedy, samples, or both."""
@@ -70,18 +64,18 @@ class Asked:
     @property
     def count(self) -> int:
         """Problems in each mode, rows with given answers, and documents."""
-        rows = sum(len(one.items) for one in self.suites) + sum(len(one.documents) for one in self.texts)
+        rows = sum(len(one.items) for one in self.suites) + sum(len(one.items) for one in self.texts)
         return self.modes * sum(len(one.questions) for one in self.questions) + rows
 
 
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
-    """Evaluate with every seed of the spec, then summarise."""
+    """Evaluate with every seed of the spec, then summarize."""
     device = device_of(spec)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
     launch = replace(launch, init=str(_model_folder(spec, launch)))
     # A spec that cannot run ends here, before it has a folder.
-    with Judges(spec.tasks, root=launch.root) as judges:
+    with Verifiers(spec.tasks, root=launch.root) as judges:
         asked = _asked(spec, launch, judges, spec.seed)
     trial = run_sessions(
         spec,
@@ -111,9 +105,9 @@ def run_session(folder: Path, launch: Launch) -> None:
     try:
         with session, ExitStack() as stack:
             session.restore()
-            judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
+            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
             asked = _asked(spec, launch, judges, session.seed)
-            setup = settled(session.path, _setup(spec, asked, launch, session.seed))
+            setup = check_setup(session.path, _setup(spec, asked, launch, session.seed))
             record = stack.enter_context(Recorder(session, spec, total=asked.count, unit="problems", show=launch.show))
             _Evaluating(spec, session, launch, asked, judges, record).run(setup)
     finally:
@@ -129,7 +123,7 @@ class _Evaluating:
         session: Session,
         launch: Launch,
         asked: Asked,
-        judges: Judges,
+        judges: Verifiers,
         record: Recorder,
     ):
         self.spec, self.session, self.launch, self.asked = spec, session, launch, asked
@@ -144,10 +138,13 @@ class _Evaluating:
             shown = (one.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
         loaded, _ = open_model(start.folder, self.launch.root, dtype=named_dtype(dtype), param_dtype=named_dtype(dtype))
-        scores = self._scores(loaded.model) if self.asked.suites else {}
-        texts = self._texts(loaded.model) if self.asked.texts else {}
+        model = loaded.model.to(device_of(self.spec))
+        scored = self._scored(model, SCORES, self.asked.suites, ScoredChoice.read, score_choices)
+        scores = {choices.label: likelihood_outcome(choices, scored[choices.label]) for choices in self.asked.suites}
+        scored = self._scored(model, TEXTS, self.asked.texts, lambda row: TextScore(**row), score_texts)
+        texts = {source.label: text_outcome(source, scored[source.label]) for source in self.asked.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
-        model = loaded.model.to("cpu")
+        model = model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         evaluation = self._answers(model) if self.asked.questions else Evaluation((), {}, {})
@@ -164,49 +161,37 @@ class _Evaluating:
         ]
         self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=headline)
 
-    def _scores(self, model: Transformer) -> dict[str, LikelihoodOutcome]:
-        """By file."""
-        path, found, before = self.session.path / SCORES, {}, 0
-        done = [ScoredChoice.read(row) for row in json_lines(path)]
-        model = model.to(device_of(self.spec))
-        with self.record.span("likelihood"), growing(path, map(_scored_line, done)) as append:
+    def _scored(
+        self,
+        model: Transformer,
+        file: str,
+        sets: Sequence[ScoredSet[Any, Any]],
+        read: Callable[[Mapping[str, Any]], Any],
+        score: Callable[..., list[Any]],
+    ) -> dict[str, list[Any]]:
+        """The scores of the items of each set; those of an earlier process are in the file, which grows by chunks."""
+        if not sets:
+            return {}
+        path, scores, before = self.session.path / file, {}, self.done
+        done = [read(row) for row in json_lines(path)]
+        with self.record.span(path.stem), growing(path, map(_scored_line, done)) as append:
 
-            def keep(some: Sequence[ScoredChoice]) -> None:
-                append("".join(map(_scored_line, some)))
-                self._tell(self.done + len(some))
+            def keep(chunk: Sequence[Any]) -> None:
+                append("".join(map(_scored_line, chunk)))
+                self._tell(self.done + len(chunk))
                 self._look()
 
-            for suite in self.asked.suites:
+            for source in sets:
                 self._look()
-                found[suite.label] = score_suite(model, self.asked.start.tokenizer, suite, done=done, keep=keep)
-                before += len(suite.items)
+                scores[source.label] = score(model, self.asked.start.tokenizer, source, done=done, keep=keep)
+                before += len(source.items)
                 self._tell(before)
         # Once each, and in order: a chunk that a kill cut in two was scored again.
-        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
-        return {suite.label: likelihood_outcome(suite, found[suite.label]) for suite in self.asked.suites}
-
-    def _texts(self, model: Transformer) -> dict[str, TextOutcome]:
-        """By source."""
-        path, found, before = self.session.path / TEXTS, {}, self.done
-        done = [TextScore.read(row) for row in json_lines(path)]
-        model = model.to(device_of(self.spec))
-        with self.record.span("texts"), growing(path, map(_scored_line, done)) as append:
-
-            def keep(some: Sequence[TextScore]) -> None:
-                append("".join(map(_scored_line, some)))
-                self._tell(self.done + len(some))
-                self._look()
-
-            for texts in self.asked.texts:
-                self._look()
-                found[texts.label] = score_texts(model, self.asked.start.tokenizer, texts, done=done, keep=keep)
-                before += len(texts.documents)
-                self._tell(before)
-        write_bytes(path, "".join(_scored_line(one) for some in found.values() for one in some).encode())
-        return {texts.label: text_outcome(texts, found[texts.label]) for texts in self.asked.texts}
+        write_bytes(path, "".join(_scored_line(row) for rows in scores.values() for row in rows).encode())
+        return scores
 
     def _answers(self, model: Transformer) -> Evaluation:
-        path, start, settings = self.session.path / ANSWERS, self.asked.start, self.spec.eval
+        path, start = self.session.path / ANSWERS, self.asked.start
         # A judge that failed may have been out of memory: it is asked again.
         done = [record for record in read_records(path) if not record.failed]
         self._tell(self.done + len(done))
@@ -216,31 +201,20 @@ class _Evaluating:
                 append(line(record))
                 self._tell(self.done + 1)
 
-            engine = answering_engine(
+            return evaluate_model(
                 model,
                 start.tokenizer,
                 start.eos,
+                self.judges.verify,
                 self.asked.questions,
-                settings,
+                self.spec.eval,
                 device=device_of(self.spec),
                 dtype=named_dtype(_dtype(self.spec)),
-            )
-            generator = LocalGenerator(engine, drive="caller")
-            work = evaluate_tasks(
-                generator,
-                start.tokenizer,
-                self.judges.judge,
-                self.asked.questions,
-                settings,
-                context=engine.context,
-                max_new_tokens=settings.max_new_tokens,
                 seed=self.session.seed,
-                workflow=make_workflow(settings.workflow),
-                running=ROWS[device_of(self.spec).type],
                 done=done,
                 keep=keep,
+                look=self._look,
             )
-            return pumped(generator, work, self._look)
 
     def _tell(self, done: int) -> None:
         self.done = done
@@ -259,11 +233,11 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _asked(spec: EvaluateSpec, launch: Launch, judges: Judges, seed: int) -> Asked:
+def _asked(spec: EvaluateSpec, launch: Launch, judges: Verifiers, seed: int) -> Asked:
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that answers end at the same tokens
     questions = ask(spec.tasks, judges.tasks, start.tokenizer, spec.eval.problems)
-    suites = [load_suite(use, seed) for use in spec.likelihood]
+    suites = [load_choices(use, seed) for use in spec.likelihood]
     texts = [load_texts(use) for use in spec.texts]
     return Asked(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
 

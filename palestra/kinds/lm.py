@@ -34,7 +34,7 @@ from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, p
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken, PairLoss, Preferences, dpo_loss, reward_loss
-from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
 from palestra.lm.trainer import LmParts, Objective, train
@@ -125,7 +125,7 @@ def run_session(folder: Path, launch: Launch) -> None:
             keeper = ModelCheckpoint(trained, start, ranks)
             engine = TrainEngine(
                 trained,
-                Optimiser(trained, spec.optim, spec.train.steps),
+                Optimizer(trained, spec.optim, spec.train.steps),
                 ranks,
                 micro_tokens=spec.train.micro_tokens,
                 flops_per_token=start.shape.flops_per_token(spec.data.context),

@@ -11,7 +11,7 @@ import torch
 from palestra.data.chat import encode_chat
 from palestra.errors import UsageError
 from palestra.evaluate.suites import (
-    Opened,
+    Suite,
     add_result,
     begin_results,
     check_suite,
@@ -30,7 +30,7 @@ from palestra.runs.session import Session
 from palestra.runs.store import clear_write_errors
 from palestra.spec.lm import LmSpec, SampleSpec, WritingSpec
 from palestra.spec.tasks import SuiteUse, suite_spec
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.evaluate")
 
@@ -39,7 +39,7 @@ def check_suites(uses: Sequence[SuiteUse], start: Start, root: Path) -> None:
     """Refuse suites that cannot be read or scored, before a run has a folder."""
     for use in uses:
         spec = suite_spec(use)
-        with Judges(spec.tasks, root=root) as judges:
+        with Verifiers(spec.tasks, root=root) as judges:
             check_suite(
                 open_suite(use.label, spec, judges.tasks, start.tokenizer), start.tokenizer, start.shape.context
             )
@@ -58,12 +58,12 @@ class Suites:
         stack: ExitStack,
     ):
         self.uses, self.engine, self.start, self.session = uses, engine, start, session
-        self.opened: dict[str, tuple[Opened, Judges]] = {}
+        self.opened: dict[str, tuple[Suite, Verifiers]] = {}
         if not engine.ranks.first:  # which measures, while the others wait
             return
         for use in uses:
             spec = suite_spec(use)
-            judges = stack.enter_context(Judges(spec.tasks, workers=spec.eval.verifiers, root=root))
+            judges = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
             self.opened[use.label] = (open_suite(use.label, spec, judges.tasks, start.tokenizer), judges)
         with clear_write_errors(session.path):
             begin_results(
@@ -90,7 +90,7 @@ class Suites:
         model, found = self._copy(weights), {}
         for label in labels:
             suite, judges = self.opened[label]
-            result = measure(suite, model, self.start.tokenizer, judges.judge, eos=self.start.eos, look=look)
+            result = measure(suite, model, self.start.tokenizer, judges.verify, eos=self.start.eos, look=look)
             with clear_write_errors(self.session.path):
                 add_result(self.session.path, label, counters, result)
             found |= suite_metrics(label, result)

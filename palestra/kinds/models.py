@@ -270,7 +270,7 @@ def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.
         model = open_model(start.folder, dtype=dtype, device=device)[0].model
     else:
         model = Transformer(start.shape, dtype)
-        model.initialise(draws)
+        model.initialize(draws)
         model.to(device)
     if spec.model.lora is not None:
         add_lora(model, spec.model.lora, draws)

@@ -38,7 +38,7 @@ from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.hf import empty_model
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import Aside, Learner
@@ -60,7 +60,7 @@ from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTu
 from palestra.spec.load import resolved
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
-from palestra.tasks.verify.workers import Judges
+from palestra.tasks.verify.workers import Verifiers
 from palestra.track.sinks import require_sinks
 
 log = logging.getLogger("palestra.posttrain")
@@ -81,7 +81,7 @@ COUNTED = 100_000
 
 
 def run(spec: PosttrainSpec, launch: Launch) -> Run:
-    """Train every seed of the spec, then summarise and plot the trial."""
+    """Train every seed of the spec, then summarize and plot the trial."""
 
     def check(start: Start) -> None:
         make_filter(spec.algorithm.filters)
@@ -113,7 +113,10 @@ def run_tasks(
     meant = starting_from(spec, launch.init)
     start = trained_start(meant.model, launch.root, chat=True)
     _context(meant, start)
-    with Judges(spec.tasks.train, root=launch.root) as judges, Judges(spec.tasks.eval, root=launch.root) as held_out:
+    with (
+        Verifiers(spec.tasks.train, root=launch.root) as judges,
+        Verifiers(spec.tasks.eval, root=launch.root) as held_out,
+    ):
         Prompts(spec.tasks, judges.tasks, spec.seed)
         for uses, tasks in ((spec.tasks.train, judges.tasks), (spec.tasks.eval, held_out.tasks)):
             for use in uses:
@@ -184,7 +187,7 @@ def assemble(
     seed = session.seed
     judges, held_out = (
         stack.enter_context(
-            Judges(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
+            Verifiers(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
         )
         for uses in (spec.tasks.train, spec.tasks.eval)
     )
@@ -201,7 +204,7 @@ def assemble(
         tasks=judges.tasks,
         workflow=make_workflow(spec.rollout.workflow),
         generator=generator,
-        judge=judges.begin,
+        verify=judges.begin,
         tokenizer=start.tokenizer,
         sampling=Sampling(temperature=spec.rollout.temperature, max_new_tokens=spec.rollout.max_new_tokens),
         samples=spec.rollout.group,
@@ -235,7 +238,7 @@ def assemble(
         work = evaluate_tasks(
             generator,
             start.tokenizer,
-            held_out.judge,
+            held_out.verify,
             asked,
             spec.eval,
             context=eval_context,
@@ -269,7 +272,7 @@ def _lessons(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
     return chat_data(spec.sft.data, start.tokenizer_folder)
 
 
-def _first(spec: TasksKind, judges: Judges, starter: Starter) -> Episode:
+def _first(spec: TasksKind, judges: Verifiers, starter: Starter) -> Episode:
     """The first problem of the first task whose prompt is not too long."""
     use = spec.tasks.train[0]
     problems = judges.tasks[use.label].problems(use.split)
@@ -293,7 +296,7 @@ def _learner(
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
     engine = TrainEngine(
         model,
-        Optimiser(model, spec.optim, updates),
+        Optimizer(model, spec.optim, updates),
         Ranks(),
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),

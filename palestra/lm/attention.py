@@ -33,7 +33,7 @@ class Shared(NamedTuple):
 
 
 def shared(tokens: np.ndarray, lengths: Sequence[int]) -> Shared | None:
-    """Beginnings that neighbours among the sequences have in common; None where they are too few to matter."""
+    """Beginnings that neighbors among the sequences have in common; None where they are too few to matter."""
     if len(lengths) < 2:
         return None
     sizes = np.asarray(lengths)
@@ -248,5 +248,5 @@ def varlen(
 
     back = -1 if window is None else window - 1
     out = varlen_attn(q, k, v, queries, keys, longest_q, longest_k, window_size=(back, 0))
-    assert isinstance(out, Tensor)  # a pair only where the normalisers are asked for
+    assert isinstance(out, Tensor)  # a pair only where the normalizers are asked for
     return out

@@ -87,7 +87,7 @@ class GGUF:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"{self.path}: {name} is of type {tensor.tensor_type.name}, which cannot be dequantised"
+                f"{self.path}: {name} is of type {tensor.tensor_type.name}, which cannot be dequantized"
             ) from error
         # GGUF gives dimensions from the fastest to the slowest.
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(*map(int, reversed(tensor.shape)))
@@ -298,7 +298,7 @@ def convert(
     """Write the model of `source` as a Hugging Face folder, which must not exist yet.
 
     `source` is a GGUF file, a llama2.c file with its tokenizer beside it, or a Hugging Face folder. `dtype` None keeps
-    what the source has; quantised numbers become FP32.
+    what the source has; quantized numbers become FP32.
     """
     source, target = Path(source), Path(target)
     if not source.exists():

@@ -1,4 +1,4 @@
-"""From the data of a spec to examples by index: tokenizers are made, texts tokenised once, parts held out."""
+"""From the data of a spec to examples by index: tokenizers are made, texts tokenized once, parts held out."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ import numpy as np
 
 from palestra.data.cache import cache_root
 from palestra.data.encoders import ChatEncoder, Encoder, TextEncoder, cached_tokenizer, conversation, pair
-from palestra.data.mixture import BatchSchedule, Dataset, Mixture, Stages, permute, stream_key
+from palestra.data.mixture import Dataset, Mixture, Stages, permute, stream_key
 from palestra.data.readers import COMPRESSED, FORMATS, Shard, numbered_rows, read_rows, shards
 from palestra.data.sources import resolve
+from palestra.data.steps.tokenize import build_store
 from palestra.data.store import LEDGER, Documents, Example, Ledger, TokenStore, Windows
-from palestra.data.tokenize import build_store
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.spec.kinds.lm import ChatData, PretrainData
@@ -180,7 +180,7 @@ def mixture_of(found: Data[Item], data: LmData, *, batch: int, steps: int, seed:
             )
         stages = [(stage.step, _positive(stage.weights)) for stage in data.stages]
         stages = stages if stages[0][0] == 0 else [(0, _positive(found.weights)), *stages]
-        weights = BatchSchedule([(0, batch)]).rescale(stages)
+        weights = [(step * batch, of_stage) for step, of_stage in stages]
     stop = data.mix.stop
     mixture = Mixture(found.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
     if not mixture.endless and len(mixture) < steps * batch:
@@ -269,7 +269,7 @@ def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]
 def _content(store: TokenStore) -> list[Any]:
     """The recipe and the files of a store, by their checksums where they are local."""
     files = [[record.checksum or record.shard.stamp, record.shard.split] for record in store.ledger.shards]
-    return [store.fingerprint, store.ledger.recipe, files]
+    return [store.ledger.fingerprint, store.ledger.recipe, files]
 
 
 def _positive(weights: Mapping[str, float]) -> dict[str, float]:

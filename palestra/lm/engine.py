@@ -15,7 +15,7 @@ from palestra.lm.batch import Batch, score
 from palestra.lm.lora import merged_weights
 from palestra.lm.model import Transformer
 from palestra.lm.moe import RouterTerms, update_bias
-from palestra.lm.optim import Ema, Optimiser
+from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import Ranks, split_again
 from palestra.lm.scorer import ScalarModel
 from palestra.spec.lm import ComputeSpec
@@ -43,14 +43,14 @@ class TrainEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimiser: Optimiser,
+        optimizer: Optimizer,
         ranks: Ranks,
         *,
         micro_tokens: int,
         flops_per_token: float,
         ema: Ema | None = None,
     ):
-        self.model, self.optimiser, self.ranks, self.micro_tokens, self.ema = model, optimiser, ranks, micro_tokens, ema
+        self.model, self.optimizer, self.ranks, self.micro_tokens, self.ema = model, optimizer, ranks, micro_tokens, ema
         self.device = next(model.parameters()).device
         self.flops_per_token = flops_per_token
         """Of a forward pass, for the share of the machine's peak."""
@@ -98,7 +98,7 @@ class TrainEngine:
     def optim_step(self, progress: float) -> dict[str, float]:
         """Apply the gradient and forget it; `progress` is the fraction of the run that is done."""
         split_again(self.model)
-        metrics = self.optimiser.step(progress)
+        metrics = self.optimizer.step(progress)
         load, self._load = self._load, None
         if metrics["skipped"]:
             return metrics
@@ -138,14 +138,14 @@ class TrainEngine:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return {
-            "optimiser": self.optimiser.state(),
+            "optimiser": self.optimizer.state(),
             "ema": None if self.ema is None else self.ema.state(),
             "weights": None if self.ema is None else self.ranks.gather(trained),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
-        self.optimiser.load_state(state["optimiser"])
+        self.optimizer.load_state(state["optimiser"])
         if self.ema is not None:
             self.ema.load_state(state["ema"])
             self.ranks.scatter(state["weights"], self.model)

@@ -83,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=_sums(hidden), device=hidden.device)
         entropies = torch.zeros_like(logprobs)
-        normalisers = torch.empty_like(logprobs)  # of z, used on the GPU alone
+        normalizers = torch.empty_like(logprobs)  # of z, used on the GPU alone
         weight, rows = unembed.to(_kept(hidden)), chunk_rows(len(unembed), hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -91,13 +91,13 @@ class _TokenLogprobs(torch.autograd.Function):
             if hidden.is_cuda:
                 from palestra.lm.kernels import softmax_rows
 
-                logprobs[part], normalisers[part], entropies[part] = softmax_rows(scores, targets[part], temperature)
+                logprobs[part], normalizers[part], entropies[part] = softmax_rows(scores, targets[part], temperature)
                 continue
             log_p = _log_softmax(scores, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             if entropy:
                 entropies[part] = log_p.exp().mul_(log_p).sum(-1).neg_()
-        ctx.save_for_backward(hidden, unembed, targets, entropies, normalisers)
+        ctx.save_for_backward(hidden, unembed, targets, entropies, normalizers)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         if not entropy:
@@ -106,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, unembed, targets, entropies, normalisers = ctx.saved_tensors
+        hidden, unembed, targets, entropies, normalizers = ctx.saved_tensors
         of_logprob, of_entropy = grads  # none where a result was not used
         of_logprob = torch.zeros_like(entropies) if of_logprob is None else of_logprob
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -119,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if hidden.is_cuda:
                 from palestra.lm.kernels import softmax_rows_backward
 
-                saved = (targets[part], normalisers[part], entropies[part])
+                saved = (targets[part], normalizers[part], entropies[part])
                 to_logits = softmax_rows_backward(scores, *saved, of_logprob[part], of_h, ctx.temperature, hidden.dtype)
             else:
                 to_logits = _to_logits(scores, targets[part], entropies[part], of_logprob[part], of_h, ctx.temperature)

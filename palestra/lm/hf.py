@@ -80,7 +80,7 @@ class Shards:
             kind = file.get_slice(tensor).get_dtype()
             if kind not in _FLOATS:
                 raise UsageError(
-                    f"{path}: {tensor} is stored as {kind}; quantised weights are not supported, only {_FLOATS}"
+                    f"{path}: {tensor} is stored as {kind}; quantized weights are not supported, only {_FLOATS}"
                 )
             if tensor in self._files:
                 raise DamagedModel(f"{self.folder}: {tensor} is in two files, {name} is one of them")

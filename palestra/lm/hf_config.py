@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from palestra.errors import UsageError
 from palestra.runs.store import read_json
+from palestra.spec.renames import translated
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
 
@@ -21,7 +22,7 @@ class Experts:
     """The config's keys for the number of experts; the first is written."""
     width: str
     """The config's key for the hidden width of an expert."""
-    normalise: str | None
+    normalize: str | None
     """The config's key for bringing the chosen experts' weights to sum 1; None always does."""
     block: str
     """The module that holds router and experts."""
@@ -266,8 +267,8 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config[family.experts.count[0]] = shape.moe.experts
         config[family.experts.width] = shape.moe.mlp
         config["num_experts_per_tok"] = shape.moe.active
-        if family.experts.normalise is not None:
-            config[family.experts.normalise] = shape.moe.normalise
+        if family.experts.normalize is not None:
+            config[family.experts.normalize] = shape.moe.normalize
     return config
 
 
@@ -359,7 +360,7 @@ class _Keys:
 
 def _read_own(config: Mapping[str, Any], where: str) -> Shape:
     try:
-        shape = Shape.model_validate(config.get("shape"))
+        shape = Shape.model_validate(translated(config.get("shape")))
         problems = _too_large(shape)
     except ValidationError as error:
         shape, problems = None, _explained(error)
@@ -426,7 +427,7 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
-    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.problems()]
+    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
     return canonical(shape), problems
 
 
@@ -516,6 +517,6 @@ def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
         "experts": keys.take(experts.count[0], int, *experts.count[1:]),
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),
-        "normalise": True if experts.normalise is None else keys.take(experts.normalise, bool),
+        "normalize": True if experts.normalize is None else keys.take(experts.normalize, bool),
     }
     return None if keys.problems else MoESpec(**fields)

@@ -55,15 +55,15 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row z = logits / temperature: log p(target), log Σ exp z, and the entropy, in one pass."""
     rows, vocab = logits.shape
-    logprobs, normalisers, entropies = (torch.empty(rows, device=logits.device) for _ in range(3))
+    logprobs, normalizers, entropies = (torch.empty(rows, device=logits.device) for _ in range(3))
     _softmax_rows[(rows,)](
-        logits, targets, logprobs, normalisers, entropies, vocab, 1.0 / temperature, 4096, num_warps=8
+        logits, targets, logprobs, normalizers, entropies, vocab, 1.0 / temperature, 4096, num_warps=8
     )
-    return logprobs, normalisers, entropies
+    return logprobs, normalizers, entropies
 
 
 @triton.jit
-def _softmax_rows(logits, targets, logprobs, normalisers, entropies, vocab, scale, BLOCK: tl.constexpr):
+def _softmax_rows(logits, targets, logprobs, normalizers, entropies, vocab, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], -1e30, tl.float32)
@@ -80,17 +80,17 @@ def _softmax_rows(logits, targets, logprobs, normalisers, entropies, vocab, scal
     top = tl.max(tops, 0)
     shrink = tl.exp(tops - top)
     total = tl.sum(totals * shrink, 0)
-    normaliser = top + tl.log(total)
+    normalizer = top + tl.log(total)
     target = tl.load(logits + row * vocab + tl.load(targets + row)) * scale
     tl.store(logprobs + row, target - top - tl.log(total))
-    tl.store(normalisers + row, normaliser)
-    tl.store(entropies + row, normaliser - tl.sum(firsts * shrink, 0) / total)
+    tl.store(normalizers + row, normalizer)
+    tl.store(entropies + row, normalizer - tl.sum(firsts * shrink, 0) / total)
 
 
 def softmax_rows_backward(
     logits: Tensor,
     targets: Tensor,
-    normalisers: Tensor,
+    normalizers: Tensor,
     entropies: Tensor,
     of_logprob: Tensor,
     of_entropy: Tensor | None,
@@ -105,7 +105,7 @@ def softmax_rows_backward(
     _softmax_rows_backward[(rows, triton.cdiv(vocab, 4096))](
         logits,
         targets,
-        normalisers,
+        normalizers,
         entropies,
         of_logprob,
         of_entropy,
@@ -120,12 +120,12 @@ def softmax_rows_backward(
 
 @triton.jit
 def _softmax_rows_backward(
-    logits, targets, normalisers, entropies, of_logprob, of_entropy, out, vocab, scale, BLOCK: tl.constexpr
+    logits, targets, normalizers, entropies, of_logprob, of_entropy, out, vocab, scale, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < vocab
-    log_p = tl.load(logits + row * vocab + i, mask=inside, other=0.0) * scale - tl.load(normalisers + row)
+    log_p = tl.load(logits + row * vocab + i, mask=inside, other=0.0) * scale - tl.load(normalizers + row)
     # ∂ log p(y) / ∂ z = 1[y] − p,   ∂ H / ∂ z = −p (log p + H)
     to_logprob, to_entropy = tl.load(of_logprob + row), tl.load(of_entropy + row)
     grad = -tl.exp(log_p) * (to_logprob + to_entropy * (log_p + tl.load(entropies + row)))

@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation over the last dimension."""
+    """Root mean square normalization over the last dimension."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -237,8 +237,8 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: Shape) -> Tensor:
 
 
 def pair_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection (heads · dim, …) in which neighbours are rotated together, as halves that are.
+    """Rows of a query or key projection (heads · dim, …) in which neighbors are rotated together, as halves that are.
 
-    Meta's checkpoints, llama2.c and llama.cpp pair neighbours; `rotate` and Hugging Face pair the halves of a head.
+    Meta's checkpoints, llama2.c and llama.cpp pair neighbors; `rotate` and Hugging Face pair the halves of a head.
     """
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -26,7 +26,7 @@ class ModelOutput(NamedTuple):
     """What a forward pass gives."""
 
     hidden: Tensor
-    """The normalised last hidden states (T, D), from which heads read."""
+    """The normalized last hidden states (T, D), from which heads read."""
     router: Tensor | None
     """Router logits (L, T, E) of a mixture of experts."""
 
@@ -51,11 +51,11 @@ class Attention(nn.Module):
         """(T, D) → (T, D)."""
         qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = self._normalised(qk, self.q_norm, self.k_norm)
+            qk = self._normalized(qk, self.q_norm, self.k_norm)
         q, k = rotate(qk, cos, sin).split([self.heads, self.kv], dim=1)
         return self.o(attend(self.layer, q, k, v, self.window).flatten(1))
 
-    def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+    def _normalized(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """Queries and keys (T, H + K, dim), each head for itself or all together."""
         both = zip(qk.split([self.heads, self.kv], dim=1), (q_norm, k_norm), strict=True)
         if self.per_head:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts), each on the normalised residual stream."""
+    """Attention and MLP (or experts), each on the normalized residual stream."""
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         return self._frequencies[device]
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
+    def initialize(self, generator: torch.Generator) -> None:
         """Normal weights of deviation 0.02, outputs of the residual branches scaled by 1/√(2L) (GPT-2), norms 1.
 
         Drawn on the CPU, so that a seed gives the same model on every device.

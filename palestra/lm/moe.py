@@ -41,7 +41,7 @@ class MoE(nn.Module):
         """(T, D) → (T, D), and the router's logits (T, E) in FP32 whatever the precision of `x`."""
         router = self._route(x)
         weights, chosen = choose(router, self.spec.active, None if self.bias is None else self.bias.to(x.dtype))
-        if self.spec.normalise:
+        if self.spec.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         experts, order = chosen.flatten().sort(stable=True)  # (T · k): the choices, one expert after the other
         back = order.argsort()  # where each token's choices have gone

@@ -159,7 +159,7 @@ def pack_pairs(pairs: Sequence[Pair]) -> Batch:
 
 
 def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
-    """Direct preference optimisation against a frozen reference."""
+    """Direct preference optimization against a frozen reference."""
 
     def loss(model: nn.Module, batch: Batch) -> Loss:
         assert isinstance(model, Transformer)
@@ -188,7 +188,7 @@ def reward_loss(spec: RewardLossSpec) -> PairLoss:
         assert isinstance(model, ScalarModel)
         output = forward(model.transformer, batch)
         scores = model.scores_of(output, batch)
-        terms = reward_terms(scores[0::2], scores[1::2], margin=spec.margin, centre=spec.centre)
+        terms = reward_terms(scores[0::2], scores[1::2], margin=spec.margin, center=spec.center)
         return Loss(*_summed(terms), router_terms(model.transformer, output.router, batch))
 
     return loss

@@ -105,7 +105,7 @@ def _alike(stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
             yield group[first : first + size]
 
 
-class Optimiser:
+class Optimizer:
     """Moves the parameters of a model that require a gradient, in a run of a known number of steps.
 
     Made once the model is on its device, frozen where it is to be, and sharded. Weights and state are FP32.

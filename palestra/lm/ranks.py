@@ -49,7 +49,7 @@ def _is_split(tensor: Tensor) -> bool:
 
 
 PATIENCE = timedelta(days=1)
-"""How long ranks wait for the first, which tokenises, samples and saves alone. A dead one is noticed at once."""
+"""How long ranks wait for the first, which tokenizes, samples and saves alone. A dead one is noticed at once."""
 
 
 @dataclass(frozen=True)

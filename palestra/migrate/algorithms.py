@@ -6,7 +6,7 @@ from typing import Any
 
 from palestra.errors import UsageError
 from palestra.migrate.blocks import ForeignBlock, schedule
-from palestra.migrate.nets import dqn_target_fields, optimiser_fields, sac_target_fields
+from palestra.migrate.nets import dqn_target_fields, optimizer_fields, sac_target_fields
 
 NAMES = {
     "Reinforce": "reinforce",
@@ -73,7 +73,7 @@ def algorithm_fields(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"name": ours}
     if "gamma" in block:
         found["gamma"] = block.take("gamma")
-    found |= optimiser_fields(setting.net, ours, setting.frames)
+    found |= optimizer_fields(setting.net, ours, setting.frames)
     if ours in ("dqn", "sac", "crossq"):
         found |= _replay(block, setting, ours)
     if ours in ("dqn", "sarsa"):
@@ -109,13 +109,13 @@ def _on_policy(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, An
         found["entropy"] = entropy
     block.wanted("policy_loss_coef", 1, "the policy loss has weight 1 here: scale the other weights instead")
     if ours == "reinforce":
-        # SLM-Lab standardises whatever this says.
+        # SLM-Lab standardizes whatever this says.
         block.take("center_return")
-        found["normalise_returns"] = True
+        found["normalize_returns"] = True
         found["horizon"] = _vector_steps(block, setting, EPISODES_TO_STEPS)
         return found
     found["value_coef"] = block.take("val_loss_coef", 1.0)
-    block.wanted("normalize_v_targets", False, "value targets are not normalised here; env.normalise_reward may help")
+    block.wanted("normalize_v_targets", False, "value targets are not normalized here; env.normalize_reward may help")
     if ours == "a2c":
         steps, found["lam"] = block.count("num_step_returns"), block.take("lam")
         if found["lam"] is None and steps and setting.memory.data.get("name") not in EPISODIC:
@@ -149,9 +149,9 @@ def _ppo(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
     if block.take("clip_vloss", False):
         found["clip_value"] = clip["start"] if isinstance(clip, dict) else clip
     how = block.take("normalize_advantages", "standardize")
-    found["normalise_advantages"] = bool(how)
+    found["normalize_advantages"] = bool(how)
     if how not in (True, False, "standardize"):
-        block.note("normalize_advantages", f"{how} has no counterpart here; advantages are standardised")
+        block.note("normalize_advantages", f"{how} has no counterpart here; advantages are standardized")
     block.wanted("symlog", False, "values are not squashed by symlog here")
     block.read.add("training_frequency")
     return found
@@ -198,7 +198,7 @@ def _dqn(block: ForeignBlock, setting: Setting, theirs: str, updates: float) -> 
         found["dueling"] = True
     if memory.data.get("name") == "PrioritizedReplay":
         alpha, eps = memory.take("alpha", 0.6), memory.take("epsilon", 1e-6)
-        found["prioritised"] = {"alpha": alpha, "eps": max(eps, 1e-12)}
+        found["prioritized"] = {"alpha": alpha, "eps": max(eps, 1e-12)}
         memory.note("name", "SLM-Lab has no importance weights; here beta goes from 0.4 to 1")
     return found
 

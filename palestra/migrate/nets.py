@@ -64,7 +64,7 @@ def net_fields(block: ForeignBlock, algorithm: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def optimiser_fields(block: ForeignBlock, algorithm: str, frames: int) -> dict[str, Any]:
+def optimizer_fields(block: ForeignBlock, algorithm: str, frames: int) -> dict[str, Any]:
     """What our `algorithm` has of the net: learning rates, ε, clipping, β₁."""
     found: dict[str, Any] = {}
     optim = _optimiser(block, "actor_optim_spec" if "actor_optim_spec" in block else "optim_spec", algorithm)
@@ -163,7 +163,7 @@ def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
 
 
 def renorm_fields(block: ForeignBlock) -> dict[str, Any]:
-    """CrossQ's batch renormalisation from the layers of a critic's graph."""
+    """CrossQ's batch renormalization from the layers of a critic's graph."""
     modules = (block.data.get("arc") or {}).get("modules", {}).values()
     args = next((args for module in modules for name, args in _layers(module) if "BatchRenorm" in name), None) or {}
     ours = {"momentum": "renorm_momentum", "warmup_steps": "renorm_warmup"}
@@ -196,7 +196,7 @@ def _optimiser(block: ForeignBlock, key: str, algorithm: str) -> dict[str, Any]:
     inner = block.block(key)
     name, found = inner.take("name", "Adam"), {}
     if name.removeprefix("Global") != "Adam":
-        inner.note("name", f"Adam is the optimiser here; {name} was left out")
+        inner.note("name", f"Adam is the optimizer here; {name} was left out")
     found["lr"] = inner.take("lr", 1e-3)  # torch's, as are the others that a spec leaves out
     if algorithm != "sarsa":
         found["adam_eps"] = inner.take("eps", 1e-8)
@@ -275,7 +275,7 @@ PATHS = {
     **{f"agent.net.{theirs}": ours for theirs, ours in NET.items()},
     "agent.memory.batch_size": "algorithm.batch",
     "agent.memory.max_size": "algorithm.buffer",
-    "agent.memory.alpha": "algorithm.prioritised.alpha",
+    "agent.memory.alpha": "algorithm.prioritized.alpha",
     "env.num_envs": "env.num_envs",
     "env.max_frame": "train.frames",
 }

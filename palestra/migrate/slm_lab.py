@@ -11,7 +11,7 @@ from palestra.errors import UsageError
 from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
 from palestra.migrate.blocks import ForeignBlock, Notes
 from palestra.migrate.nets import KEYS as NET_KEYS
-from palestra.migrate.nets import net_fields, optimiser_fields, renorm_fields, search_fields
+from palestra.migrate.nets import net_fields, optimizer_fields, renorm_fields, search_fields
 from palestra.spec.load import load
 from palestra.spec.source import SourceError, read_text, write_text
 from palestra.spec.validate import SpecError
@@ -165,7 +165,7 @@ def _only(top: ForeignBlock, key: str) -> ForeignBlock:
 
 def _critic(block: ForeignBlock, policy: dict[str, Any], frames: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What CrossQ's critics have of their own, for `algorithm` and for `net`; a note on what they cannot have."""
-    own = net_fields(block, policy) | optimiser_fields(block, policy["name"], frames)
+    own = net_fields(block, policy) | optimizer_fields(block, policy["name"], frames)
     differ = {key: value for key, value in own.items() if value != policy.get(key)}
     rates = {"critic_lr": differ.pop("lr")} if "lr" in differ else {}
     widths = {"critic_hidden": differ.pop("hidden")} if "hidden" in differ else {}
@@ -185,13 +185,13 @@ def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     if "max_t" in env:
         kwargs["max_episode_steps"] = env.count("max_t")
-    for theirs, ours in (("normalize_obs", "normalise_obs"), ("normalize_reward", "normalise_reward")):
+    for theirs, ours in (("normalize_obs", "normalize_obs"), ("normalize_reward", "normalize_reward")):
         if env.take(theirs, False):
             found[ours] = True
-    if "clip_obs" in env and found.get("normalise_obs"):
+    if "clip_obs" in env and found.get("normalize_obs"):
         found["clip_obs"] = env.take("clip_obs")
-    env.wanted("clip_obs", found.get("clip_obs"), "observations are clipped only where they are normalised here")
-    clip = env.take("clip_reward", 10.0 if found.get("normalise_reward") else None)
+    env.wanted("clip_obs", found.get("clip_obs"), "observations are clipped only where they are normalized here")
+    clip = env.take("clip_reward", 10.0 if found.get("normalize_reward") else None)
     if isinstance(clip, list):
         env.note("clip_reward", f"rewards are clipped as far below 0 as above here; {clip} was taken as its larger end")
         clip = max(map(abs, clip))

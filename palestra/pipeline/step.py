@@ -41,6 +41,7 @@ from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import UsageError
 from palestra.runs.store import write_bytes
 from palestra.spec.model import Execution, is_execution
+from palestra.spec.renames import original
 from palestra.work.redact import redacted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
@@ -294,7 +295,7 @@ def identity(step: Step, address_of: Callable[[Step], str]) -> dict[str, Any]:
 
 def address_of(identified: Mapping[str, Any]) -> str:
     """`name-hash`, the same on every machine and under every prefix."""
-    text = json.dumps(identified, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(original(dict(identified)), sort_keys=True, separators=(",", ":"))
     return f"{identified['name']}-{hashlib.sha256(text.encode()).hexdigest()[:DIGITS]}"
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from palestra.rl.normalize import batch_normalise, group_normalise, group_std, leave_one_out
+from palestra.rl.normalize import batch_normalize, group_normalize, group_std, leave_one_out
 from palestra.rl.returns import discounted_returns, gae
-from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenaliseSpec
+from palestra.spec.algorithm import AlgorithmSpec, CriticSpec, PenalizeSpec
 
 EPS = 1e-6
 """Added to standard deviations. One that is no larger is that of equal rewards, and nothing is divided by it."""
@@ -46,7 +46,7 @@ def token_advantages(
     index = trained.nonzero()[:, 0]
     if not len(index):
         return Advantages(zeros, zeros)
-    rewards, places = _normalised_rewards(algorithm, rewards.double(), groups), sequence_ids[index]
+    rewards, places = _normalized_rewards(algorithm, rewards.double(), groups), sequence_ids[index]
     last = torch.ones_like(places, dtype=torch.bool)
     last[:-1] = places[:-1] != places[1:]
     per_token = torch.where(last, rewards[places], 0.0)
@@ -63,7 +63,7 @@ def token_advantages(
         found = _with_baseline(algorithm, rewards, groups, places, per_token, returns)
     of_tokens = algorithm.baseline in ("batch", "critic") and algorithm.scale == "batch_std"
     if of_tokens or algorithm.advantage_norm == "batch":  # REINFORCE++, PPO, the second stage of AReaL
-        found = batch_normalise(found, eps=EPS, correction=_correction(algorithm))
+        found = batch_normalize(found, eps=EPS, correction=_correction(algorithm))
     if algorithm.ratio == "sequence":  # an answer has one ratio, so it has one advantage
         found = sequence_means(found, places, len(rewards))[places]
     return Advantages(zeros.index_copy(0, index, found), zeros.index_copy(0, index, returns))
@@ -76,7 +76,7 @@ def sequence_means(values: Tensor, places: Tensor, sequences: int) -> Tensor:
     return zeros.index_add(0, places, values) / counts.clamp_min(1)
 
 
-def overlong_penalty(spec: PenaliseSpec, tokens: Tensor, truncated: Tensor, max_new_tokens: int) -> Tensor:
+def overlong_penalty(spec: PenalizeSpec, tokens: Tensor, truncated: Tensor, max_new_tokens: int) -> Tensor:
     """What answers of so many tokens (B) gain, which is at most 0 (DAPO, Yu et al. 2025, eq. 13).
 
     An answer that was cut off loses all of `factor`, also where the model's context cut it and not `max_new_tokens`.
@@ -91,12 +91,12 @@ def _correction(algorithm: AlgorithmSpec) -> int:
     return 1 if algorithm.std == "sample" else 0
 
 
-def _normalised_rewards(algorithm: AlgorithmSpec, rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards (B) after the first stage of a normalisation in two stages."""
+def _normalized_rewards(algorithm: AlgorithmSpec, rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards (B) after the first stage of a normalization in two stages."""
     if algorithm.reward_norm == "group":
-        return group_normalise(rewards, groups, eps=EPS, correction=_correction(algorithm))
+        return group_normalize(rewards, groups, eps=EPS, correction=_correction(algorithm))
     if algorithm.reward_norm == "batch":
-        return batch_normalise(rewards, eps=EPS, correction=_correction(algorithm))
+        return batch_normalize(rewards, eps=EPS, correction=_correction(algorithm))
     return rewards
 
 
@@ -142,7 +142,7 @@ def _with_baseline(
     if algorithm.baseline == "leave_one_out":
         centred = leave_one_out(totals, groups)
     else:
-        centred = group_normalise(totals, groups, scale="none")
+        centred = group_normalize(totals, groups, scale="none")
     # What came before a token is no consequence of it. Without rewards of tokens this adds exactly 0.
     found = centred[places] + (returns - totals[places])
     return found / _divisor(algorithm, rewards, centred, groups)[places]

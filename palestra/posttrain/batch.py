@@ -23,7 +23,7 @@ ESTIMATORS = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
     """The trajectories of groups end to end, those of a group together.
 
-    The loss mask is 1 for tokens that the model drew and that are trained on. Per token: `behaviour`, the
+    The loss mask is 1 for tokens that the model drew and that are trained on. Per token: `behavior`, the
     log-probability with which it was drawn, and `versions`. Per sequence: `reward`; `group`, counted from 0;
     `truncated`, 1 where the last generation was cut off; `turn_tokens`, how long that was; and `unscored`, how many
     of its tokens have a log-probability that is no number and are not trained on.
@@ -41,7 +41,7 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
         lengths,
         drawn & scored & ~left_out,
         per_token={
-            "behaviour": np.where(scored, logprobs, 0.0),
+            "behavior": np.where(scored, logprobs, 0.0),
             "versions": _flat((one.versions for _, one in every), np.float32),
         },
         per_sequence={
@@ -73,7 +73,7 @@ def with_advantages(
     `reference`, `anchor` and `values` (T) are log-probabilities by the reference model and by the policy as it is now,
     and what the critic expects before each token; each is needed where the algorithm says so. Per token it adds
     `anchor`, `advantages` and `weights`, with which losses of tokens add up to that of the batch times `denominator`;
-    where they are used `reference`, `correction` (the weights anchor / behaviour), `kept` (0 where the second-moment
+    where they are used `reference`, `correction` (the weights anchor / behavior), `kept` (0 where the second-moment
     mask is), `values` and `returns`. Per sequence it adds `advantage`, the mean of its tokens.
     """
     given = {"reference": reference, "anchor": anchor, "values": values}
@@ -85,9 +85,9 @@ def with_advantages(
     for name, needs in needed.items():
         if needs and given[name] is None:
             raise ValueError(f"{algorithm.preset} with these settings needs `{name}`, one number a token")
-    trained, behaviour, places = batch.loss_mask > 0, batch.per_token["behaviour"], batch.sequence_ids
-    now = behaviour if anchor is None else anchor
-    held = now if algorithm.anchor == "recomputed" else behaviour
+    trained, behavior, places = batch.loss_mask > 0, batch.per_token["behavior"], batch.sequence_ids
+    now = behavior if anchor is None else anchor
+    held = now if algorithm.anchor == "recomputed" else behavior
     found = token_advantages(
         algorithm,
         _shaped_rewards(batch, algorithm, max_new_tokens),
@@ -99,22 +99,22 @@ def with_advantages(
     )
     added = {
         "anchor": held,
-        "advantages": found.advantages.to(behaviour.dtype),
+        "advantages": found.advantages.to(behavior.dtype),
         "weights": _weights(batch, algorithm),
     }
     if reference is not None:
         added["reference"] = reference
     if isinstance(algorithm.correction, BinaryKlMaskSpec):
-        both = torch.maximum(kl.binary_kl(held, behaviour), kl.binary_kl(behaviour, held))
-        weights = _ratios(held - behaviour).where(both <= algorithm.correction.threshold, 0.0)
+        both = torch.maximum(kl.binary_kl(held, behavior), kl.binary_kl(behavior, held))
+        weights = _ratios(held - behavior).where(both <= algorithm.correction.threshold, 0.0)
         added["correction"] = weights.where(trained, 0.0)
     elif algorithm.correction.type != "none":
-        added["correction"] = correction(algorithm.correction, held - behaviour, places, trained, len(batch))
+        added["correction"] = correction(algorithm.correction, held - behavior, places, trained, len(batch))
     if algorithm.trust.type == "m2_mask":
-        stays = second_moment_mask((now - behaviour)[trained], threshold=algorithm.trust.threshold)
-        added["kept"] = torch.zeros_like(behaviour).masked_scatter(trained, stays.to(behaviour.dtype))
+        stays = second_moment_mask((now - behavior)[trained], threshold=algorithm.trust.threshold)
+        added["kept"] = torch.zeros_like(behavior).masked_scatter(trained, stays.to(behavior.dtype))
     if values is not None:
-        added["values"], added["returns"] = values, found.returns.to(behaviour.dtype)
+        added["values"], added["returns"] = values, found.returns.to(behavior.dtype)
     mean = sequence_means(added["advantages"][trained], places[trained], len(batch))
     return replace(
         batch,
@@ -143,7 +143,7 @@ def denominator(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> 
 def correction(
     spec: TruncateSpec | MaskSpec, log_ratios: Tensor, places: Tensor, trained: Tensor, sequences: int
 ) -> Tensor:
-    """The weights (T) of anchor / behaviour, whose logarithms are given, for tokens of so many sequences; 0 elsewhere.
+    """The weights (T) of anchor / behavior, whose logarithms are given, for tokens of so many sequences; 0 elsewhere.
 
     Left out is left out of the sum alone: the denominator stays, so that a batch of which little is left moves less.
     """
@@ -167,7 +167,7 @@ def _ratios(logs: Tensor) -> Tensor:
 def _shaped_rewards(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> Tensor:
     """Rewards (B) less what answers lose for being cut off."""
     rewards = batch.per_sequence["reward"].double()
-    if algorithm.truncated.type != "penalise":
+    if algorithm.truncated.type != "penalize":
         return rewards
     tokens, truncated = batch.per_sequence["turn_tokens"].double(), batch.per_sequence["truncated"] > 0
     return rewards + overlong_penalty(algorithm.truncated, tokens, truncated, max_new_tokens)

@@ -11,7 +11,7 @@ from palestra.lm.batch import Batch, forward
 from palestra.lm.engine import Loss, LossFunction, TrainEngine
 from palestra.lm.model import ModelOutput, Transformer
 from palestra.lm.moe import router_terms
-from palestra.lm.optim import Optimiser
+from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.rl.losses import value_loss
@@ -32,7 +32,7 @@ class Critic:
         self._loss = value_loss_function(algorithm.critic)
         self.engine = TrainEngine(
             model,
-            Optimiser(model, optim, updates),
+            Optimizer(model, optim, updates),
             Ranks(),
             micro_tokens=train.micro_tokens,
             flops_per_token=transformer.shape.flops_per_token(transformer.shape.context),

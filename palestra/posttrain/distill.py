@@ -225,7 +225,7 @@ class DistillLesson(NamedTuple):
     """How many tokens at the end may be trained on; the others are a prompt, one token at least."""
     mask: tuple[bool, ...]
     """Which of those are."""
-    behaviour: tuple[float, ...] | None
+    behavior: tuple[float, ...] | None
     """Their log-probabilities when the student drew them; None where they were given."""
 
 
@@ -301,7 +301,7 @@ def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson
         read = teacher.prompt_of(group.problem)
         for one in group.trajectories:
             # The first turn begins where the prompt ends; a workflow that names no turns began at its first draw.
-            begin = one.turns[0][0] if one.turns else one.loss_mask.index(True) if one.drawn else len(one.tokens)
+            begin = one.turns[0][0] if one.turns else one.loss_mask.index(True) if one.sampled else len(one.tokens)
             prompt = one.tokens[:begin] if read is None else read
             mask = tuple(d and np.isfinite(x) for d, x in zip(one.loss_mask, one.logprobs, strict=True))
             answer = one.tokens[begin:]
@@ -324,7 +324,7 @@ def with_teacher(
 ) -> Batch:
     """The lessons as the student reads them, packed. What the teacher cannot read is not trained on.
 
-    Per token: `own`, 1 where the student drew it and it is trained on; `behaviour`, its log-probability then;
+    Per token: `own`, 1 where the student drew it and it is trained on; `behavior`, its log-probability then;
     `teacher`, the teacher's; `advantages`, what the teacher says more, 0 for given tokens; and, with `hidden`, the
     teacher's hidden states (T, D) from which it is predicted: D numbers a token, where a distribution has V. Per
     sequence: `unread`, 1 where the teacher cannot read it.
@@ -339,8 +339,8 @@ def with_teacher(
         [lesson.student for lesson in lessons],
         [_row(lesson, len(lesson.student), lesson.mask, here) for lesson, here in zip(lessons, read, strict=True)],
         per_token={
-            "behaviour": [_row(lesson, len(lesson.student), lesson.behaviour, True) for lesson in lessons],
-            "own": [_row(lesson, len(lesson.student), lesson.mask, lesson.behaviour is not None) for lesson in lessons],
+            "behavior": [_row(lesson, len(lesson.student), lesson.behavior, True) for lesson in lessons],
+            "own": [_row(lesson, len(lesson.student), lesson.mask, lesson.behavior is not None) for lesson in lessons],
         },
         per_sequence={"unread": [not here for here in read]},
     )
@@ -355,7 +355,7 @@ def with_teacher(
         raise ValueError(f"the teacher was asked about {len(said.logprobs)} tokens, the student about {len(trained)}")
     held = torch.zeros(len(batch.tokens)).index_copy(0, trained, said.logprobs)
     own = batch.per_token["own"] * batch.loss_mask
-    apart = -kl.k1(batch.per_token["behaviour"], held, clamp=LOG_RATIO_LIMIT)
+    apart = -kl.k1(batch.per_token["behavior"], held, clamp=LOG_RATIO_LIMIT)
     added = {"own": own, "teacher": held, "advantages": torch.where(own > 0, apart, 0.0)}
     if said.hidden is not None:
         states = said.hidden.new_zeros(len(batch.tokens), said.hidden.shape[1])
@@ -376,22 +376,22 @@ def policy_loss(spec: PolicyLossSpec, temperature: float) -> LossFunction:
     """The policy gradient of the reverse KL at each token, with nothing said of the tokens after it.
 
     With x = log π(y) - log q(y), a constant, the gradient is w · x · ∇ log π(y), whose expectation over y from π is
-    ∇ KL(π‖q). The weights w = π / behaviour make up for answers by older weights; the value is w · x, k1 of the KL.
+    ∇ KL(π‖q). The weights w = π / behavior make up for answers by older weights; the value is w · x, k1 of the KL.
     """
 
     def loss(model: Transformer, batch: Batch) -> Loss:
         scored = score(model, batch, temperature=temperature)
-        found = policy_terms(scored.logprobs, batch.per_token["behaviour"], batch.per_token["teacher"], spec.limit)
+        found = policy_terms(scored.logprobs, batch.per_token["behavior"], batch.per_token["teacher"], spec.limit)
         total = torch.where(batch.loss_mask > 0, found, 0.0).sum()
         return Loss(total, {"entropy": scored.entropy.detach().sum()}, router_terms(model, scored.router, batch))
 
     return loss
 
 
-def policy_terms(logprobs: Tensor, behaviour: Tensor, teacher: Tensor, limit: float | None) -> Tensor:
+def policy_terms(logprobs: Tensor, behavior: Tensor, teacher: Tensor, limit: float | None) -> Tensor:
     """w · x at each token (T), its gradient w · x · ∇ log π; `limit` bounds the weights from above."""
     now, most = logprobs.detach(), LOG_RATIO_LIMIT if limit is None else math.log(limit)
-    weights = (now - behaviour).clamp(-LOG_RATIO_LIMIT, min(most, LOG_RATIO_LIMIT)).exp()
+    weights = (now - behavior).clamp(-LOG_RATIO_LIMIT, min(most, LOG_RATIO_LIMIT)).exp()
     return weights * kl.k1(now, teacher, clamp=LOG_RATIO_LIMIT) * (1.0 + logprobs - now)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
@@ -90,8 +90,8 @@ class Learner:
 
     def _shuffled(self, batch: Batch, step: int) -> Batch:
         """The batch with the rewards of others, whatever they answered."""
-        order = Permutation(len(batch), stream_key(self.seed, "control", step))
-        rewards = batch.per_sequence["reward"][[order(i) for i in range(len(batch))]]
+        order = permutation(len(batch), stream_key(self.seed, "control", step))
+        rewards = batch.per_sequence["reward"][order.tolist()]
         return replace(batch, per_sequence={**batch.per_sequence, "reward": rewards})
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
@@ -102,8 +102,8 @@ class Learner:
         group = batch.per_sequence["group"].long().tolist()
         prompts = sorted(set(group))
         parts = min(parts, len(prompts))
-        order = Permutation(len(prompts), stream_key(self.seed, "minibatches", step, epoch))
-        place = {prompts[order(i)]: i * parts // len(prompts) for i in range(len(prompts))}
+        order = permutation(len(prompts), stream_key(self.seed, "minibatches", step, epoch))
+        place = {prompts[prompt]: i * parts // len(prompts) for i, prompt in enumerate(order.tolist())}
         return [batch.select([i for i, g in enumerate(group) if place[g] == part]) for part in range(parts)]
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from palestra.rl import kl, losses
 from palestra.rl.losses import LOG_RATIO_LIMIT, TrustTerms
 from palestra.spec.algorithm import AlgorithmSpec, ClippedWeightSpec, ClipSpec, SoftGateSpec, TvMaskSpec
 
-_READ = ("anchor", "behaviour", "advantages", "weights", "correction", "kept", "reference")
+_READ = ("anchor", "behavior", "advantages", "weights", "correction", "kept", "reference")
 
 
 class TokenLosses(NamedTuple):
@@ -53,7 +53,7 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
         stays = stays * held.get(name, 1.0)
     losses = surrogate.loss * stays
     now = logprobs.detach()
-    weight = (now - held["behaviour"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weight = (now - held["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     terms = {
         "tokens": torch.ones_like(now),
         "policy": held["weights"] * losses.detach(),
@@ -63,7 +63,7 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
         "masked": stays == 0,
         "weight": weight,
         "weight_squared": weight.square(),
-        "kl_behaviour": kl.k3(held["behaviour"], now, clamp=LOG_RATIO_LIMIT),
+        "kl_behaviour": kl.k3(held["behavior"], now, clamp=LOG_RATIO_LIMIT),
         "entropy": entropy.detach(),
     }
     if "reference" in held:
@@ -74,7 +74,7 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
         estimate = ESTIMATORS[algorithm.kl.estimator](logprobs, held["reference"], clamp=LOG_RATIO_LIMIT)
         losses = losses + algorithm.kl.coefficient * estimate
     if algorithm.log_ratio_penalty:
-        moved = (logprobs - held["behaviour"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        moved = (logprobs - held["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         losses = losses + algorithm.log_ratio_penalty * moved.square()
     if algorithm.entropy:
         losses = losses - algorithm.entropy * entropy
@@ -88,9 +88,9 @@ def averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     """What people look at, from what an engine gives for `policy_loss` over a batch: sums, all divided by one number.
 
     Means over the trained tokens: `ratio` of π / anchor; `clipped_low` and `clipped_high`, the shares of tokens that
-    the trust region holds; `masked`, the share that masks leave out; `kl_behaviour`, k3 of KL(behaviour ‖ π);
+    the trust region holds; `masked`, the share that masks leave out; `kl_behaviour`, k3 of KL(behavior ‖ π);
     `entropy`; and `kl_reference`, k3 of KL(π ‖ reference). `effective_samples` is (Σw)² / Σw² of the weights
-    w = π / behaviour, as a share of the tokens: 1 where the tokens are the policy's own. All are 0 where nothing is
+    w = π / behavior, as a share of the tokens: 1 where the tokens are the policy's own. All are 0 where nothing is
     trained. The loss, the part of it that is the policy's, and what routers say stay as they are.
     """
     found = {name: float(value) for name, value in sums.items()}

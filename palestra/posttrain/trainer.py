@@ -151,7 +151,7 @@ class PosttrainTrainer:
             with span("record"):
                 self._rollouts.write(version, groups, filtered, batch)
         self.steps, self._groups, self._filtered = version, groups, filtered
-        self.tokens += sum(t.drawn for group in [*groups, *filtered] for t in group.trajectories)
+        self.tokens += sum(t.sampled for group in [*groups, *filtered] for t in group.trajectories)
 
     def metrics(self) -> Row:
         """Of the groups, the gradient steps and the executor."""

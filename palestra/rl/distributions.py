@@ -157,7 +157,7 @@ class DiagonalGaussian:
         return torch.randn(tuple(shape), generator=generator, device=generator.device)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Actions `(..., D)`, differentiable in mean and log_std (reparametrised)."""
+        """Actions `(..., D)`, differentiable in mean and log_std (reparametrized)."""
         return self.mean + self.log_std.exp() * noise
 
     def mode(self) -> Tensor:
@@ -232,16 +232,16 @@ class Beta:
     def log_prob(self, action: Tensor) -> Tensor:
         """Log-density of actions `(..., D)` within ±1, summed to `(...)`."""
         y = ((action + 1.0) / 2.0).clamp(self.EDGE, 1.0 - self.EDGE)
-        density = (self.alpha - 1.0) * y.log() + (self.beta - 1.0) * torch.log1p(-y) - self._log_normaliser()
+        density = (self.alpha - 1.0) * y.log() + (self.beta - 1.0) * torch.log1p(-y) - self._log_normalizer()
         return density.sum(dim=-1)
 
     def entropy(self) -> Tensor:
         """Differential entropy in nats, `(...)`."""
         a, b = self.alpha, self.beta
         parts = (a - 1.0) * torch.digamma(a) + (b - 1.0) * torch.digamma(b) - (a + b - 2.0) * torch.digamma(a + b)
-        return (self._log_normaliser() - parts).sum(dim=-1)
+        return (self._log_normalizer() - parts).sum(dim=-1)
 
-    def _log_normaliser(self) -> Tensor:
+    def _log_normalizer(self) -> Tensor:
         """log of the Beta function, and of the 2 by which ±1 is wider than 0 to 1."""
         a, b = self.alpha, self.beta
         return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b) + math.log(2.0)
@@ -270,7 +270,7 @@ class SquashedGaussian:
         return DiagonalGaussian.draw(generator, shape)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Actions `(..., D)`, differentiable in mean and log_std (reparametrised)."""
+        """Actions `(..., D)`, differentiable in mean and log_std (reparametrized)."""
         return torch.tanh(self.mean + self.log_std.exp() * noise)
 
     def sample_scored(self, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ So use k1 or k3 as a number (in the reward, in a log) and k2 as a loss, unless k
 `clamp` limits x to ±clamp (20 is common for language models), outside of which the gradient is 0; with None the
 formula holds as it stands, and k3 is infinite in float32 above x = 88.
 
-Both are given as log-probabilities (..., K) that are normalised over the same K; p is the student's, q the teacher's.
-Generalised knowledge distillation (Agarwal et al. 2024, arXiv 2306.13649) takes one of three:
+Both are given as log-probabilities (..., K) that are normalized over the same K; p is the student's, q the teacher's.
+Generalized knowledge distillation (Agarwal et al. 2024, arXiv 2306.13649) takes one of three:
 
 | divergence | formula                                            | what the student does                     |
 |------------|----------------------------------------------------|-------------------------------------------|

@@ -12,7 +12,7 @@ from palestra.rl.returns import reverse_scan
 class RunningMeanStd:
     """Mean and variance of everything seen so far, in float64 (Chan et al. 1979, parallel merge).
 
-    Only `update` changes the statistics; evaluation calls `normalise` alone.
+    Only `update` changes the statistics; evaluation calls `normalize` alone.
     """
 
     def __init__(self, shape: Sequence[int] = (), device: torch.device | str | None = None):
@@ -34,7 +34,7 @@ class RunningMeanStd:
         self.mean = self.mean + delta * weight
         self.count = total
 
-    def normalise(self, x: Tensor, clip: float | None = None, eps: float = 1e-8) -> Tensor:
+    def normalize(self, x: Tensor, clip: float | None = None, eps: float = 1e-8) -> Tensor:
         """(x - mean) / √(var + eps), held within ±clip; subtracted in float64, returned in x's own precision."""
         dtype = x.dtype if x.is_floating_point() else torch.float32
         scaled = (x.to(torch.float64) - self.mean) / torch.sqrt(self.var + eps)
@@ -92,7 +92,7 @@ class RewardScale:
         self.statistics.load_state_dict(state)
 
 
-def batch_normalise(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
+def batch_normalize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
     """(x - mean) / (std + eps) over all elements where `mask` is True, 0 elsewhere.
 
     The std is the population's, or with `correction=1` the sample's (n - 1). Equal values, and a single one, give
@@ -114,7 +114,7 @@ def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Rewards less their group's mean (float64), the group of each (0..G-1) and its group's size."""
     groups, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     zeros = torch.zeros(groups.shape[0], dtype=torch.float64, device=rewards.device)
-    # As in `batch_normalise`: less the smallest first, so that equal rewards give exactly 0.
+    # As in `batch_normalize`: less the smallest first, so that equal rewards give exactly 0.
     smallest = zeros.scatter_reduce(0, group, rewards.to(torch.float64), "amin", include_self=False)
     shifted = rewards.to(torch.float64) - smallest[group]
     means = zeros.index_add(0, group, shifted) / sizes
@@ -131,7 +131,7 @@ def group_std(rewards: Tensor, group_ids: Tensor, *, correction: int = 0) -> Ten
     return (squares[group] / (sizes - correction).clamp_min(1)).sqrt().to(rewards.dtype)
 
 
-def group_normalise(
+def group_normalize(
     rewards: Tensor,
     group_ids: Tensor,
     *,

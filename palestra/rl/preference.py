@@ -42,7 +42,7 @@ def dpo_terms(
     loss: DpoLoss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> DpoTerms:
-    """Direct preference optimisation, of the answers' log-probabilities under the policy and under the reference.
+    """Direct preference optimization, of the answers' log-probabilities under the policy and under the reference.
 
     With Δ = log(π / reference) of the chosen answer minus that of the rejected one:
 
@@ -74,14 +74,14 @@ def dpo_terms(
     )
 
 
-def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, centre: float = 0.0) -> RewardTerms:
-    """Bradley and Terry's -log σ(chosen - rejected - margin) + centre·(chosen + rejected)², of two answers' scores.
+def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, center: float = 0.0) -> RewardTerms:
+    """Bradley and Terry's -log σ(chosen - rejected - margin) + center·(chosen + rejected)², of two answers' scores.
 
-    `margin` is by how much the chosen answer should lead (Llama 2, eq. 2). The loss without `centre` does not change
-    when all scores move together; `centre` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
+    `margin` is by how much the chosen answer should lead (Llama 2, eq. 2). The loss without `center` does not change
+    when all scores move together; `center` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
     lead = chosen - rejected
-    loss = -F.logsigmoid(lead - margin) + centre * (chosen + rejected).square()
+    loss = -F.logsigmoid(lead - margin) + center * (chosen + rejected).square()
     return RewardTerms(loss=loss, margin=lead.detach(), accuracy=_accuracy(lead.detach()))
 
 

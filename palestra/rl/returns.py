@@ -135,7 +135,7 @@ def gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): `(advantages, returns)`, both `(T, N)`.
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16): `(advantages, returns)`, both `(T, N)`.
 
     λ is a number, or one of each step `(T, N)`.
 
@@ -154,7 +154,7 @@ def gae(
 
 @torch.no_grad()
 def vtrace(
-    behaviour_logprobs: Tensor,
+    behavior_logprobs: Tensor,
     target_logprobs: Tensor,
     rewards: Tensor,
     values: Tensor,
@@ -176,7 +176,7 @@ def vtrace(
     """
     passes_on = continues(terminated, truncated, valid)
     rewards, values, next_values = full_precision(rewards), full_precision(values), full_precision(next_values)
-    ratio = torch.exp(full_precision(target_logprobs) - full_precision(behaviour_logprobs))
+    ratio = torch.exp(full_precision(target_logprobs) - full_precision(behavior_logprobs))
     targets = rewards + gamma * torch.where(terminated, 0.0, next_values) - values
     if valid is not None:
         ratio = torch.where(valid, ratio, 0.0)

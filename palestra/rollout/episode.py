@@ -1,4 +1,4 @@
-"""What a workflow works with: prompt tokens, seeds, the generator, the verifier, and the growing transcript."""
+"""The interface of a workflow: prompt tokens, seeds, the generator, the verifier, and the growing transcript."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,26 +10,26 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.generate.types import Generation, Generator, Request, Sampling, StopReason
 from palestra.rollout.types import Trajectory
-from palestra.tasks.task import Answer, Problem, Task, Verdict
+from palestra.tasks.task import Completion, Problem, Task, Verdict
 
-Judge = Callable[[Problem, Answer], Verdict | Awaitable[Verdict]]
-"""Says whether an answer to a problem is right, at once or when it is awaited."""
+Verify = Callable[[Problem, Completion], Verdict | Awaitable[Verdict]]
+"""The verdict on a completion, at once or to be awaited."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One group: a problem to be answered `samples` times."""
+    """One group: a problem with `samples` completions."""
 
     problem: Problem
     prompt: tuple[int, ...]
     """The problem as tokens."""
     samples: int
     seed: int
-    """All that is drawn comes from it."""
+    """All randomness of the episode comes from it."""
     sampling: Sampling
-    """How answers are drawn, with the task's stop strings."""
+    """With the task's stop strings."""
     generator: Generator
-    judge: Judge
+    verify: Verify
     tokenizer: Tokenizer
     context: int
     """The most tokens that the model reads."""
@@ -37,7 +37,7 @@ class Episode:
     async def generate(
         self, prompt: tuple[int, ...], *, n: int = 1, turn: int = 0, sample: int = 0
     ) -> tuple[Generation, ...]:
-        """Go on from tokens; `turn` and `sample` give draws of their own."""
+        """Continue from tokens; each pair of `turn` and `sample` has a seed of its own."""
         sampling = replace(
             self.sampling,
             seed=stream_key(self.seed, "turn", turn, sample) >> 1,
@@ -46,29 +46,24 @@ class Episode:
         return (await self.generator.generate(Request(prompt, sampling, n))).generations
 
     async def verdict(self, generation: Generation, prompt: tuple[int, ...] | None = None) -> Verdict:
-        """Of an answer that was generated."""
+        """The verdict on a completion."""
         return (await self.verdicts([generation], prompt))[0]
 
     async def verdicts(
         self, generations: Sequence[Generation], prompt: tuple[int, ...] | None = None
     ) -> Sequence[Verdict]:
-        """Of several answers to one prompt; those that take time are judged at the same time."""
-        asked = self.prompt if prompt is None else prompt
-        text = self.tokenizer.decode(asked, specials=True)
-        begun = [self.judge(self.problem, _answer(one, text, asked)) for one in generations]
-        waiting = [one for one in begun if not isinstance(one, Verdict)]
-        ended = iter(await asyncio.gather(*waiting) if waiting else ())
-        return [one if isinstance(one, Verdict) else next(ended) for one in begun]
-
-
-def _answer(generation: Generation, prompt_text: str, prompt: tuple[int, ...]) -> Answer:
-    return Answer(
-        text=generation.text or "",
-        truncated=generation.stop_reason == StopReason.LENGTH,
-        prompt_text=prompt_text,
-        prompt_ids=prompt,
-        completion_ids=generation.tokens,
-    )
+        """The verdicts on several completions of one prompt; those that take time are awaited together."""
+        prompt = self.prompt if prompt is None else prompt
+        text = self.tokenizer.decode(prompt, specials=True)
+        begun = [
+            self.verify(
+                self.problem, Completion(one.text or "", one.stop_reason == StopReason.LENGTH, text, prompt, one.tokens)
+            )
+            for one in generations
+        ]
+        pending = [verdict for verdict in begun if not isinstance(verdict, Verdict)]
+        ended = iter(await asyncio.gather(*pending) if pending else ())
+        return [verdict if isinstance(verdict, Verdict) else next(ended) for verdict in begun]
 
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -83,33 +78,18 @@ def encode_problem(problem: Problem, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(encode_chat(tokenizer, problem.prompt, add_generation_prompt=True).tokens)
 
 
-def trajectory(prompt: tuple[int, ...], generation: Generation, verdict: Verdict) -> Trajectory:
-    """A prompt and one answer to it."""
-    return Trajectory(
-        tokens=prompt + generation.tokens,
-        loss_mask=(False,) * len(prompt) + (True,) * len(generation.tokens),
-        logprobs=(0.0,) * len(prompt) + generation.logprobs,
-        versions=(-1,) * len(prompt) + generation.versions,
-        reward=verdict.score,
-        verdict=verdict,
-        stop_reason=str(generation.stop_reason),
-        completion=generation.text or "",
-        turns=((len(prompt), len(prompt) + len(generation.tokens)),),
-    )
-
-
 Workflow = Callable[[Episode], Awaitable[list[Trajectory]]]
-"""From a problem to judged trajectories."""
+"""From a problem to verified trajectories."""
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Begins workflows, the same for the same number: seeds come from the run's seed and the number alone."""
+    """Starts workflows, reproducibly: seeds depend on the run's seed, the prompt's number and the attempt alone."""
 
     tasks: Mapping[str, Task]
     workflow: Workflow
     generator: Generator
-    judge: Judge
+    verify: Verify
     tokenizer: Tokenizer
     sampling: Sampling
     samples: int
@@ -124,15 +104,15 @@ class Starter:
         return None if len(episode.prompt) > self.max_prompt else self.workflow(episode)
 
     def episode(self, problem: Problem, number: int, attempt: int = 0) -> Episode:
-        """What the workflow of a problem works with."""
+        """The episode of a problem."""
         return Episode(
-            problem=problem,
+            problem,
             prompt=encode_problem(problem, self.tokenizer),
             samples=self.samples,
             seed=stream_key(self.seed, "rollout", number, attempt),
             sampling=replace(self.sampling, stop=self.tasks[problem.task].stops),
             generator=self.generator,
-            judge=self.judge,
+            verify=self.verify,
             tokenizer=self.tokenizer,
             context=self.context,
         )
@@ -140,70 +120,72 @@ class Starter:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The arrays of a trajectory so far. What is in it is never tokenised again."""
+    """The arrays of a trajectory so far. Its tokens are never decoded and encoded again."""
 
-    tokens: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
     turns: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> "Transcript":
         """One that begins with a prompt."""
-        return cls((), (), (), ()).told(prompt)
+        return cls().with_context(prompt)
 
     @property
-    def drawn(self) -> int:
-        """How many tokens the model drew."""
+    def sampled(self) -> int:
+        """How many tokens the model sampled."""
         return sum(self.loss_mask)
 
-    def told(self, tokens: Sequence[int]) -> "Transcript":
+    def with_context(self, tokens: Sequence[int]) -> "Transcript":
         """With tokens that the model only reads: nothing is learned from them."""
-        count = len(tokens)
-        return Transcript(
-            self.tokens + tuple(tokens),
-            self.loss_mask + (False,) * count,
-            self.logprobs + (0.0,) * count,
-            self.versions + (-1,) * count,
-            self.turns,
-        )
+        return self._with(tuple(tokens), False, (0.0,) * len(tokens), (-1,) * len(tokens))
 
-    def drew(self, generation: Generation) -> "Transcript":
-        """With what the model drew."""
-        begin, end = len(self.tokens), len(self.tokens) + len(generation.tokens)
+    def with_sampled(self, generation: Generation) -> "Transcript":
+        """With a turn that the model sampled."""
+        longer = self._with(generation.tokens, True, generation.logprobs, generation.versions)
+        turn = (len(self.tokens), len(longer.tokens))
+        return replace(longer, turns=(*self.turns, turn)) if generation.tokens else longer
+
+    def _with(
+        self, tokens: tuple[int, ...], sampled: bool, logprobs: tuple[float, ...], versions: tuple[int, ...]
+    ) -> "Transcript":
         return Transcript(
-            self.tokens + generation.tokens,
-            self.loss_mask + (True,) * (end - begin),
-            self.logprobs + generation.logprobs,
-            self.versions + generation.versions,
-            (*self.turns, (begin, end)) if begin < end else self.turns,
+            self.tokens + tokens,
+            self.loss_mask + (sampled,) * len(tokens),
+            self.logprobs + logprobs,
+            self.versions + versions,
+            self.turns,
         )
 
     def trajectory(
         self, prompt: int, verdict: Verdict, reward: float, stop_reason: str, tokenizer: Tokenizer
     ) -> Trajectory:
-        """The trajectory it has become; its first `prompt` tokens are the prompt."""
-        return Trajectory(
-            tokens=self.tokens,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            reward=reward,
-            verdict=verdict,
-            stop_reason=stop_reason,
-            completion=tokenizer.decode(self.tokens[prompt:], specials=True, continues=True),
-            turns=self.turns,
-        )
+        """The finished trajectory; its first `prompt` tokens are the prompt."""
+        completion = tokenizer.decode(self.tokens[prompt:], specials=True, continues=True)
+        return Trajectory(**vars(self), reward=reward, verdict=verdict, stop_reason=stop_reason, completion=completion)
+
+
+def trajectory(prompt: tuple[int, ...], generation: Generation, verdict: Verdict) -> Trajectory:
+    """A prompt with one completion."""
+    transcript = Transcript.of(prompt).with_sampled(generation)
+    return Trajectory(
+        **vars(replace(transcript, turns=((len(prompt), len(transcript.tokens)),))),
+        reward=verdict.score,
+        verdict=verdict,
+        stop_reason=str(generation.stop_reason),
+        completion=generation.text or "",
+    )
 
 
 async def sampled(episode: Episode, go_on: Callable[[int, Generation], Awaitable[Trajectory]]) -> list[Trajectory]:
-    """Draw the first turn of all samples together, the prompt computed once; from there each goes its own way.
+    """Sample the first turn of all samples together, so that the prompt is computed once, then continue each.
 
-    `go_on` is given the number of a sample and its first turn. Where one fails the others are ended.
+    `go_on` gets the number of a sample and its first turn. Where one fails the others are cancelled.
     """
     first = await episode.generate(episode.prompt, n=episode.samples)
-    tasks = [asyncio.ensure_future(go_on(sample, drawn)) for sample, drawn in enumerate(first)]
+    tasks = [asyncio.ensure_future(go_on(sample, generation)) for sample, generation in enumerate(first)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

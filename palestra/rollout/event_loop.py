@@ -1,4 +1,4 @@
-"""The asyncio loop of the workflows in its own thread, and the watchdog that tells who waits for whom."""
+"""The event loop of the workflows in its own thread, its lag, and a watchdog that logs where a stall waits."""
 
 import asyncio
 import logging
@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from statistics import fmean
 from types import FrameType
 from typing import Any, Self
 
 log = logging.getLogger("palestra.rollout")
 
 Task = asyncio.Task[Any]
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for workflows to end once they are cancelled."""
+CLOSE_SECONDS = 5.0  # that `close` waits for cancelled workflows to end
 
 
 class LoopThread:
@@ -34,9 +34,9 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def start_all(self, coroutines: Sequence[Coroutine[Any, Any, Any]], ended: Callable[[int, Task], None]) -> None:
-        """Run coroutines there and wait until each has come to its first wait.
+        """Run coroutines there and return once each has reached its first await.
 
-        Where one ends, `ended` is called in the loop's thread with its place and what it gave.
+        When one ends, `ended` is called in the loop's thread with its index and its task.
         """
 
         async def begin() -> None:
@@ -45,12 +45,12 @@ class LoopThread:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 task.add_done_callback(partial(ended, place))
-            await asyncio.sleep(0)  # all of them come before what is asked for now
+            await asyncio.sleep(0)  # all of them run before the caller continues
 
         self.start(begin()).result()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Cancel what runs, and end the thread; where a workflow blocks the loop, leave the thread to the exit."""
+        """Cancel all tasks and end the thread; where a workflow blocks the loop, the thread is left running."""
         if self.loop.is_closed():
             return
         try:
@@ -58,7 +58,7 @@ class LoopThread:
         except TimeoutError:
             log.warning("a workflow blocks the event loop or ignores its cancellation: its thread is left behind")
             return
-        except CancelledError:  # by an earlier call, which was left behind and has come to its turn
+        except CancelledError:  # by an earlier call that timed out and has now run
             pass
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -79,17 +79,17 @@ async def _cancel_all() -> None:
 
 
 class LoopLag:
-    """How late an event loop comes round to what is due. Code that blocks it delays every other workflow as much.
+    """How late an event loop runs what is due. Code that blocks it delays every other workflow as much.
 
     `run()` is a task of that loop; any thread may `take()`.
     """
 
     def __init__(self, every: float = 0.05):
-        """It looks `every` so many seconds."""
+        """It measures every `every` seconds."""
         self._every = every
         self._due: float | None = None
         self._lock = threading.Lock()
-        self._sum, self._most, self._count = 0.0, 0.0, 0
+        self._lags: list[float] = []
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -97,35 +97,31 @@ class LoopLag:
             while True:
                 self._due = time.monotonic() + self._every
                 await asyncio.sleep(self._every)
-                self._note(time.monotonic() - self._due)
+                with self._lock:
+                    self._lags.append(time.monotonic() - self._due)
         finally:
             self._due = None
 
     def take(self) -> dict[str, float]:
         """The mean and the longest lag since the last call, in seconds, for a row of metrics."""
         due = self._due
+        with self._lock:
+            lags, self._lags = self._lags, []
         if due is not None and (late := time.monotonic() - due) > self._every:
-            self._note(late)  # the loop is blocked right now
-        with self._lock:
-            mean, most = self._sum / max(self._count, 1), self._most
-            self._sum, self._most, self._count = 0.0, 0.0, 0
-        return {"time/loop_lag_mean": mean, "time/loop_lag_max": most}
-
-    def _note(self, late: float) -> None:
-        with self._lock:
-            self._sum, self._most, self._count = self._sum + late, max(self._most, late), self._count + 1
+            lags.append(late)  # the loop is blocked right now
+        return {"time/loop_lag_mean": fmean(lags or [0.0]), "time/loop_lag_max": max(lags, default=0.0)}
 
 
 class RolloutWatchdog:
-    """A thread that tells, once for each stall, what every thread and task waits for. It ends nothing.
+    """A thread that logs, once per stall, what every thread and task waits for. It ends nothing.
 
-    As a context manager it watches until it is left; `progress()` says that something got done.
+    It watches while its context is entered; `progress()` restarts its clock.
     """
 
     def __init__(self, seconds: float, describe: Callable[[], str], loop: asyncio.AbstractEventLoop):
-        """After `seconds` without progress it logs what `describe` says and the stacks of threads and `loop`'s tasks.
+        """After `seconds` without progress it logs `describe()` and the stacks of threads and `loop`'s tasks.
 
-        `describe` is called in the watchdog's thread and must wait for nothing.
+        `describe` is called in the watchdog's thread and must not block.
         """
         self._seconds, self._describe, self._loop = seconds, describe, loop
         self._last = time.monotonic()
@@ -142,48 +138,45 @@ class RolloutWatchdog:
         self._thread.join()
 
     def progress(self) -> None:
-        """Something got done."""
+        """Restart the clock."""
         self._last = time.monotonic()
 
     def _watch(self) -> None:
-        told = None
+        logged = None
         while not self._end.wait(min(self._seconds / 4, 1.0)):
             last = self._last
-            if last == told or time.monotonic() - last < self._seconds:
+            if last == logged or time.monotonic() - last < self._seconds:
                 continue
-            told = last
-            # The stacks first: they cannot fail, and what is said last stands last in the terminal.
+            logged = last
+            # The stacks first: they cannot fail, and the summary should be last in the terminal.
             log.warning("no progress for %.1f s; all stacks follow\n%s", time.monotonic() - last, stacks(self._loop))
             try:
-                log.warning("who waits for whom: %s", self._describe())
-            except Exception:  # the run it speaks of goes on changing; that must not end the watch
-                log.exception("who waits for whom could not be told")
+                log.warning("groups in flight: %s", self._describe())
+            except Exception:  # its data changes meanwhile, which must not end the watch
+                log.exception("the groups in flight could not be described")
 
 
 def stacks(loop: asyncio.AbstractEventLoop) -> str:
-    """Where every other thread of this process is, and every task of a loop with all that it awaits."""
+    """The stacks of every other thread of this process, and of every task of a loop with all that it awaits."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    lines = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            found.append(f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
+            lines.append(f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
     for task in sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()):
         awaited = traceback.StackSummary.extract(_awaited(task.get_coro()))
-        found.append(f"{task!r}\n{''.join(awaited.format())}")
-    return "\n".join(found)
+        lines.append(f"{task!r}\n{''.join(awaited.format())}")
+    return "\n".join(lines)
 
 
 def _awaited(inner: Any) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a coroutine and of those it awaits, outermost first; a task itself tells of the first alone."""
+    """The frames of a coroutine and of those it awaits, outermost first; `Task.get_stack` has only the first."""
     while inner is not None:
-        # Of coroutines, generators and asynchronous generators.
-        frame, inner = next(
-            (
-                (getattr(inner, frame), getattr(inner, awaits))
-                for frame, awaits in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
-                if hasattr(inner, frame)
-            ),
-            (None, None),
-        )
+        for kind, awaits in (("cr", "cr_await"), ("gi", "gi_yieldfrom"), ("ag", "ag_await")):
+            if hasattr(inner, f"{kind}_frame"):  # a coroutine, a generator or an asynchronous generator
+                frame, inner = getattr(inner, f"{kind}_frame"), getattr(inner, awaits)
+                break
+        else:
+            return
         if frame is not None:
             yield frame, frame.f_lineno

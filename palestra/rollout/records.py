@@ -25,27 +25,29 @@ if TYPE_CHECKING:
 
 FILE = "rollouts.jsonl"
 """In the session's folder. A line is a group."""
-BLOCK = 1 << 22
+BLOCK = 1 << 22  # bytes that `newest` reads at a time
+VERDICT = ("score", "status", "parts", "seconds", "sandbox", "note")
+"""The order of a verdict's fields in checkpoints."""
 
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """A group and what became of it."""
+    """A group and its fate."""
 
     group: Group
     fate: str
     """trained or filtered."""
     step: int
-    """The step that trained on it, or before which it was left out."""
+    """The step that trained on it, or before which it was filtered."""
     advantages: tuple[tuple[float, ...], ...] = ()
-    """For each trajectory one number a token, 0 where nothing is trained; none where it was left out."""
+    """One number per token of each trajectory, 0 where the loss is masked; empty for a filtered group."""
 
 
 class Recording:
-    """Writes the rollouts of a session as they are used; opened after `session.restore()`, which cuts them back."""
+    """Writes the rollouts of a session when used. Open it after `session.restore()`, which truncates the file."""
 
     def __init__(self, session: Session):
-        # Without a checkpoint to go on from the run begins anew, and its rollouts with it.
+        # Without a checkpoint to resume from the run starts over, and its rollouts with it.
         self._sink = JsonlSink(session.path / FILE, append=bool(metas(session.path)))
         session.follow(FILE, self._sink.flush)
 
@@ -53,22 +55,18 @@ class Recording:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
         self._sink.close()
 
     def write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
-        """What a step trained on, in its order, after what was left out before; `batch` begins with `groups` packed."""
+        """The groups that a step trained on, in order, after those filtered before it; `batch` starts with `groups`."""
         records = [RolloutRecord(group, "filtered", step) for group in filtered]
-        values, start, places = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
+        values, start, lengths = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
         for group in groups:
             advantages = []
-            for length in (next(places) for _ in group.trajectories):
+            for length in islice(lengths, len(group.trajectories)):
                 advantages.append(tuple(values[start : start + length]))
                 start += length
-            records.append(RolloutRecord(group, "trained", step, advantages=tuple(advantages)))
+            records.append(RolloutRecord(group, "trained", step, tuple(advantages)))
         write(self._sink, *records)
 
 
@@ -77,8 +75,14 @@ def write(sink: JsonlSink, *records: RolloutRecord) -> None:
     try:
         sink.write(*map(_row, records))
     except (AttributeError, TypeError, ValueError):
-        for record in records:
-            _check(record)
+        for record in records:  # name the problem whose rollouts JSON cannot hold
+            try:
+                json_line(_row(record))
+            except (AttributeError, TypeError, ValueError) as error:
+                raise PalestraError(
+                    f"the rollouts of {record.group.problem.id} cannot be written as JSON: {error}. Its row and the "
+                    "parts of its verdicts may hold strings, numbers, true, false, null, lists and records"
+                ) from error
         raise
 
 
@@ -95,29 +99,18 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
         "seconds": group.seconds,
         "trajectories": [
             {
-                **vars(one),
-                "verdict": vars(one.verdict),
-                "loss_mask": list(map(int, one.loss_mask)),
-                "advantages": _short(one, values),
+                **vars(trajectory),
+                "verdict": vars(trajectory.verdict),
+                "loss_mask": list(map(int, trajectory.loss_mask)),
+                "advantages": _short(trajectory, values),
             }
-            for one, values in zip(group.trajectories, advantages, strict=True)
+            for trajectory, values in zip(group.trajectories, advantages, strict=True)
         ],
     }
 
 
-def _check(record: RolloutRecord) -> None:
-    """Name the problem whose rollouts JSON cannot hold."""
-    try:
-        json_line(_row(record))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise PalestraError(
-            f"the rollouts of {record.group.problem.id} cannot be written as JSON: {error}. Its row and the parts of "
-            "its verdicts may hold what JSON has: strings, numbers, true, false, null, lists and records"
-        ) from error
-
-
 def scan(path: Path) -> Iterator[RolloutRecord]:
-    """The records of a file from the first on, one at a time; a last line that is not whole is passed over."""
+    """The records of a file from the first on; an incomplete last line is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
@@ -125,7 +118,7 @@ def scan(path: Path) -> Iterator[RolloutRecord]:
 
 
 def newest(path: Path) -> Iterator[RolloutRecord]:
-    """The same from the last on: only as much of the file is read as is asked for."""
+    """The records of a file from the last on, read as they are needed."""
     with path.open("rb") as file:
         position, rest, whole = file.seek(0, os.SEEK_END), b"", False
         while position:
@@ -136,7 +129,7 @@ def newest(path: Path) -> Iterator[RolloutRecord]:
             for line in reversed(lines):
                 if whole:
                     yield _record(line, f"{path}, before byte {position + BLOCK}")
-                whole = True  # what follows the last line break is nothing, or a line being written
+                whole = True  # after the last line break there is nothing, or a line being written
         if whole:
             yield _record(rest, f"{path}:1")
 
@@ -147,91 +140,61 @@ def read(path: Path) -> list[Group]:
 
 
 def replay(path: Path) -> Iterator[tuple[int, list[Group]]]:
-    """The batches that were trained on: each step with its groups, in their order."""
+    """The batches that were trained on: each step with its groups, in order."""
     trained = (record for record in scan(path) if record.fate == "trained")
     for step, records in groupby(trained, key=lambda record: record.step):
         yield step, [record.group for record in records]
 
 
-def _short(one: Trajectory, advantages: Sequence[float] | None) -> float | list[float] | None:
-    """One number where all drawn tokens have the same: with most algorithms they do."""
+def _short(trajectory: Trajectory, advantages: Sequence[float] | None) -> float | list[float] | None:
+    """One number where all sampled tokens have the same advantage: with most algorithms they do."""
     if advantages is None:
         return None
-    drawn = list(compress(advantages, one.loss_mask))
-    first = drawn[0] if drawn else 0.0
-    alike = drawn.count(first) == len(drawn) and not any(compress(advantages, map(not_, one.loss_mask)))
+    sampled = list(compress(advantages, trajectory.loss_mask))
+    first = sampled[0] if sampled else 0.0
+    alike = sampled.count(first) == len(sampled) and not any(compress(advantages, map(not_, trajectory.loss_mask)))
     return first if alike else list(advantages)
 
 
-def _spread(value: float, loss_mask: Sequence[bool]) -> tuple[float, ...]:
-    return tuple(value if used else 0.0 for used in loss_mask)
+def _long(advantages: float | list[float], loss_mask: Sequence[bool]) -> tuple[float, ...]:
+    if isinstance(advantages, list):
+        return tuple(advantages)
+    return tuple(advantages if sampled else 0.0 for sampled in loss_mask)
 
 
 def _record(line: bytes, where: str) -> RolloutRecord:
     try:
         row = json.loads(line)
-        trajectories = tuple(_trajectory(one) for one in row["trajectories"])
-        advantages = [
-            _spread(one["advantages"], one["loss_mask"])
-            if isinstance(one["advantages"], (int, float))
-            else tuple(one["advantages"])
-            for one in row["trajectories"]
-            if one["advantages"] is not None
-        ]
-        problem, prompt = row["problem"], row["problem"]["prompt"]
-        prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-        group = Group(
-            row["number"],
-            Problem(problem["id"], prompt, problem["row"]),
-            row["version"],
-            trajectories,
-            row["asked"],
-            row["seconds"],
-        )
+        rows, problem = row["trajectories"], row["problem"]
+        prompt = problem["prompt"] if isinstance(problem["prompt"], str) else tuple(problem["prompt"])
+        group = _group(row, Problem(problem["id"], prompt, problem["row"]))
+        advantages = [_long(one["advantages"], one["loss_mask"]) for one in rows if one["advantages"] is not None]
         return RolloutRecord(group, row["fate"], row["step"], tuple(advantages))
     except (ValueError, KeyError, TypeError) as error:
         raise PalestraError(f"{where} is not a line of rollouts ({type(error).__name__}: {error})") from error
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
-    said = row["verdict"]
-    return Trajectory(
-        tokens=tuple(row["tokens"]),
-        loss_mask=tuple(map(bool, row["loss_mask"])),
-        logprobs=tuple(row["logprobs"]),
-        versions=tuple(row["versions"]),
-        reward=row["reward"],
-        verdict=Verdict(
-            said["score"], Status(said["status"]), said["parts"], said["seconds"], said["sandbox"], said["note"]
-        ),
-        stop_reason=row["stop_reason"],
-        completion=row["completion"],
-        turns=tuple((begin, end) for begin, end in row["turns"]),
-    )
-
-
 class RolloutReplay:
-    """The executor's interface over rollouts that are there: step for step what was trained on, in its order."""
+    """The executor's interface over recorded rollouts: the batch of each step, in its order."""
 
     def __init__(self, path: Path, vocab: int):
-        """`vocab` is how many tokens the model knows."""
+        """`vocab` is the size of the model's vocabulary."""
         self.path, self.vocab = path, vocab
         self._steps = self._trained = self.settled = 0
         self._batches: Iterator[tuple[int, list[Group]]] = replay(path)
 
     def take(self, work: Callable[[float], bool]) -> tuple[list[Group], list[Group]]:
-        """The groups of the next step; those that were filtered then are not read again."""
-        found = next(self._batches, None)
-        if found is None:
+        """The groups of the next step; filtered ones are not replayed."""
+        _, groups = next(self._batches, (0, None))
+        if groups is None:
             raise PalestraError(
                 f"{self.path} has rollouts of {self._steps} steps: lower train.steps, or replay a longer run"
             )
-        _, groups = found
         for group in groups:
-            if max(max(one.tokens, default=0) for one in group.trajectories) >= self.vocab:
+            if max(max(trajectory.tokens, default=0) for trajectory in group.trajectories) >= self.vocab:
                 raise PalestraError(
-                    f"{self.path}: the rollouts of {group.problem.id} hold tokens that this model does not have; it "
-                    f"knows {self.vocab}. Replay the rollouts of a run with the same tokenizer"
+                    f"{self.path}: the rollouts of {group.problem.id} have tokens that this model does not have; its "
+                    f"vocabulary has {self.vocab}. Replay the rollouts of a run with the same tokenizer"
                 )
         self._steps, self._trained = self._steps + 1, self._trained + len(groups)
         return groups, []
@@ -243,46 +206,42 @@ class RolloutReplay:
         """There is nothing to wait for."""
 
     def publish(self, version: int) -> None:
-        """New weights change nothing here."""
+        """New weights change nothing."""
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were trained on so far."""
         return {"fate/trained": float(self._trained)}
 
     def describe(self) -> str:
-        """Where it is."""
         return f"{self._steps} steps of {self.path} are replayed"
 
     def state(self) -> dict[str, Any]:
-        """How far it is."""
         return {"steps": self._steps, "trained": self._trained}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
         self._steps, self._trained = state["steps"], state["trained"]
         self._batches = islice(replay(self.path), self._steps, None)
 
 
 def find_rollouts(ref: str, root: Path, seed: int, steps: int) -> Path:
-    """The file of rollouts that is meant: itself, or that of a run, of the same seed where it has several.
+    """The file of rollouts: `ref` itself, or that of a run, of the same seed where it has several.
 
-    It must hold as many steps as are to be trained.
+    It must hold at least `steps` steps.
     """
     path = Path(ref).expanduser()
     if not path.is_file():
-        sessions = {one.seed: one.path for one in open_run(ref, root).sessions}
+        sessions = {session.seed: session.path for session in open_run(ref, root).sessions}
         if seed not in sessions and len(sessions) != 1:
             raise UsageError(
-                f"rollout.replay: {ref} has the seeds {', '.join(map(str, sorted(sessions)))} and not {seed}: name one "
+                f"rollout.replay: {ref} has the seeds {', '.join(map(str, sorted(sessions)))}, not {seed}: name one "
                 f"of their files {FILE}"
             )
         path = sessions.get(seed, next(iter(sessions.values()), path)) / FILE
         if not path.exists():
             raise UsageError(f"rollout.replay: {ref} has no rollouts: there is no {path}")
-    found = next((record.step for record in newest(path) if record.fate == "trained"), 0)
-    if found < steps:
+    last = next((record.step for record in newest(path) if record.fate == "trained"), 0)
+    if last < steps:
         raise UsageError(
-            f"rollout.replay: {path} has rollouts of {found} steps, and train.steps is {steps}: lower it, or replay a "
+            f"rollout.replay: {path} has rollouts of {last} steps, and train.steps is {steps}: lower it, or replay a "
             "longer run"
         )
     return path.absolute()
@@ -296,49 +255,51 @@ def group_state(group: Group) -> dict[str, Any]:
         "version": group.version,
         "asked": group.asked,
         "seconds": group.seconds,
-        "trajectories": [_trajectory_state(one) for one in group.trajectories],
+        "trajectories": [_trajectory_state(trajectory) for trajectory in group.trajectories],
     }
 
 
 def load_group(state: dict[str, Any], find: Callable[[str], Problem]) -> Group:
-    """The group again, given what finds problems by their ids."""
-    return Group(
-        number=state["number"],
-        problem=find(state["problem"]),
-        version=state["version"],
-        trajectories=tuple(_load_trajectory(one) for one in state["trajectories"]),
-        asked=state["asked"],
-        seconds=state["seconds"],
-    )
+    """The group of a state; `find` returns a problem by its id."""
+    return _group(state, find(state["problem"]))
 
 
-def _trajectory_state(one: Trajectory) -> dict[str, Any]:
-    verdict = one.verdict
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    verdict = {**vars(trajectory.verdict), "status": str(trajectory.verdict.status)}
     return {
-        "tokens": np.asarray(one.tokens, np.int32),
-        "loss_mask": np.asarray(one.loss_mask, np.bool_),
-        "logprobs": np.asarray(one.logprobs, np.float64),
-        "versions": np.asarray(one.versions, np.int64),
-        "reward": one.reward,
-        "verdict": [
-            verdict.score, str(verdict.status), dict(verdict.parts), verdict.seconds, verdict.sandbox, verdict.note
-        ],
-        "stop_reason": one.stop_reason,
-        "completion": one.completion,
-        "turns": [list(turn) for turn in one.turns],
-    }  # fmt: skip
+        **vars(trajectory),
+        "tokens": np.asarray(trajectory.tokens, np.int32),
+        "loss_mask": np.asarray(trajectory.loss_mask, np.bool_),
+        "logprobs": np.asarray(trajectory.logprobs, np.float64),
+        "versions": np.asarray(trajectory.versions, np.int64),
+        "verdict": [verdict[name] for name in VERDICT],
+        "turns": [list(turn) for turn in trajectory.turns],
+    }
 
 
-def _load_trajectory(state: dict[str, Any]) -> Trajectory:
-    score, status, parts, seconds, sandbox, note = state["verdict"]
+def _group(state: dict[str, Any], problem: Problem) -> Group:
+    """The group of a line of rollouts or of a checkpoint."""
+    trajectories = tuple(_trajectory(row) for row in state["trajectories"])
+    return Group(state["number"], problem, state["version"], trajectories, state["asked"], state["seconds"])
+
+
+def _trajectory(state: dict[str, Any]) -> Trajectory:
+    verdict: dict[str, Any] = state["verdict"]
+    if not isinstance(verdict, dict):  # that of a checkpoint
+        verdict = dict(zip(VERDICT, verdict, strict=True))
+    verdict = {**verdict, "status": Status(verdict["status"])}
     return Trajectory(
-        tokens=tuple(np.asarray(state["tokens"]).tolist()),
-        loss_mask=tuple(np.asarray(state["loss_mask"]).tolist()),
-        logprobs=tuple(np.asarray(state["logprobs"]).tolist()),
-        versions=tuple(np.asarray(state["versions"]).tolist()),
+        tokens=_tuple(state["tokens"]),
+        loss_mask=tuple(map(bool, _tuple(state["loss_mask"]))),
+        logprobs=_tuple(state["logprobs"]),
+        versions=_tuple(state["versions"]),
         reward=state["reward"],
-        verdict=Verdict(score, Status(status), parts, seconds, sandbox, note),
+        verdict=Verdict(**verdict),
         stop_reason=state["stop_reason"],
         completion=state["completion"],
         turns=tuple((begin, end) for begin, end in state["turns"]),
     )
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values if isinstance(values, list) else np.asarray(values).tolist())

@@ -1,9 +1,9 @@
-"""The workflow with tools: the model writes a call, reads the result, goes on; the tools there are.
+"""The tools `calculator` and `python`, and the workflow in which a model calls them.
 
 A call is the tool's name as a tag around its input: `<calculator>12*34</calculator>`, `<python>print(2**8)</python>`.
-At the closing tag the tool runs, and `<result>408</result>` is put behind it for the model to read. What it writes
-after its last result is its answer. Calls beyond the limit are text like any other. All of it is one turn: it shares
-one limit on new tokens, in which results do not count.
+At the closing tag the tool runs, and `<result>408</result>` is appended for the model to read. The text after the last
+result is the answer. Calls beyond the limit are ordinary text. All of it is one turn with one limit on new tokens, in
+which results do not count.
 """
 
 import ast
@@ -22,11 +22,9 @@ from palestra.rollout.episode import Episode, Transcript, Workflow, sampled
 from palestra.rollout.types import Trajectory
 from palestra.spec.kinds.posttrain import ToolsSpec
 
-LONGEST_EXPRESSION = 200
-"""Characters of an expression."""
-BITS = 1024
-"""Of the numerator and the denominator of every number on the way: up to about 1e308."""
-UNDERSTOOD = "only numbers, parentheses and + - * / // % ** are understood"
+LONGEST_EXPRESSION = 200  # characters
+BITS = 1024  # of numerator and denominator of every intermediate value: up to about 1e308
+UNDERSTOOD = "only numbers, parentheses and + - * / // % ** are supported"
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
 BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -40,7 +38,7 @@ BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]]
 
 
 class NotCalculable(PalestraError):
-    """An expression without a value here; the message is for the model that wrote it."""
+    """An expression without a value; the message is for the model that wrote it."""
 
 
 def calculate(expression: str) -> str:
@@ -90,11 +88,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise NotCalculable("division by zero")
     if exponent.denominator == 1:
-        # The size is known before the work is done.
-        if (
-            max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) > 2 * BITS
-            and abs(base) != 1
-        ):
+        # Before the work is done, which can take for ever.
+        if abs(base) != 1 and _bits(base) * abs(exponent) > 2 * BITS:
             raise NotCalculable("a number is too large or too small")
         return _small(Fraction(base**exponent.numerator))
     if base < 0:
@@ -105,19 +100,21 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise NotCalculable("a number is too large or too small") from error
 
 
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
 def _small(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > BITS:
+    if _bits(value) > BITS:
         raise NotCalculable("a number is too large or too small")
     return value
 
 
 Tool = Callable[[str], Awaitable[str]]
-"""From the input of a call to its result; what goes wrong with the input is said in the result."""
+"""From the input of a call to its result; an error of the input is part of the result."""
 
-SECONDS = 5.0
-"""How long a program may run."""
-LONGEST_RESULT = 2000
-"""Characters of a result; of a longer one the middle is left out."""
+SECONDS = 5.0  # that a program may run
+LONGEST_RESULT = 2000  # characters; of a longer result the middle is left out
 
 
 def make_tools(names: Sequence[str]) -> dict[str, Tool]:
@@ -133,19 +130,19 @@ async def _calculator(expression: str) -> str:
 
 
 def _python() -> Tool:
-    """Runs a program in the sandbox; its output is the result, and of an error the last line."""
+    """Runs a program in the sandbox; the result is its output, and the last line of an error."""
     from palestra.tasks.sandbox import Sandbox
 
     sandbox = Sandbox()
-    sandbox.start()  # a machine that cannot lock programs in says so now
+    sandbox.start()  # raises now where the machine cannot isolate programs
 
     async def run(code: str) -> str:
         done = await asyncio.to_thread(sandbox.run_program, code, timeout=SECONDS)
         lines = [_shortened(done.stdout.strip())]
         match done.status:
             case "error":
-                said = done.stderr.strip().rpartition("\n")[2]
-                lines.append(f"error: {_shortened(said) or f'it ended with code {done.code}'}")
+                last = done.stderr.strip().rpartition("\n")[2]
+                lines.append(f"error: {_shortened(last) or f'it ended with code {done.code}'}")
             case "timeout":
                 lines.append(f"error: it ran for more than {SECONDS:g} seconds")
             case "output":
@@ -168,8 +165,9 @@ NOTHING = Generation((), (), (), StopReason.LENGTH, "")
 
 
 def tools(spec: ToolsSpec) -> Workflow:
-    """The workflow of a spec. Results are read, not trained; the verdict is of the answer alone."""
-    there, closing = make_tools(spec.tools), _closing(spec.tools)
+    """The workflow of a spec. Results are read, not trained on; the verdict is on the answer alone."""
+    available = make_tools(spec.tools)
+    closing: dict[str | int | None, str] = {f"</{name}>": name for name in spec.tools}  # tools by their stop string
 
     async def workflow(episode: Episode) -> list[Trajectory]:
         _check_alphabet(episode.tokenizer, spec.tools)
@@ -177,48 +175,43 @@ def tools(spec: ToolsSpec) -> Workflow:
         every = (*own, *map(str, closing))
 
         async def go_on(sample: int, part: Generation) -> Trajectory:
-            said, calls, turn = Transcript.of(episode.prompt), 0, 0
+            transcript, calls, turn = Transcript.of(episode.prompt), 0, 0
             while calls < spec.calls and part.stop_reason == StopReason.STOP:
                 tool, begun = closing.get(part.stop_match), _begun(part.text or "", spec.tools)
-                left = limit - said.drawn - len(part.tokens)
+                left = limit - transcript.sampled - len(part.tokens)
                 if tool is not None and begun in (tool, None):
-                    said, calls = said.drew(part), calls + 1
-                    result = await _called(there[tool], tool, part.text or "") if left > 0 else ""
-                    longer = said.told(_result_tokens(episode.tokenizer, result))
+                    transcript, calls = transcript.with_sampled(part), calls + 1
+                    result = await _called(available[tool], tool, part.text or "") if left > 0 else ""
+                    longer = transcript.with_context(_result_tokens(episode.tokenizer, result))
                     part, stops = NOTHING, every if calls < spec.calls else own
                     if left < 1 or len(longer.tokens) >= episode.context:
                         break
-                    said = longer
+                    transcript = longer
                 elif begun is not None and isinstance(part.stop_match, str):
                     # A stop string inside a call ends neither the call nor the answer.
                     stops = (f"</{begun}>",)
-                    if left < 1 or len(said.tokens) + len(part.tokens) >= episode.context:
+                    if left < 1 or len(transcript.tokens) + len(part.tokens) >= episode.context:
                         part = replace(part, stop_reason=StopReason.LENGTH)
                         break
                 else:
                     break
                 turn += 1
-                asked = _sampling(episode, stops, left)
-                (more,) = await asked.generate(said.tokens + part.tokens, turn=turn, sample=sample)
+                rest = _sampling(episode, stops, left)
+                (more,) = await rest.generate(transcript.tokens + part.tokens, turn=turn, sample=sample)
                 part = _joined(part, more, episode.tokenizer)
-            verdict = await episode.verdict(part, said.tokens)
-            said = replace(said.drew(part), turns=((len(episode.prompt), len(said.tokens) + len(part.tokens)),))
-            return said.trajectory(
-                len(episode.prompt), verdict, verdict.score, str(part.stop_reason), episode.tokenizer
-            )
+            verdict = await episode.verdict(part, transcript.tokens)
+            transcript = transcript.with_sampled(part)
+            transcript = replace(transcript, turns=((len(episode.prompt), len(transcript.tokens)),))
+            stop_reason = str(part.stop_reason)
+            return transcript.trajectory(len(episode.prompt), verdict, verdict.score, stop_reason, episode.tokenizer)
 
         return await sampled(_sampling(episode, every, limit), go_on)
 
     return workflow
 
 
-def _closing(names: Sequence[str]) -> dict[str | int | None, str]:
-    """Tools by the stop string that ends their calls."""
-    return {f"</{name}>": name for name in names}
-
-
 def _sampling(episode: Episode, stop: tuple[str, ...], limit: int) -> Episode:
-    """The same with other stop strings and another limit on new tokens."""
+    """The episode with other stop strings and another limit on new tokens."""
     return replace(episode, sampling=replace(episode.sampling, stop=stop, max_new_tokens=limit))
 
 
@@ -229,9 +222,9 @@ def _begun(text: str, names: Sequence[str]) -> str | None:
 
 
 async def _called(run: Tool, name: str, text: str) -> str:
-    """The result of a call that ends the text: its input stands behind the last opening tag."""
-    _, found, given = text.rpartition(f"<{name}>")
-    return await run(given) if found else f"error: there is no <{name}> before </{name}>"
+    """The result of a call that ends the text: its input follows the last opening tag."""
+    _, found, argument = text.rpartition(f"<{name}>")
+    return await run(argument) if found else f"error: there is no <{name}> before </{name}>"
 
 
 def _joined(part: Generation, more: Generation, tokenizer: Tokenizer) -> Generation:
@@ -249,7 +242,7 @@ def _result_tokens(tokenizer: Tokenizer, output: str) -> list[int]:
     try:
         return tokenizer.encode(f"<result>{output}</result>")
     except UsageError:
-        # A tokenizer of characters has none for the others: no output of a tool may end a run.
+        # A character tokenizer does not know all characters: no output of a tool may end a run.
         return tokenizer.encode("<result></result>")
 
 

@@ -1,65 +1,65 @@
-"""What rollouts are made of: trajectories of tokens, in groups that share a prompt."""
+"""Trajectories of tokens, and groups of them that share a prompt."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 
 from palestra.tasks.task import Problem, Verdict
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A prompt and what followed, as tokens. Index t of every array means token t, never the prediction at t."""
+    """A prompt and its continuation, as tokens. Index t of every array means token t, never the prediction at t."""
 
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """Which tokens the model drew; not those of prompts, feedback and tools."""
+    """Which tokens the model sampled; not those of prompts, feedback and tool results."""
     logprobs: tuple[float, ...]
-    """Of the distribution each token was drawn from; 0 for tokens that were not drawn."""
+    """Under the distribution that each token was sampled from; 0 for the others."""
     versions: tuple[int, ...]
-    """The version of the weights that drew each token; -1 for tokens that were not drawn."""
+    """The version of the weights that sampled each token; -1 for the others."""
     reward: float
-    """What is learned from: the verdict's score, less what a workflow takes off it."""
+    """What is learned from: the verdict's score, or what a workflow makes of it."""
     verdict: Verdict
-    """Of the last answer."""
+    """Of the last turn."""
     stop_reason: str
     """Why the last generation ended: eos, stop, length or abort."""
     completion: str
-    """What followed the prompt, for people."""
+    """The text after the prompt, for people."""
     turns: tuple[tuple[int, int], ...] = ()
-    """Where each turn of the model begins and ends."""
+    """Begin and end of each turn of the model."""
 
     @property
-    def drawn(self) -> int:
-        """How many tokens the model drew."""
+    def sampled(self) -> int:
+        """How many tokens the model sampled."""
         return sum(self.loss_mask)
 
     @property
     def oldest(self) -> int:
-        """The oldest version among its drawn tokens."""
-        return min((v for v, drawn in zip(self.versions, self.loss_mask, strict=True) if drawn), default=-1)
+        """The oldest version among its sampled tokens."""
+        return min(compress(self.versions, self.loss_mask), default=-1)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The trajectories of one prompt. It may have fewer than were asked for: what could not be judged is not there."""
+    """The trajectories of one prompt: fewer than requested where some could not be verified."""
 
     number: int
-    """Counted at admission: which prompt of the run this is."""
+    """The prompt's number in the run, given at admission."""
     problem: Problem
     version: int
-    """Of the weights when it was admitted."""
+    """Of the weights at admission."""
     trajectories: tuple[Trajectory, ...]
     asked: int
-    """How many trajectories were asked for."""
+    """How many trajectories were requested."""
     seconds: float = field(default=0.0, compare=False)
-    """From admission to its end."""
+    """From admission to the end of its workflow."""
 
     @cached_property
     def oldest(self) -> int:
-        """The oldest version among the drawn tokens; that of the admission where none was drawn."""
-        return min((t.oldest for t in self.trajectories if t.drawn), default=self.version)
+        """The oldest version among the sampled tokens; that of the admission where none was sampled."""
+        return min((t.oldest for t in self.trajectories if t.sampled), default=self.version)
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of its trajectories."""
         return tuple(t.reward for t in self.trajectories)

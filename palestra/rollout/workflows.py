@@ -16,14 +16,14 @@ from palestra.tasks.task import Problem, Status
 
 
 async def single_turn(episode: Episode) -> list[Trajectory]:
-    """Answer the problem `samples` times; the prompt is computed once for all."""
-    answers = await episode.generate(episode.prompt, n=episode.samples)
-    verdicts = await episode.verdicts(answers)
-    return [trajectory(episode.prompt, *pair) for pair in zip(answers, verdicts, strict=True)]
+    """Complete the prompt `samples` times; it is computed once for all."""
+    completions = await episode.generate(episode.prompt, n=episode.samples)
+    verdicts = await episode.verdicts(completions)
+    return [trajectory(episode.prompt, *pair) for pair in zip(completions, verdicts, strict=True)]
 
 
 def make_workflow(spec: WorkflowSpec) -> Workflow:
-    """From a problem to judged trajectories, as the spec asks for it."""
+    """The workflow of a spec."""
     if spec.name == "custom":
         return load_function(spec.function, "rollout.workflow.function")
     if isinstance(spec, MultiTurnSpec):
@@ -36,9 +36,9 @@ def make_workflow(spec: WorkflowSpec) -> Workflow:
 
 
 def feedback_tokens(problem: Problem, tokenizer: Tokenizer, feedback: str, turn: int = 1) -> tuple[int, ...]:
-    """All that follows the answer of turn number `turn`, counted from 1, up to where the next one begins.
+    """The tokens between the completion of turn `turn`, counted from 1, and the next one.
 
-    In a conversation that is what the chat template writes after an assistant's content, from what closes its turn to
+    In a conversation that is what the chat template writes after an assistant's content, from the end of its turn to
     the generation prompt; after a plain prompt it is the feedback on a line of its own. Special strings in the feedback
     are text.
     """
@@ -47,24 +47,24 @@ def feedback_tokens(problem: Problem, tokenizer: Tokenizer, feedback: str, turn:
             return tuple(tokenizer.encode(f"\n{feedback}\n"))
         return tuple(tokenizer.encode_parts(_written(tokenizer, problem.prompt, feedback, turn))[0])
     except UsageError as error:
-        raise UsageError(f"the feedback {feedback!r} cannot follow an answer to {problem.id}: {error}") from error
+        raise UsageError(f"the feedback {feedback!r} cannot follow a completion of {problem.id}: {error}") from error
 
 
-def following(drawn: Sequence[int], feedback: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The feedback after these tokens: without the token that closes a turn, where the model has drawn it itself."""
+def following(sampled: Sequence[int], feedback: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The feedback after these tokens: without the token that ends a turn, where the model has sampled it itself."""
     for place, token in enumerate(feedback):
         if token in tokenizer.special_ids:
-            return feedback[place + 1 :] if drawn and drawn[-1] == token else feedback
+            return feedback[place + 1 :] if sampled and sampled[-1] == token else feedback
         if tokenizer.piece(token).strip():
             break
     return feedback
 
 
 def _written(tokenizer: Tokenizer, prompt: Sequence[Message], feedback: str, turn: int) -> list[tuple[str, bool]]:
-    """The text after an answer, as parts for the tokenizer: the feedback as the template has it is ordinary text."""
-    # Characters for private use stand for contents; such as occur nowhere else.
+    """The text after a completion, as parts for the tokenizer: the feedback itself is ordinary text."""
+    # Private-use characters that occur nowhere else stand for the contents.
     taken = f"{prompt}{feedback}{tokenizer.chat_template}"
-    answer, said = islice((chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in taken), 2)
+    answer, reply = islice((chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in taken), 2)
     earlier = [*prompt, *[_message("assistant", answer), _message("user", feedback)] * (turn - 1)]
     before = render(tokenizer, earlier, add_generation_prompt=True)
 
@@ -72,12 +72,12 @@ def _written(tokenizer: Tokenizer, prompt: Sequence[Message], feedback: str, tur
         messages = [*earlier, _message("assistant", answer), _message("user", content)]
         whole = render(tokenizer, messages, add_generation_prompt=True)
         opening, found, rest = whole[len(before) :].partition(answer)
-        # A template may put white space before an answer, which the model then draws.
+        # A template may put white space before a completion, which the model then samples.
         if not whole.startswith(before) or not found or opening.strip() or answer in rest:
             raise _unstable()
         return rest
 
-    head, found, tail = after_answer(said).partition(said)
+    head, found, tail = after_answer(reply).partition(reply)
     real = after_answer(feedback)
     if not found or not real.startswith(head) or not real.endswith(tail) or len(real) < len(head) + len(tail):
         raise _unstable()
@@ -90,9 +90,9 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 def _unstable() -> UsageError:
     return UsageError(
-        "the chat template writes the beginning of a conversation otherwise once more turns follow, so what the model "
-        "has read and drawn would change under it. Use the workflow single_turn, plain prompts, or a template in which "
-        "the conversation so far with a generation prompt is always how the longer conversation begins"
+        "the chat template renders the beginning of a conversation differently once more turns follow, which would "
+        "change tokens that the model has read and sampled. Use the workflow single_turn, plain prompts, or a template "
+        "whose rendering of the conversation so far is always a prefix of the longer one"
     )
 
 
@@ -100,28 +100,28 @@ def multi_turn(spec: MultiTurnSpec) -> Workflow:
     """The workflow of a spec. Every turn is trained, with the verdict of the last one, discounted by their number."""
 
     async def workflow(episode: Episode) -> list[Trajectory]:
-        told = [
-            feedback_tokens(episode.problem, episode.tokenizer, spec.feedback, turn) for turn in range(1, spec.turns)
-        ]
+        problem, tokenizer = episode.problem, episode.tokenizer
+        feedback = [feedback_tokens(problem, tokenizer, spec.feedback, turn) for turn in range(1, spec.turns)]
 
-        async def go_on(sample: int, answer: Generation) -> Trajectory:
-            said, turn = Transcript.of(episode.prompt), 1
+        async def go_on(sample: int, completion: Generation) -> Trajectory:
+            transcript, turn = Transcript.of(episode.prompt), 1
             while True:
-                verdict = await episode.verdict(answer, said.tokens)
-                said = said.drew(answer)
-                # An answer that could not be judged must not be called wrong.
-                if verdict.status in (Status.CORRECT, Status.ERROR) or answer.stop_reason == StopReason.ABORT:
+                verdict = await episode.verdict(completion, transcript.tokens)
+                transcript = transcript.with_sampled(completion)
+                # A completion that could not be verified must not be called wrong.
+                if verdict.status in (Status.CORRECT, Status.ERROR) or completion.stop_reason == StopReason.ABORT:
                     break
                 if turn == spec.turns:
                     break
-                longer = said.told(following(answer.tokens, told[turn - 1], episode.tokenizer))
+                longer = transcript.with_context(following(completion.tokens, feedback[turn - 1], tokenizer))
                 if len(longer.tokens) >= episode.context:
                     break
-                said = longer
-                (answer,) = await episode.generate(said.tokens, turn=turn, sample=sample)
+                transcript = longer
+                (completion,) = await episode.generate(transcript.tokens, turn=turn, sample=sample)
                 turn += 1
             reward = verdict.score * spec.discount ** (turn - 1)
-            return said.trajectory(len(episode.prompt), verdict, reward, str(answer.stop_reason), episode.tokenizer)
+            stop_reason = str(completion.stop_reason)
+            return transcript.trajectory(len(episode.prompt), verdict, reward, stop_reason, tokenizer)
 
         return await sampled(episode, go_on)
 

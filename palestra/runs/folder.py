@@ -13,6 +13,7 @@ from typing import Any
 
 from palestra.errors import UsageError
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
+from palestra.spec.renames import translated
 from palestra.work.redact import hidden, redacted
 
 ROOT = "runs"
@@ -45,7 +46,8 @@ class Trial:
     @property
     def info(self) -> dict[str, Any]:
         """What trial.json says: name, id, seeds, created, command, spec."""
-        return read_json(self.path / "trial.json")
+        info = read_json(self.path / "trial.json")
+        return info | {"spec": translated(info["spec"])}
 
     def session(self, seed: int) -> SessionDir:
         """The folder of a seed's session, made or not."""

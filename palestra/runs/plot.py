@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("palestra.runs")
 
-# Okabe and Ito's palette, told apart also by people who do not see all colours; yellow is too faint for a line.
+# Okabe and Ito's palette, told apart also by people who do not see all colors; yellow is too faint for a line.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LINE_STYLES = ("-", "--", ":")  # one palette after another
 FAINT_SEEDS = 5  # with more seeds the single lines hide the band
@@ -205,17 +205,17 @@ def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
 
 
 def _draw(axes: "Axes", curve: Curve, index: int, label: str | None) -> None:
-    colour = PALETTE[index % len(PALETTE)]
+    color = PALETTE[index % len(PALETTE)]
     style = LINE_STYLES[index // len(PALETTE) % len(LINE_STYLES)]
     mean = curve.ys.mean(0)
     marker = "o" if len(curve.x) == 1 else None
-    axes.plot(curve.x, mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, label=label, zorder=3)
+    axes.plot(curve.x, mean, color=color, linestyle=style, linewidth=1.6, marker=marker, label=label, zorder=3)
     if len(curve.ys) == 1:
         return
     spread = curve.ys.std(0)
-    axes.fill_between(curve.x, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0, zorder=1)
+    axes.fill_between(curve.x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0, zorder=1)
     if len(curve.ys) <= FAINT_SEEDS:
-        axes.plot(curve.x, curve.ys.T, color=colour, linewidth=0.6, alpha=0.3, zorder=2)
+        axes.plot(curve.x, curve.ys.T, color=color, linewidth=0.6, alpha=0.3, zorder=2)
 
 
 def new_figure(width: float, height: float) -> "Figure":

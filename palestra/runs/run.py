@@ -17,6 +17,7 @@ from palestra.runs.folder import ROOT, SessionDir, Trial, find, trials
 from palestra.runs.session import read_status, state_of
 from palestra.runs.store import read_json
 from palestra.spec.load import Difference, differences
+from palestra.spec.renames import translated
 
 # The state of a trial is the first of these that one of its sessions is in.
 URGENCY = ("running", "failed", "killed", "interrupted")
@@ -88,7 +89,7 @@ class Run:
     def spec(self) -> dict[str, Any]:
         """The resolved spec as plain data."""
         if self.sessions:
-            return read_json(self.sessions[0].path / "manifest.json")["spec"]
+            return translated(read_json(self.sessions[0].path / "manifest.json")["spec"])
         spec = self.trial.info["spec"]
         if spec is None:
             raise PalestraError(f"{self.path} has no session yet: it was stopped before one began")

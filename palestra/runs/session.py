@@ -21,6 +21,7 @@ from palestra.runs.checkpoint import Checkpoint, DamagedCheckpoint
 from palestra.runs.lease import Lease, LeaseLost, Owner
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
+from palestra.spec.renames import translated
 from palestra.work.redact import redact, redacted
 
 NAME = "status.json"
@@ -179,7 +180,7 @@ class Session:
     @property
     def spec_data(self) -> dict[str, Any]:
         """The resolved spec as plain data."""
-        return self.manifest["spec"]
+        return translated(self.manifest["spec"])
 
     # ---- owning the folder
 

@@ -93,7 +93,7 @@ class Search:
     def __init__(self, experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, *, show: bool):
         self.experiment, self.spec, self.search, self.show = experiment, spec, search, show
         self.metric, self.direction = search.goal(spec.kind)
-        self.sign = 1.0 if self.direction == "maximise" else -1.0
+        self.sign = 1.0 if self.direction == "maximize" else -1.0
         self.asha = None if search.pruner is None else search.pruner.asha
         self.threads = search.threads or spec.threads or 1
         self.study = Study(experiment.path, search, self.direction)

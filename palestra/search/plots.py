@@ -21,7 +21,7 @@ def search_plots(
     order: Sequence[TrialRecord],
     metric: str,
     *,
-    maximise: bool,
+    maximize: bool,
 ) -> None:
     """Write parallel_coordinates, importance and best_so_far as PNG; `order`: trials with a score, best first."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def search_plots(
         "parallel_coordinates": (
             max(6.4, 1.7 * (len(space) + 1)),
             4.2,
-            lambda axes: _parallel_coordinates(axes, space, order, metric, maximise=maximise),
+            lambda axes: _parallel_coordinates(axes, space, order, metric, maximize=maximize),
         ),
         "importance": (6.4, 1.4 + 0.35 * len(found), lambda axes: _importance_bars(axes, found, order, metric)),
         "best_so_far": (6.4, 3.8, lambda axes: _best_so_far(axes, records, order, metric)),
@@ -69,7 +69,7 @@ def importances(space: Mapping[str, Axis], records: Sequence[TrialRecord]) -> di
 
 
 def _parallel_coordinates(
-    axes: "Axes", space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximise: bool
+    axes: "Axes", space: Mapping[str, Axis], order: Sequence[TrialRecord], metric: str, *, maximize: bool
 ) -> None:
     """A line for every trial with a score, across one axis for each field and one for the score."""
     import numpy as np
@@ -84,7 +84,7 @@ def _parallel_coordinates(
         axes.plot(
             range(len(heights)),
             heights,
-            color=colormaps["viridis"](0.92 * float(1 - height[rank] if maximise else height[rank])),
+            color=colormaps["viridis"](0.92 * float(1 - height[rank] if maximize else height[rank])),
             linewidth=2.2 if rank == 0 else 1.3,
             linestyle="-" if complete else (0, (4, 2)),
             alpha=1.0 if complete else 0.65,

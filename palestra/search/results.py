@@ -24,6 +24,7 @@ from palestra.spec.blocks import SearchSpec
 from palestra.spec.compose import escape
 from palestra.spec.grid import given_data, with_values
 from palestra.spec.load import resolved
+from palestra.spec.renames import translated
 from palestra.spec.source import write_text
 from palestra.work.redact import redacted
 
@@ -39,7 +40,8 @@ class Experiment:
     @property
     def info(self) -> dict[str, Any]:
         """search.json: name, id, created, command, and the spec as it was given."""
-        return read_json(self.path / NAME)
+        info = read_json(self.path / NAME)
+        return info | {"spec": translated(info["spec"])}
 
     @property
     def spec(self) -> ExperimentSpec:
@@ -100,9 +102,9 @@ def _given(spec: ExperimentSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", exclude_unset=True)
 
 
-def ranked(records: Sequence[TrialRecord], *, maximise: bool) -> list[TrialRecord]:
+def ranked(records: Sequence[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
     """Trials with a score, best first: complete ones before pruned ones, those of a higher rung before lower ones."""
-    sign = -1.0 if maximise else 1.0
+    sign = -1.0 if maximize else 1.0
     scored = [record for record in records if record.score is not None]
     return sorted(scored, key=lambda r: (r.state != "complete", -r.rung, sign * (r.score or 0.0), r.number))
 
@@ -110,7 +112,7 @@ def ranked(records: Sequence[TrialRecord], *, maximise: bool) -> list[TrialRecor
 def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, records: list[TrialRecord]) -> None:
     """Write summary.json, trials.csv, best.yaml and the plots, then delete the checkpoints that are not kept."""
     metric, direction = search.goal(spec.kind)
-    order = ranked(records, maximise=direction == "maximise")
+    order = ranked(records, maximize=direction == "maximize")
     # The cost of a trial is counted in frames or tokens if the kind counts them.
     units = [unit for unit in ("frames", "tokens") if unit in spec.counts]
     by = search.pruner.asha.by if search.pruner is not None else next(iter(units), "steps")
@@ -144,7 +146,7 @@ def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSp
         if order:
             write_bytes(experiment.best, best_yaml(experiment, spec, order[0], metric).encode())
             plots = experiment.path / "plots"
-            search_plots(plots, search.space, records, order, metric, maximise=direction == "maximise")
+            search_plots(plots, search.space, records, order, metric, maximize=direction == "maximize")
         if search.keep is not None:
             _delete_checkpoints(experiment, records, order[: search.keep])
 

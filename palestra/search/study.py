@@ -63,7 +63,7 @@ class Study:
     def __init__(self, folder: Path, search: SearchSpec, direction: Direction):
         optuna = _optuna()
         self.search = search
-        self.direction = "maximize" if direction == "maximise" else "minimize"
+        self.direction = direction
         self._study: optuna.Study = optuna.create_study(
             storage=f"sqlite:///{folder / NAME}", study_name=STUDY, direction=self.direction, load_if_exists=True
         )

@@ -1,56 +1,39 @@
-"""Post-training algorithms as data: what each is made of, presets with their papers, what does not fit together."""
+"""Post-training algorithms as data: their parts, presets with their papers, and conflicts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from palestra.spec.base import Conflict, Function
+from palestra.spec.base import Function
 from palestra.spec.lm import Rate
-from palestra.spec.model import Model
+from palestra.spec.model import Conflict, Model
 from palestra.spec.schedule import Schedule
 
 _CLIP = {"type": "clip", "low": 0.2, "high": 0.2}
+_GRPO = {"baseline": "group", "scale": "group_std", "trust": _CLIP, "aggregation": "token"}
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, with its β. It names no ε: PPO's.
-    "grpo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": _CLIP,
-        "aggregation": "sequence",
-        "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04},
-    },
+    "grpo": _GRPO | {"aggregation": "sequence", "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.04}},
     # Understanding R1-Zero-like training, Liu et al. 2025, arXiv 2503.20783: no division by std or by length.
-    "dr_grpo": {"baseline": "group", "scale": "none", "trust": _CLIP, "aggregation": "constant"},
+    "dr_grpo": _GRPO | {"scale": "none", "aggregation": "constant"},
     # DAPO, Yu et al. 2025, arXiv 2503.14476: clip-higher, token mean, dynamic sampling, overlong shaping (its buffer is
     # 4,096 of 20,480 tokens). The paper's formula averages within a prompt, its code over the batch: as the code.
-    "dapo": {
-        "baseline": "group",
-        "scale": "group_std",
+    "dapo": _GRPO
+    | {
         "trust": {"type": "clip", "low": 0.2, "high": 0.28},
-        "aggregation": "token",
-        "truncated": {"type": "penalise", "buffer": 0.2, "factor": 1.0},
+        "truncated": {"type": "penalize", "buffer": 0.2, "factor": 1.0},
         "filters": {"zero_variance": True},
     },
     # GSPO, Zheng et al. 2025, arXiv 2507.18071, with the bounds of its experiments.
-    "gspo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "ratio": "sequence",
-        "trust": {"type": "clip", "low": 3e-4, "high": 4e-4},
-        "aggregation": "sequence",
-    },
-    # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; it does not tell the upper one: as for ScaleRL.
-    "cispo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "clipped_weight", "high": 5.0},
-        "aggregation": "token",
-    },
-    # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE of whole answers, so that every token weighs the
-    # same whatever the answer's length. For learned rewards it also takes β·k1 off the reward (`kl`).
+    "gspo": _GRPO
+    | {"ratio": "sequence", "trust": {"type": "clip", "low": 3e-4, "high": 4e-4}, "aggregation": "sequence"},
+    # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; the upper one is not given: ScaleRL's.
+    "cispo": _GRPO | {"trust": {"type": "clipped_weight", "high": 5.0}},
+    # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE over whole completions, so every token has the
+    # same weight whatever the completion's length. For learned rewards it also subtracts β·k1 from the reward (`kl`).
     "rloo": {"baseline": "leave_one_out", "scale": "none", "trust": {"type": "none"}, "aggregation": "constant"},
-    # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalised over the whole batch; β for mathematics.
+    # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalized over the whole batch; β for mathematics.
     "reinforce_pp": {
         "baseline": "batch",
         "scale": "batch_std",
@@ -59,119 +42,88 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
     },
     # Tricks or traps, Liu et al. 2025, arXiv 2508.08221: the group's mean, the batch's std, token mean.
-    "lite_ppo": {"baseline": "group", "scale": "batch_std", "trust": _CLIP, "aggregation": "token"},
+    "lite_ppo": _GRPO | {"scale": "batch_std"},
     # SAPO, Qwen team 2025, arXiv 2511.20347: a sigmoid in place of the clip.
-    "sapo": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "soft_gate", "positive": 1.0, "negative": 1.05},
-        "aggregation": "sequence",
-    },
+    "sapo": _GRPO | {"trust": {"type": "soft_gate", "positive": 1.0, "negative": 1.05}, "aggregation": "sequence"},
     # Prosperity before collapse, Zheng et al. 2025, arXiv 2510.01161, with its τ.
-    "m2po": {
-        "baseline": "group",
-        "scale": "group_std",
-        "trust": {"type": "m2_mask", "threshold": 0.04},
-        "aggregation": "token",
-    },
+    "m2po": _GRPO | {"trust": {"type": "m2_mask", "threshold": 0.04}},
     # Rethinking the trust region in LLM RL, 2026, arXiv 2602.04879: Binary-TV. Advantages as in prime-rl.
-    "dppo": {
-        "baseline": "group",
-        "scale": "none",
-        "trust": {"type": "tv_mask", "threshold": 0.2},
-        "aggregation": "token",
-    },
+    "dppo": _GRPO | {"scale": "none", "trust": {"type": "tv_mask", "threshold": 0.2}},
     # The art of scaling RL compute, Khatri et al. 2025, arXiv 2510.13786: CISPO, each prompt weighs the same.
-    "scalerl": {
-        "baseline": "group",
+    "scalerl": _GRPO
+    | {
         "scale": "advantage_std",
         "trust": {"type": "clipped_weight", "high": 5.0},
         "aggregation": "prompt",
         "filters": {"zero_variance": True},
     },
-    # PPO, Schulman et al. 2017, arXiv 1707.06347, with γ = λ = 1 as for a reward at the end of an answer.
+    # PPO, Schulman et al. 2017, arXiv 1707.06347, with γ = λ = 1 as for a reward at the end of a completion.
     "ppo": {"baseline": "critic", "scale": "batch_std", "trust": _CLIP, "aggregation": "token"},
 }
 """What each preset sets; everything else has the default of its field."""
 
 
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp",
-    "lite_ppo",
-    "sapo",
-    "m2po",
-    "dppo",
-    "scalerl",
-    "ppo",
-]
-
-assert set(PRESETS) == set(get_args(Preset))
+Preset = Literal[tuple(PRESETS)]  # pyrefly: ignore[invalid-literal]
 
 
 class ClipSpec(Model):
-    """PPO's loss -min(r·A, clip(r, 1 - low, 1 + high)·A), r being the ratio and A the advantage."""
+    """PPO's clipped loss -min(r·A, clip(r, 1 - low, 1 + high)·A) with ratio r and advantage A."""
 
     type: Literal["clip"]
-    """The trust region."""
+    """Type of the trust region."""
     low: float = Field(default=0.2, ge=0, le=1)
-    """How far below 1 the ratio counts."""
+    """Lower clip range ε: the ratio is clipped at 1 - low."""
     high: float = Field(default=0.2, ge=0)
-    """How far above 1 the ratio counts."""
+    """Upper clip range ε: the ratio is clipped at 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """The largest ratio that counts for bad answers (dual clip, Ye et al. 2020); null sets no limit."""
+    """Upper bound of the ratio for negative advantages (dual clip, Ye et al. 2020); null: none."""
 
 
 class TvMaskSpec(Model):
-    """The loss -r·A, without the tokens whose probability has moved too far the way the advantage pushes."""
+    """Loss -r·A, masking tokens whose probability has already moved too far in the advantage's direction (DPPO)."""
 
     type: Literal["tv_mask"]
-    """The trust region."""
+    """Type of the trust region."""
     threshold: float = Field(default=0.2, gt=0, le=1)
-    """By how much the probability of a token may have changed."""
+    """Largest change of a token's probability that is still trained on."""
 
 
 class M2MaskSpec(Model):
-    """The loss -r·A; at its start a batch loses the tokens with the largest (log r)², so that the mean is small."""
+    """Loss -r·A, masking the tokens with the largest (log r)² until the batch mean is below the threshold (M2PO)."""
 
     type: Literal["m2_mask"]
-    """The trust region."""
+    """Type of the trust region."""
     threshold: float = Field(default=0.04, gt=0)
-    """What that mean is at most."""
+    """Largest batch mean of (log r)²."""
 
 
 class SoftGateSpec(Model):
-    """The loss -(4/τ)·σ(τ·(r - 1))·A, whose pull fades as the ratio leaves 1, on both sides."""
+    """Loss -(4/τ)·σ(τ·(r - 1))·A: the gradient fades smoothly as the ratio leaves 1 (SAPO)."""
 
     type: Literal["soft_gate"]
-    """The trust region."""
+    """Type of the trust region."""
     positive: float = Field(default=1.0, gt=0)
-    """τ for positive advantages; larger fades sooner."""
+    """Temperature τ for positive advantages; larger fades sooner."""
     negative: float = Field(default=1.05, gt=0)
-    """τ for negative advantages."""
+    """Temperature τ for negative advantages."""
 
 
 class ClippedWeightSpec(Model):
-    """The loss -clip(r, low, high)·A·log π, the clipped ratio being a constant: every token keeps a gradient."""
+    """Loss -sg(clip(r, low, high))·A·log π with a stop-gradient weight: every token keeps a gradient (CISPO)."""
 
     type: Literal["clipped_weight"]
-    """The trust region."""
+    """Type of the trust region."""
     low: float = Field(default=0.0, ge=0, le=1)
-    """The least weight."""
+    """Lower bound of the weight."""
     high: float = Field(default=5.0, ge=1)
-    """The largest weight."""
+    """Upper bound of the weight."""
 
 
 class NoTrustSpec(Model):
-    """The loss -r·A, without a trust region."""
+    """Loss -r·A without a trust region."""
 
     type: Literal["none"]
-    """The trust region."""
+    """Type of the trust region."""
 
 
 TrustSpec = ClipSpec | TvMaskSpec | M2MaskSpec | SoftGateSpec | ClippedWeightSpec | NoTrustSpec
@@ -180,182 +132,199 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 class NoCorrectionSpec(Model):
-    """No weights."""
+    """No importance weights."""
 
     type: Literal["none"]
-    """What becomes of the weights."""
+    """Type of the correction."""
 
 
 class TruncateSpec(Model):
-    """Tokens are weighted by min(ρ, high), ρ being anchor / behaviour (truncated importance sampling)."""
+    """Truncated importance sampling: tokens are weighted by min(ρ, high), ρ = anchor / behavior."""
 
     type: Literal["truncate"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     high: float = Field(default=2.0, ge=1)
-    """The largest weight."""
+    """Upper bound of the weight."""
     level: Level = "token"
-    """ρ of each token, the product over the answer, or its geometric mean over the answer."""
+    """ρ per token, its product over the completion, or its geometric mean over the completion."""
 
 
 class MaskSpec(Model):
-    """Tokens are weighted by ρ where low ≤ ρ ≤ high, and left out elsewhere (arXiv 2510.18855)."""
+    """Masked importance sampling: weight ρ where low ≤ ρ ≤ high, else 0 (IcePop, arXiv 2510.18855)."""
 
     type: Literal["mask"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     low: float = Field(default=0.5, ge=0, le=1)
-    """The least weight that counts."""
+    """Lower bound of ρ."""
     high: float = Field(default=5.0, ge=1)
-    """The largest weight that counts."""
+    """Upper bound of ρ."""
     level: Level = "token"
-    """ρ of each token, the product over the answer, or its geometric mean over the answer."""
+    """ρ per token, its product over the completion, or its geometric mean over the completion."""
 
 
 class BinaryKlMaskSpec(Model):
-    """Tokens are weighted by ρ where the binary KL between anchor and behaviour is small both ways (KPop)."""
+    """Weight ρ where the binary KL between anchor and behavior is below the threshold in both directions (KPop)."""
 
     type: Literal["binary_kl"]
-    """What becomes of the weights."""
+    """Type of the correction."""
     threshold: float = Field(default=0.1, gt=0)
-    """The largest KL, of "this token or another", either way (φ)."""
+    """Largest binary KL ("this token or another") in either direction (φ)."""
 
 
 CorrectionSpec = NoCorrectionSpec | TruncateSpec | MaskSpec | BinaryKlMaskSpec
 
 
 class KlSpec(Model):
-    """How the policy is held near the model it started from."""
+    """KL penalty to the reference model."""
 
     where: Literal["none", "loss", "reward"] = "none"
-    """Not at all, as a term of the loss, or taken off each token's reward."""
+    """No penalty, a term of the loss, or subtracted from each token's reward."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How KL(policy ‖ reference) is estimated from the tokens drawn."""
+    """Estimator of KL(policy ‖ reference) from the sampled tokens."""
     coefficient: float = Field(default=0.0, ge=0)
-    """β."""
+    """Coefficient β."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.where == "none" and self.coefficient:
+            reason = "expected 0, or `where: loss` or `where: reward`; with `where: none` it is not used"
+            yield Conflict(("coefficient",), reason)
+        if self.where != "none" and not self.coefficient:
+            yield Conflict(("coefficient",), f"expected more than 0, or `where: none` in place of `{self.where}`")
+        if self.where == "loss" and self.estimator == "k1":
+            yield Conflict(("estimator",), "expected k2 or k3: the expected gradient of k1 in a loss is 0")
 
 
 class KeepSpec(Model):
-    """Answers that were cut off are trained on like others."""
+    """Train on truncated completions like on others."""
 
     type: Literal["keep"]
-    """What becomes of them."""
+    """Handling of truncated completions."""
 
 
 class MaskTruncatedSpec(Model):
-    """Answers that were cut off count in the baseline of their group and are not trained on."""
+    """Truncated completions count in their group's baseline but are masked in the loss."""
 
     type: Literal["mask"]
-    """What becomes of them."""
+    """Handling of truncated completions."""
 
 
-class PenaliseSpec(Model):
-    """Answers lose reward as they near the limit on new tokens (DAPO's soft overlong punishment)."""
+class PenalizeSpec(Model):
+    """DAPO's soft overlong punishment: reward falls as a completion nears max_new_tokens."""
 
-    type: Literal["penalise"]
-    """What becomes of them."""
+    type: Literal["penalize"]
+    """Handling of truncated completions."""
     buffer: float = Field(default=0.2, gt=0, le=1)
-    """The last part of max_new_tokens, over which the loss grows from 0, as a fraction."""
+    """Last fraction of max_new_tokens, over which the penalty grows linearly from 0."""
     factor: float = Field(default=1.0, gt=0)
-    """What an answer loses that was cut off."""
+    """Penalty of a truncated completion."""
 
 
-TruncatedSpec = KeepSpec | MaskTruncatedSpec | PenaliseSpec
+TruncatedSpec = KeepSpec | MaskTruncatedSpec | PenalizeSpec
 
 
 class FiltersSpec(Model):
-    """Groups that are not trained on; others take their place."""
+    """Filters on groups; filtered groups are replaced by further prompts (dynamic sampling)."""
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all the same."""
+    """Drop groups whose rewards are all equal."""
     min_tokens: int | None = Field(default=None, ge=1)
-    """Leave out groups with an answer of fewer tokens; null leaves out none."""
+    """Drop groups with a completion shorter than this; null: no limit."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Leave out groups with an answer of more tokens; null leaves out none."""
+    """Drop groups with a completion longer than this; null: no limit."""
     function: Function | None = None
     """Your own function, as module:function: `def keep(group) -> bool`."""
 
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            yield Conflict(("min_tokens",), f"expected at most filters.max_tokens = {self.max_tokens}")
+
 
 class CriticSpec(Model):
-    """A second model that learns what to expect before each token."""
+    """Value model, which predicts the return at each token."""
 
     lr: Rate = Schedule(shape="constant", start=1e-5)
-    """Its learning rate, with AdamW."""
+    """Learning rate (AdamW)."""
     clip: float | None = Field(default=None, gt=0)
-    """How far its values may move in a batch before they count no further; null sets no limit."""
+    """Value clipping range, as PPO2; null: no clipping."""
     coefficient: float = Field(default=1.0, gt=0)
-    """The weight of its squared error; 0.5 is the ½ of AReaL and verl."""
+    """Weight of the squared error; 0.5 is the ½ of AReaL and verl."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """The discount a token (γ)."""
+    """Discount per token (γ)."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """λ of generalised advantage estimation, or what `lam_strategy` makes it of."""
+    """λ of generalized advantage estimation, or the input of `lam_strategy`."""
     lam_strategy: Literal["constant", "length", "position"] = "constant"
     """λ = lam; 1 - 1 / (lam · n) for n trained tokens (VAPO, arXiv 2504.05118); or lam ** (1 / (n - 1)), AReaL's."""
     returns_lam: float | None = Field(default=None, ge=0, le=1)
-    """λ of the returns that it learns (VAPO has 1); null takes that of the advantages."""
+    """λ of the value targets (VAPO: 1); null: that of the advantages."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.lam_strategy != "constant" and self.lam == 0:
+            yield Conflict(("lam",), f"expected more than 0, because of `lam_strategy: {self.lam_strategy}`")
 
 
 class AlgorithmSpec(Model):
-    """What is learned from answers and their rewards. Keys not given have the preset's values, or else the defaults."""
+    """The policy-gradient algorithm. Keys not given take the preset's values, else the defaults."""
 
     preset: Preset
-    """The algorithm."""
+    """Published algorithm whose settings apply unless given here."""
     baseline: Literal["group", "leave_one_out", "batch", "critic", "none"] = "group"
-    """What rewards are compared with: the group's mean, the mean of the others in it, the batch's, or a critic."""
+    """Advantage baseline: group mean, mean of the group's other completions, batch mean, value model, or 0."""
     scale: Literal["none", "group_std", "batch_std", "advantage_std"] = "none"
-    """What they are divided by then: the standard deviation of the group's or batch's rewards, or of advantages."""
+    """Advantage scale: divide by the standard deviation of the group's or batch's rewards, or of the advantages."""
     std: Literal["sample", "population"] = "sample"
-    """Which standard deviation: the sample's (n - 1) as in AReaL, TRL and verl, or the population's (n)."""
+    """Standard deviation of the sample (n - 1; AReaL, TRL, verl) or of the population (n)."""
     reward_norm: Literal["none", "group", "batch"] = "none"
-    """Before all else bring rewards to mean 0 and standard deviation 1, within each group or the batch."""
+    """First normalize rewards to mean 0 and standard deviation 1, per group or over the batch."""
     advantage_norm: Literal["none", "batch"] = "none"
-    """After all else bring the advantages of all trained tokens to mean 0 and standard deviation 1."""
+    """Last normalize the advantages of all trained tokens to mean 0 and standard deviation 1."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio π / anchor of each token, or its geometric mean over each answer."""
-    anchor: Literal["behaviour", "recomputed"] = "behaviour"
-    """What the policy is compared with: what drew the tokens, or the policy at the start of the batch."""
+    """Importance ratio π / anchor per token, or its geometric mean over the completion (GSPO)."""
+    anchor: Literal["behavior", "recomputed"] = "behavior"
+    """Denominator of the ratio: log-probabilities at sampling time, or recomputed at the start of the batch."""
     trust: Annotated[TrustSpec, Field(discriminator="type")] = NoTrustSpec(type="none")
-    """What holds the policy near the anchor."""
+    """Trust region around the anchor."""
     correction: Annotated[CorrectionSpec, Field(discriminator="type")] = NoCorrectionSpec(type="none")
-    """Weights that make up for anchor ≠ behaviour; with a recomputed anchor truncated at 2 unless you say otherwise."""
+    """Importance weights anchor / behavior; with `anchor: recomputed` the default is `truncate` at 2."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """What weighs the same: each token, answer or prompt; or each token, divided by answers · max_new_tokens."""
+    """Loss aggregation: mean over tokens, completions or prompts; or sum / (completions · max_new_tokens)."""
     kl: KlSpec = KlSpec()
-    """Holding the policy near the model it started from."""
+    """KL penalty to the reference model."""
     entropy: float = Field(default=0.0, ge=0)
     """Entropy bonus coefficient."""
     log_ratio_penalty: float = Field(default=0.0, ge=0)
-    """τ of τ·(log π / behaviour)², added to the loss of each token; prime-rl has 1e-3."""
+    """τ of τ·(log π / behavior)², added to each token's loss; prime-rl: 1e-3."""
     truncated: Annotated[TruncatedSpec, Field(discriminator="type")] = KeepSpec(type="keep")
-    """What becomes of answers that were cut off."""
+    """Handling of completions truncated at max_new_tokens."""
     filters: FiltersSpec = FiltersSpec()
-    """Groups that are not trained on."""
+    """Which groups to drop and replace."""
     critic: CriticSpec | None = None
-    """The critic of `baseline: critic`."""
+    """Value model of `baseline: critic`."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_preset(cls, data: Any) -> Any:
-        """What was given over what the preset says, so that a resolved spec shows every value."""
+        """Merge the given keys over the preset's, so that a resolved spec shows every value."""
         if not isinstance(data, Mapping) or data.get("preset") not in get_args(Preset):
             return data
-        found = _merged(PRESETS[data["preset"]], data)
+        merged = _merged(PRESETS[data["preset"]], data)
         if isinstance(data.get("kl"), Mapping) and data["kl"].get("where") == "none":
-            found["kl"] = data["kl"]  # switched off: what the preset says of it is void
-        if found.get("anchor") == "recomputed":
-            # Without weights, answers of an older policy would count as if the newer one had drawn them.
-            found.setdefault("correction", {"type": "truncate"})
-        if found.get("baseline") == "critic":
-            found.setdefault("critic", {})
-        return found
+            merged["kl"] = data["kl"]  # switched off, whatever the preset has
+        if merged.get("anchor") == "recomputed":
+            # Without weights, stale completions would count as if the current policy had sampled them.
+            merged.setdefault("correction", {"type": "truncate"})
+        if merged.get("baseline") == "critic":
+            merged.setdefault("critic", {})
+        return merged
 
     @property
     def needs_group(self) -> bool:
-        """Whether answers to one prompt are compared, so that there must be several."""
+        """Whether completions of one prompt are compared, so that a group needs several."""
         of_group = self.baseline in ("group", "leave_one_out") or self.scale == "group_std"
         return of_group or self.reward_norm == "group" or self.filters.zero_variance
 
     @property
     def needs_reference(self) -> bool:
-        """Whether tokens are scored by the model the policy started from."""
+        """Whether tokens are scored by the reference model."""
         return self.kl.where != "none"
 
     @property
@@ -363,32 +332,23 @@ class AlgorithmSpec(Model):
         """Whether tokens are scored by the policy at the start of the batch."""
         return self.anchor == "recomputed" or self.trust.type == "m2_mask"
 
-    def problems(self) -> list[Conflict]:
-        """What does not fit together."""
-        found = [Conflict(("kl", *path), reason) for path, reason in _kl_problems(self.kl)]
-        if self.correction.type != "none" and self.anchor == "behaviour":
-            reason = "expected type: none, because with `anchor: behaviour` the ratio has these weights in it already"
-            found.append(Conflict(("correction",), reason))
+    def conflicts(self) -> Iterator[Conflict]:
+        """Settings that conflict."""
+        if self.correction.type != "none" and self.anchor == "behavior":
+            reason = "expected type: none, because with `anchor: behavior` the ratio has these weights in it already"
+            yield Conflict(("correction",), reason)
         if self.ratio == "sequence" and self.aggregation != "sequence":
-            reason = "expected sequence, because `ratio: sequence` gives each answer one loss"
-            found.append(Conflict(("aggregation",), reason))
+            reason = "expected sequence, because `ratio: sequence` gives each completion one loss"
+            yield Conflict(("aggregation",), reason)
         if self.ratio == "sequence" and self.trust.type in ("tv_mask", "m2_mask"):
-            reason = f"expected token, because `trust: {self.trust.type}` judges tokens"
-            found.append(Conflict(("ratio",), reason))
+            yield Conflict(("ratio",), f"expected token, because `trust: {self.trust.type}` works on tokens")
         if self.scale not in _SCALES[self.baseline]:
             known = " or ".join(_SCALES[self.baseline])
-            found.append(Conflict(("scale",), f"expected {known}, because of `baseline: {self.baseline}`"))
+            yield Conflict(("scale",), f"expected {known}, because of `baseline: {self.baseline}`")
         if self.critic is not None and self.baseline != "critic":
-            found.append(Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`"))
+            yield Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`")
         if self.critic is None and self.baseline == "critic":
-            found.append(Conflict(("critic",), "expected a mapping, because of `baseline: critic`"))
-        if self.critic is not None and self.critic.lam_strategy != "constant" and self.critic.lam == 0:
-            reason = f"expected more than 0, because of `lam_strategy: {self.critic.lam_strategy}`"
-            found.append(Conflict(("critic", "lam"), reason))
-        low, high = self.filters.min_tokens, self.filters.max_tokens
-        if low is not None and high is not None and low > high:
-            found.append(Conflict(("filters", "min_tokens"), f"expected at most filters.max_tokens = {high}"))
-        return found
+            yield Conflict(("critic",), "expected a mapping, because of `baseline: critic`")
 
 
 _SCALES = {
@@ -396,29 +356,16 @@ _SCALES = {
     "leave_one_out": ("none", "group_std", "batch_std", "advantage_std"),
     "batch": ("none", "batch_std"),
     "critic": ("none", "batch_std"),
-    "none": ("none",),  # equal rewards, not centred, would be divided by 0
+    "none": ("none",),  # the standard deviation of equal rewards is 0, and without a baseline they are not
 }
 
 
-def _kl_problems(kl: KlSpec) -> list[Conflict]:
-    if kl.where == "none":
-        reason = "expected 0, or `where: loss` or `where: reward`: nothing uses it"
-        return [Conflict(("coefficient",), reason)] if kl.coefficient else []
-    found = []
-    if not kl.coefficient:
-        found.append(Conflict(("coefficient",), f"expected more than 0, or `where: none` in place of `{kl.where}`"))
-    if kl.where == "loss" and kl.estimator == "k1":
-        reason = "expected k2 or k3: on average the gradient of k1 in a loss is 0"
-        found.append(Conflict(("estimator",), reason))
-    return found
-
-
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `base`, mapping by mapping; one of another `type` replaces all that its place had."""
-    found = {**base, **given}
+    """`given` merged over `base`; a mapping with another `type` replaces the whole block."""
+    merged = {**base, **given}
     for key, value in given.items():
         below = base.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
             replaces = "type" in value and value["type"] != below.get("type")
-            found[key] = dict(value) if replaces else _merged(below, value)
-    return found
+            merged[key] = dict(value) if replaces else _merged(below, value)
+    return merged

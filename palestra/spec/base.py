@@ -1,12 +1,13 @@
-"""What the specs of all kinds share: identity, seeds, cadences, tracking, hooks and the machine."""
+"""Shared fields of all kinds: name, seeds, cadences, tracking, hooks, device."""
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from palestra.spec.blocks import SearchSpec, SweepSpec
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.words import Words
 
 Name = Annotated[
@@ -26,13 +27,6 @@ Function = Annotated[
 ]
 
 
-class Conflict(NamedTuple):
-    """Two fields that do not fit together: where to look and what to do."""
-
-    path: tuple[str | int, ...]
-    reason: str
-
-
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
@@ -45,49 +39,41 @@ Cadences = Annotated[
 
 
 class Every(Model):
-    """How often things happen during a run."""
+    """Cadences of a run."""
 
     checkpoint: Cadences = Field(default=[Cadence(5, "minutes")])
-    """When to save all state: by time (the newest stays), by steps or frames (all stay; `2 steps until 10` ends)."""
+    """When to checkpoint: by time (keeps the newest), by steps or frames (keeps all; `2 steps until 10` ends)."""
     eval: CountCadence | None = None
-    """When to evaluate besides at the end; null evaluates only at the end."""
+    """When to evaluate besides at the end; null: only at the end."""
     log: Execution[CountCadence] = Cadence(1, "steps")
     """When to write a row of metrics."""
 
 
 class TrackSpec(Model):
-    """Where metrics go besides the run folder."""
+    """Trackers besides the run folder."""
 
     sinks: list[Literal["tensorboard", "wandb", "swanlab", "trackio"]] = Field(default=[])
-    """Services that receive every row of metrics besides metrics.jsonl."""
+    """Trackers that receive every row of metrics."""
     project: str | None = Field(default=None, min_length=1)
-    """The project at those services; null means the name of the spec."""
+    """Project name there; null: the spec's name."""
     trace: bool = True
-    """Write a timeline of what the run does, for Perfetto."""
+    """Write a timeline for Perfetto."""
 
 
 class NamedSpec(Model):
-    """What every spec has: a kind, a name, and a way to say what does not fit together in it."""
+    """A spec: a kind, a name and its conflicts."""
 
     kind: str
     """The kind of spec."""
     name: Name
-    """Its name; by default the key in a file of several specs, else the file's stem."""
-
-    def conflicts(self) -> list[Conflict]:
-        """Fields that are fine by themselves and do not fit together; a kind adds its own."""
-        return []
-
-    def all_conflicts(self) -> list[Conflict]:
-        """Those of the kind, and those that its base class knows of."""
-        return self.conflicts()
+    """Name; default: the key in a file of several specs, else the file's stem."""
 
     def derived(self) -> dict[str, int | float | str]:
-        """What follows from the spec, by name, for people to check before a run."""
+        """Derived quantities by name, shown by `palestra check`."""
         return {}
 
     def default_origin(self, path: tuple[str | int, ...]) -> str:
-        """Which default a value is that was not given; a kind may have defaults of its own."""
+        """Origin of a value that was not given."""
         return "default"
 
     @model_validator(mode="after")
@@ -100,33 +86,33 @@ class NamedSpec(Model):
 
 
 class ExperimentSpec(NamedSpec):
-    """What every kind of experiment has."""
+    """Shared fields of all experiments."""
 
     counts: ClassVar[tuple[str, ...]] = ("steps", "frames")
-    """What a run of this kind counts: the units of its cadences besides time."""
+    """Units of this kind's cadences besides time."""
 
     kind: str
-    """The kind of experiment."""
+    """Kind of experiment."""
     name: Name
-    """The folder under runs/; by default the key in a file of several specs, else the file's stem."""
+    """Folder under runs/; default: the key in a file of several specs, else the file's stem."""
     seed: int = Field(default=0, ge=0)
-    """The first seed."""
+    """First seed."""
     max_session: int = Field(default=1, ge=1)
-    """How many sessions: the seeds `seed` to `seed + max_session - 1` make one trial, in parallel on the cores."""
+    """Number of sessions: seeds `seed` to `seed + max_session - 1` form one trial, run in parallel."""
     every: Every = Every()
     """How often to checkpoint, evaluate and log."""
     track: Execution[TrackSpec] = TrackSpec()
-    """Where metrics go."""
+    """Trackers and trace."""
     hooks: list[Function] = Field(default=[])
     """Functions called at every row of metrics, each as module:function."""
     device: Execution[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where to compute; auto takes what suits the kind (the CPU for control, whose networks are small)."""
+    """Device; auto: what suits the kind (the CPU for control, whose networks are small)."""
     threads: Execution[int | None] = Field(default=None, ge=1)
-    """Torch threads a session; null takes what suits the kind (one for control, whose networks are small)."""
+    """Torch threads per session; null: what suits the kind (one for control, whose networks are small)."""
     search: Execution[SearchSpec | None] = None
-    """Which fields `palestra search SPEC` varies, and how; all other commands take the spec as it stands."""
+    """Search space of `palestra search SPEC`; other commands ignore it."""
     sweep: Execution[SweepSpec | None] = None
-    """Which runs `palestra sweep SPEC` makes of it; all other commands take the spec as it stands."""
+    """Grid of `palestra sweep SPEC`; other commands ignore it."""
 
     @property
     def seeds(self) -> list[int]:
@@ -134,23 +120,21 @@ class ExperimentSpec(NamedSpec):
         return list(range(self.seed, self.seed + self.max_session))
 
     def all_conflicts(self) -> list[Conflict]:
-        """Those of the kind, cadences in units that it does not count, and what is wrong with its search or sweep."""
+        """Conflicts of the kind, its cadences, its search and its sweep."""
         from palestra.spec.grid import (
             search_conflicts,
             sweep_conflicts,  # both validate specs, and so build on this module
         )
 
-        found = self.conflicts() + _uncounted(self.every, self.counts) + search_conflicts(self)
-        return found or sweep_conflicts(self)  # what is wrong with the spec would be wrong with each of its runs
+        conflicts = [*super().all_conflicts(), *_uncounted(self.every, self.counts), *search_conflicts(self)]
+        return conflicts or sweep_conflicts(self)  # a conflict of the spec would repeat for every run of the sweep
 
 
-def _uncounted(every: Every, counts: tuple[str, ...]) -> list[Conflict]:
-    """Cadences in units that the kind does not count."""
-    found = []
+def _uncounted(every: Every, counts: tuple[str, ...]) -> Iterator[Conflict]:
+    """Cadences in units that this kind does not count."""
     for name in type(every).model_fields:
         value = getattr(every, name)
         for cadence in value if isinstance(value, list) else [value]:
             if isinstance(cadence, Cadence) and not cadence.is_time and cadence.unit not in counts:
                 known = " or ".join(counts)
-                found.append(Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'"))
-    return found
+                yield Conflict(("every", name), f"expected {known}, which this kind counts; got '{cadence}'")

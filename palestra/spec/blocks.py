@@ -1,4 +1,4 @@
-"""The blocks `search:` and `sweep:` of any spec: fields to vary, trials and rungs; axes and exclusions."""
+"""The blocks `search:` and `sweep:` of a spec."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -9,17 +9,17 @@ from pydantic_core import PydanticCustomError
 from palestra.spec.model import Model
 from palestra.spec.words import Words
 
-Direction = Literal["maximise", "minimise"]
+Direction = Literal["maximize", "minimize"]
 METRICS: dict[str, tuple[str, Direction]] = {
-    "control": ("eval/return", "maximise"),
-    "pretrain": ("eval/loss", "minimise"),
-    "sft": ("eval/loss", "minimise"),
-    "dpo": ("eval/loss", "minimise"),
-    "reward_model": ("eval/loss", "minimise"),
-    "posttrain": ("eval/accuracy", "maximise"),
-    "distill": ("eval/accuracy", "maximise"),
+    "control": ("eval/return", "maximize"),
+    "pretrain": ("eval/loss", "minimize"),
+    "sft": ("eval/loss", "minimize"),
+    "dpo": ("eval/loss", "minimize"),
+    "reward_model": ("eval/loss", "minimize"),
+    "posttrain": ("eval/accuracy", "maximize"),
+    "distill": ("eval/accuracy", "maximize"),
 }
-"""What the checkpoints of a kind are compared by; a kind that is not here must say its metric."""
+"""Default metric of a kind, also used to choose the best checkpoint; other kinds must name one."""
 
 Ends = Annotated[list[float], Field(min_length=2, max_length=2), Words("two numbers, the smaller first")]
 WholeEnds = Annotated[list[int], Field(min_length=2, max_length=2), Words("two whole numbers, the smaller first")]
@@ -28,16 +28,16 @@ SEARCH_FORMS = ("uniform", "loguniform", "int", "choice")
 
 
 class Axis(Model):
-    """What one field is varied over: exactly one of these."""
+    """Range of one field: exactly one of these."""
 
     uniform: Ends | None = None
-    """Numbers from a to b, each as likely as any other."""
+    """Uniform over [a, b]."""
     loguniform: Ends | None = None
-    """Numbers from a to b whose logarithms are as likely as any other; for rates."""
+    """Log-uniform over [a, b]."""
     choice: Options | None = None
-    """One of these values, whatever they are."""
+    """One of these values."""
     int: WholeEnds | None = None
-    """Whole numbers from a to b, both included."""
+    """Integers from a to b, inclusive."""
 
     @property
     def form(self) -> str:
@@ -46,7 +46,7 @@ class Axis(Model):
 
     @property
     def values(self) -> list[Any]:
-        """Its ends, or all of its choices: what is tried before anything runs."""
+        """Its ends or choices, which are validated before anything runs."""
         return list(getattr(self, self.form))
 
     @model_validator(mode="after")
@@ -72,54 +72,54 @@ class Axis(Model):
 
 
 class AshaSpec(Model):
-    """Asynchronous successive halving (Li et al. 2020): all trials run a little, the best of them go on."""
+    """Asynchronous successive halving (ASHA, Li et al. 2020)."""
 
     grace: Annotated[int, Field(ge=1)]
-    """Where the first rung is: how far every trial runs, in units of `by`."""
+    """First rung: how far every trial runs, in units of `by`."""
     reduction: Annotated[int, Field(ge=2)] = 4
-    """η: the best 1/η of a rung go on to the next, which is η times as far."""
+    """Reduction factor η: the best 1/η of a rung continue to the next, η times as far."""
     by: Literal["steps", "frames", "tokens"] = "steps"
-    """What rungs are counted in; a trial pauses at its first evaluation at or after one."""
+    """Unit of rungs; a trial pauses at its first evaluation at or after a rung."""
 
 
 class PrunerSpec(Model):
-    """What gives up trials that do badly."""
+    """Early stopping of trials."""
 
     asha: AshaSpec
     """Asynchronous successive halving."""
 
 
 class SearchSpec(Model):
-    """A search over fields of the spec around it; `palestra search SPEC` reads it."""
+    """Hyperparameter search over fields of the spec (`palestra search SPEC`)."""
 
     space: Annotated[dict[str, Axis], Field(min_length=1), Words("a mapping of key.path to what it is varied over")]
-    """What is varied: `algorithm.lr: {loguniform: [1e-4, 1e-2]}`; what is not keeps the value of the spec."""
+    """Search space, for example `algorithm.lr: {loguniform: [1e-4, 1e-2]}`."""
     trials: int = Field(default=16, ge=1)
-    """How many specs are tried."""
+    """Number of trials."""
     sampler: Literal["tpe", "random", "cmaes"] = "tpe"
-    """What proposes values: the tree-structured Parzen estimator, chance, or CMA-ES (numbers only, after the first)."""
+    """Sampler: tree-structured Parzen estimator, random, or CMA-ES (numbers only, after the first trial)."""
     metric: str | None = Field(default=None, min_length=1)
-    """What trials are compared by, as it stands in metrics.jsonl; null takes what the kind's checkpoints go by."""
+    """Objective, a name in metrics.jsonl; null: the kind's default."""
     direction: Direction | None = None
-    """Which way is better; needed with a metric that is not the kind's own."""
+    """Direction; required with a metric other than the kind's default."""
     pruner: PrunerSpec | None = None
-    """What gives up trials early; null runs all of them to their end."""
+    """Early stopping of trials; null: all run to the end."""
     parallel: int | None = Field(default=None, ge=1)
-    """Trials side by side; null takes as many as the cores allow."""
+    """Parallel trials; null: as many as the cores allow."""
     threads: int | None = Field(default=None, ge=1)
-    """Torch threads of a trial's session; null takes the spec's own, else one."""
+    """Torch threads per session of a trial; null: the spec's, else one."""
     seed: int = Field(default=0, ge=0)
-    """The seed of what is proposed; the trials themselves run with the seeds of the spec."""
+    """Seed of the sampler; trials use the spec's seeds."""
     keep: int | None = Field(default=None, ge=1)
-    """At the end, keep the checkpoints of the best so many trials and delete the others'; null keeps all."""
+    """Keep only the checkpoints of this many best trials at the end; null: all."""
 
     def goal(self, kind: str) -> tuple[str, Direction]:
-        """The metric and its direction, for a spec of this kind."""
+        """Metric and direction for a spec of this kind."""
         own, way = METRICS.get(kind, (None, None))
         metric = self.metric or own
         direction = self.direction or (way if metric == own else None)
         if metric is None or direction is None:
-            raise ValueError(f"kind {kind} does not say what {metric or 'its trials'} is compared by")
+            raise ValueError(f"kind {kind} has no default metric or direction for {metric or 'its trials'}")
         return metric, direction
 
 
@@ -147,16 +147,16 @@ Suffix = Annotated[
 
 
 class SweepAxis(Model):
-    """One thing that is varied: exactly one of values, multiply and points. A bare list means values."""
+    """An axis: exactly one of values, multiply and points. A bare list means values."""
 
     values: Values | None = None
-    """What the fields of the axis are set to, one after the other."""
+    """Values of the axis's fields."""
     multiply: Factors | None = None
-    """What the fields of the axis are multiplied with, after the other axes have set theirs; a schedule as a whole."""
+    """Factors on the axis's fields, applied after the other axes; a schedule is scaled as a whole."""
     points: Points | None = None
-    """Parts of the spec by name, laid over it as `extends` does: a size sets the width, the layers and the rate."""
+    """Named parts of a spec, merged over it as by `extends`: a size sets width, layers and learning rate."""
     of: Paths | None = None
-    """The fields that `values` or `multiply` are about; null means the one that the axis is named after."""
+    """Fields that `values` or `multiply` apply to; null: the one the axis is named after."""
 
     @property
     def form(self) -> str:
@@ -165,12 +165,12 @@ class SweepAxis(Model):
 
     @property
     def settings(self) -> list[Any]:
-        """What is chosen from: the values, the factors, or the names of the points."""
+        """The values, the factors, or the names of the points."""
         return list(getattr(self, self.form))
 
     @property
     def labels(self) -> list[str]:
-        """The same as text, as `exclude` and --only name them."""
+        """The settings as text, as used by `exclude` and --only."""
         return [label(setting) for setting in self.settings]
 
     @model_validator(mode="after")
@@ -179,10 +179,10 @@ class SweepAxis(Model):
         if len(given) != 1:
             raise _axis_problem(f"expected exactly one of {', '.join(AXIS_FORMS)}; got {' and '.join(given) or 'none'}")
         if self.points is not None and self.of is not None:
-            raise _axis_problem("expected no 'of' beside 'points', which say themselves what they set")
+            raise _axis_problem("expected no 'of' with 'points', which name the fields they set")
         twice = sorted({text for text in self.labels if self.labels.count(text) > 1})
         if twice:
-            raise _axis_problem(f"expected {given[0]} that differ from each other; {', '.join(twice)} is there twice")
+            raise _axis_problem(f"expected {given[0]} that differ from each other; duplicate: {', '.join(twice)}")
         return self
 
     @model_serializer(mode="plain")
@@ -204,29 +204,29 @@ AxisSpec = Annotated[
 
 
 class SweepSpec(Model):
-    """Runs over the cross product of axes; `palestra sweep SPEC` reads it."""
+    """A grid of runs, the cross product of axes (`palestra sweep SPEC`)."""
 
     axes: Annotated[dict[str, AxisSpec], Field(min_length=1), Words("a mapping of axes")]
-    """What is varied, by the name of the axis; the last one varies fastest."""
+    """Axes by name; the last varies fastest."""
     exclude: list[dict[str, JsonValue]] = Field(default=[])
-    """Combinations that are not run: `{size: l, lr: 4}`; what does not name an axis leaves out all of it."""
+    """Combinations to skip, such as `{size: l, lr: 4}`; an axis not named matches all of its settings."""
     tokens_per_parameter: float | None = Field(default=None, gt=0)
-    """Set `train.steps` so that a run trains on so many tokens for each active parameter; null keeps the spec's."""
+    """Set `train.steps` to train on this many tokens per active parameter; null: the spec's steps."""
     group: FolderName | None = None
-    """The folder under runs/ that all runs share; null means `<name of the spec>_<short commit>`."""
+    """Folder under runs/ of all runs; null: `<name of the spec>_<short commit>`."""
     suffix: Suffix | None = None
-    """What the names of all runs end with, before their hash; null adds nothing."""
+    """Suffix of all run names, before their hash; null: none."""
 
     def excludes(self, at: dict[str, str]) -> bool:
-        """Whether the combination with these labels is left out."""
-        return any(all(at[axis] == label(value) for axis, value in one.items()) for one in self.exclude)
+        """Whether the combination with these labels is excluded."""
+        return any(all(at[axis] == label(value) for axis, value in combination.items()) for combination in self.exclude)
 
     @model_validator(mode="after")
     def _excludes_what_is_there(self) -> Self:
-        for one in self.exclude:
-            if not one:
-                raise _axis_problem("exclude: expected at least one axis; an empty combination leaves out every run")
-            for axis, value in one.items():
+        for combination in self.exclude:
+            if not combination:
+                raise _axis_problem("exclude: expected at least one axis; an empty combination excludes every run")
+            for axis, value in combination.items():
                 if axis not in self.axes:
                     raise _axis_problem(f"exclude: there is no axis '{axis}'; the axes are: {', '.join(self.axes)}")
                 known = self.axes[axis].labels

@@ -79,8 +79,8 @@ def merge(base: Tree, top: Tree) -> Tree:
         return below | above | both
 
     data = visit(base.data, top.data, ())
-    kept = {path: origin for path, origin in base.origins.items() if not _inside(path, replaced)}
-    return Tree(data, kept | top.origins)
+    origins = {path: origin for path, origin in base.origins.items() if not _inside(path, replaced)}
+    return Tree(data, origins | top.origins)
 
 
 def _inside(path: DataPath, others: list[DataPath]) -> bool:
@@ -162,7 +162,7 @@ class Filled:
 
 def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
     """Replace every `${var}` that has a value; a scalar that is nothing but `${var}` gets the value's YAML type."""
-    found: list[tuple[DataPath, str]] = []
+    uses: list[tuple[DataPath, str]] = []
     origins = dict(tree.origins)
     defaults = dict(_defaults(tree.data))
     values = {**defaults, **given}
@@ -176,7 +176,7 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
 
     def text(value: str, path: DataPath) -> Any:
         names = [name for name, _ in _TOKEN.findall(value) if name]
-        found.extend((path, name) for name in names)
+        uses.extend((path, name) for name in names)
         used = [name for name in dict.fromkeys(names) if name in given]
         if used:
             how = ", ".join(f"-s {name}" for name in used)
@@ -191,7 +191,7 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
             return "${"
         return str(values[name]) if name in values else token
 
-    return Filled(Tree(visit(tree.data, ()), origins), found, defaults)
+    return Filled(Tree(visit(tree.data, ()), origins), uses, defaults)
 
 
 def _defaults(data: Any) -> Iterator[tuple[str, str]]:

@@ -12,13 +12,14 @@ from pydantic import ValidationError
 
 from palestra.errors import UsageError
 from palestra.spec import compose
-from palestra.spec.base import Conflict, ExperimentSpec
+from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import METRICS, Axis, SearchSpec, SweepAxis, SweepSpec, label
 from palestra.spec.compose import merge
 from palestra.spec.kinds import spec_type
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import resolved
-from palestra.spec.model import Cadence, plain, split
+from palestra.spec.model import Cadence, Conflict, plain, split
+from palestra.spec.renames import original
 from palestra.spec.source import Origin, Tree
 from palestra.spec.validate import SpecError, validate
 
@@ -45,8 +46,8 @@ def search_conflicts(spec: ExperimentSpec) -> list[Conflict]:
     search = spec.search
     if search is None:
         return []
-    found = [Conflict(("search", *path), reason) for path, reason in _goal_conflicts(spec, search)]
-    return found + [Conflict(("search", "space", key), reason) for key, reason in _space_conflicts(spec, search.space)]
+    goal = [Conflict(("search", *path), reason) for path, reason in _goal_conflicts(spec, search)]
+    return goal + [Conflict(("search", "space", key), reason) for key, reason in _space_conflicts(spec, search.space)]
 
 
 def _goal_conflicts(spec: ExperimentSpec, search: SearchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -54,7 +55,7 @@ def _goal_conflicts(spec: ExperimentSpec, search: SearchSpec) -> Iterator[tuple[
     if search.metric is None and own is None:
         yield ("metric",), f"missing; kind {spec.kind} has no metric that its trials are compared by: name one"
     elif search.metric not in (None, own) and search.direction is None:
-        yield ("direction",), f"missing; expected 'maximise' or 'minimise', for {search.metric}"
+        yield ("direction",), f"missing; expected 'maximize' or 'minimize', for {search.metric}"
     if search.pruner is None:
         return
     asha, at = search.pruner.asha, ("pruner", "asha")
@@ -79,13 +80,13 @@ def _space_conflicts(spec: ExperimentSpec, space: Mapping[str, Axis]) -> Iterato
         if outer:
             yield key, f"lies inside '{outer[0]}', which is varied too: vary one of them"
             continue
-        told: set[str] = set()  # an unknown key is as unknown at both ends
+        reasons: set[str] = set()  # an unknown key is as unknown at both ends
         for value in axis.values:
             reason = _problem_with(data, {key: value}, key)
             if reason is None and axis.form == "choice":
                 reason = _fits_nowhere(data, key, value, space)
-            if reason is not None and reason not in told:
-                told.add(reason)
+            if reason is not None and reason not in reasons:
+                reasons.add(reason)
                 yield key, reason
 
 
@@ -107,9 +108,9 @@ def _fits_nowhere(data: Mapping[str, Any], key: str, value: Any, space: Mapping[
     if _error(first) is None:
         return None
     others = {other: _tried(axis) for other, axis in space.items() if other != key}
-    for drawn in islice(product(*others.values()), COMBINATIONS):
+    for tried in islice(product(*others.values()), COMBINATIONS):
         try:
-            changed = with_values(data, {key: value, **dict(zip(others, drawn, strict=True))})
+            changed = with_values(data, {key: value, **dict(zip(others, tried, strict=True))})
         except UsageError:  # another key is wrong and says so itself
             continue
         if _error(changed) is None:
@@ -185,25 +186,25 @@ def sweep_conflicts(spec: ExperimentSpec) -> list[Conflict]:
     sweep = spec.sweep
     if sweep is None:
         return []
-    found = [Conflict(("sweep", "axes", axis), reason) for axis, reason in _axis_conflicts(sweep)]
+    conflicts = [Conflict(("sweep", "axes", axis), reason) for axis, reason in _axis_conflicts(sweep)]
     if sweep.tokens_per_parameter is not None and not issubclass(spec_type(spec.kind), LmSpec):
         reason = f"expected null, because a run of kind {spec.kind} is not counted in tokens of a model's data"
-        found.append(Conflict(("sweep", "tokens_per_parameter"), reason))
-    if found:
-        return found
-    told: set[str] = set()  # one wrong value is in many runs
+        conflicts.append(Conflict(("sweep", "tokens_per_parameter"), reason))
+    if conflicts:
+        return conflicts
+    reasons: set[str] = set()  # one wrong value is in many runs
     seen: dict[str, dict[str, Any]] = {}
     try:
-        for at, run in _runs(spec, sweep, told):
+        for at, run in _runs(spec, sweep, reasons):
             same = identity(run)
             if same in seen:
-                told.add(f"{_where(seen[same])} and {_where(at)} are the same run")
+                reasons.add(f"{_where(seen[same])} and {_where(at)} are the same run")
             seen[same] = at
     except UsageError as error:
-        told.add(str(error))
-    if not told and not seen:
+        reasons.add(str(error))
+    if not reasons and not seen:
         return [Conflict(("sweep", "exclude"), "leaves out every run")]
-    return [Conflict(("sweep", "axes"), reason) for reason in sorted(told)]
+    return [Conflict(("sweep", "axes"), reason) for reason in sorted(reasons)]
 
 
 def _axis_conflicts(sweep: SweepSpec) -> Iterator[tuple[str, str]]:
@@ -241,9 +242,9 @@ def _leaves(part: Mapping[str, Any], above: str) -> Iterator[str]:
 
 
 def _runs(
-    spec: ExperimentSpec, sweep: SweepSpec, told: set[str] | None = None
+    spec: ExperimentSpec, sweep: SweepSpec, reasons: set[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], ExperimentSpec]]:
-    """Every combination that is not excluded, and its spec; with `told`, problems go there instead of being raised."""
+    """Every combination that is not excluded, and its spec; problems are added to `reasons`, or else raised."""
     base = given_data(spec)
     for chosen in product(*(axis.settings for axis in sweep.axes.values())):
         at = dict(zip(sweep.axes, chosen, strict=True))
@@ -254,13 +255,13 @@ def _runs(
             if sweep.tokens_per_parameter is not None:
                 run = _with_tokens(run, sweep.tokens_per_parameter)
         except SpecError as error:
-            if told is None:
+            if reasons is None:
                 raise
-            told.update(f"{problem.path}: {problem.reason}" for problem in error.problems)
+            reasons.update(f"{problem.path}: {problem.reason}" for problem in error.problems)
         except UsageError as error:
-            if told is None:
+            if reasons is None:
                 raise
-            told.add(str(error))
+            reasons.add(str(error))
         else:
             yield at, run
 
@@ -326,7 +327,7 @@ def run_name(run: ExperimentSpec, sweep: SweepSpec, at: Mapping[str, Any]) -> st
 def identity(run: ExperimentSpec) -> str:
     """The sha256 of all that comes of a run depends on: neither its name nor where and how it is carried out."""
     known = {key: value for key, value in split(run, plain(run)).counted.items() if key != "name"}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(original(known), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _word(name: str, axis: SweepAxis, value: Any) -> str:

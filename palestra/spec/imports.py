@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from palestra.errors import UsageError
-from palestra.spec.base import Conflict
+from palestra.spec.model import Conflict
 from palestra.spec.words import words
 
 OBJECT = "object:"  # begins the name of what `palestra.run` was given as a Python object
@@ -54,10 +54,10 @@ def load_named(name: str, field: str, what: str) -> Any:
     """The function or class (`what`) that `field` of a spec names as module:name or object:name."""
     module, _, attribute = name.partition(":")
     if not name.startswith(OBJECT):
-        found = getattr(import_named(module, field), attribute, None)
-        if not callable(found):
+        named = getattr(import_named(module, field), attribute, None)
+        if not callable(named):
             raise UsageError(f"{field}: {module} has no {what} {attribute!r}")
-        return found
+        return named
     if name not in _objects:
         raise UsageError(
             f"{field}: this run was given the Python object {attribute}: resume it from Python with that object, "
@@ -74,18 +74,18 @@ def load_function(name: str, field: str) -> Callable[..., Any]:
 def argument_problems(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> list[Conflict]:
     """Arguments that a function does not take, does not get, or gets as something else than it is annotated with."""
     parameters, hints, open_ended = _parameters(function, besides)
-    found = []
+    conflicts = []
     for name, value in given.items():
         if name in parameters:
-            found += _type_problem(name, hints.get(name, Any), value)
+            conflicts += _type_problem(name, hints.get(name, Any), value)
         elif not open_ended:
             near = get_close_matches(name, parameters, n=1)
             hint = f"Did you mean '{near[0]}'?" if near else f"It takes: {', '.join(parameters) or 'nothing'}"
-            found.append(Conflict((name,), f"unknown argument of {function.__name__}. {hint}"))
+            conflicts.append(Conflict((name,), f"unknown argument of {function.__name__}. {hint}"))
     for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:
-            found.append(Conflict((), f"missing '{name}'; expected {words(hints.get(name, Any))}"))
-    return found
+            conflicts.append(Conflict((), f"missing '{name}'; expected {words(hints.get(name, Any))}"))
+    return conflicts
 
 
 def typed_arguments(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> dict[str, Any]:
@@ -99,9 +99,9 @@ def _parameters(
 ) -> tuple[dict[str, inspect.Parameter], dict[str, Any], bool]:
     """The parameters by name, their types, and whether any other name is taken too."""
     plain = inspect.unwrap(function)
-    listed = [one for one in inspect.signature(plain).parameters.values() if one.name != besides]
-    taken = {one.name: one for one in listed if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    return taken, get_type_hints(plain), any(one.kind is one.VAR_KEYWORD for one in listed)
+    listed = [p for p in inspect.signature(plain).parameters.values() if p.name != besides]
+    taken = {p.name: p for p in listed if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    return taken, get_type_hints(plain), any(p.kind is p.VAR_KEYWORD for p in listed)
 
 
 def _type_problem(name: str, hint: Any, value: Any) -> Iterator[Conflict]:

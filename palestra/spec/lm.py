@@ -1,13 +1,13 @@
 """What the kinds of language-model training share: model, adapters, optimizer, data mixtures and training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.base import Every, ExperimentSpec
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
 from palestra.spec.shape import Shape, described
 from palestra.spec.tasks import SuiteUse, suite_conflicts
 
@@ -19,46 +19,46 @@ class AdamWSpec(Model):
     """AdamW (Loshchilov & Hutter 2019)."""
 
     name: Literal["adamw"]
-    """The optimizer."""
+    """Optimizer."""
     lr: Rate = Schedule(shape="constant", start=3e-4)
-    """The learning rate. This default is of pretraining; kinds that fine-tune `model.init` have lower ones."""
+    """Learning rate. The default is for pretraining; kinds that fine-tune `model.init` have lower ones."""
     betas: Betas = Field(default=[0.9, 0.95])
-    """The decay of the means of gradients and of their squares (β₁, β₂)."""
+    """β₁ and β₂."""
     eps: float = Field(default=1e-8, gt=0)
-    """ε, added to the root of the second moment."""
+    """ε."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices and embeddings, times the learning rate; norms and biases never decay. Default as of `lr`."""
+    """Decoupled weight decay of matrices and embeddings, not of norms and biases. Default as for `lr`."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """The norm of all gradients together to which they are clipped; null does not clip."""
+    """Global gradient norm clipping; null: none."""
 
 
 class MuonSpec(Model):
     """Muon (Jordan et al. 2024) for the matrices inside the layers, AdamW for embeddings, head, norms and biases."""
 
     name: Literal["muon"]
-    """The optimizer."""
+    """Optimizer."""
     lr: Rate = Schedule(shape="constant", start=0.02)
-    """The learning rate of the matrices; an update has singular values around lr · √max(1, rows / columns)."""
+    """Learning rate of the matrices; an update has singular values around lr · √max(1, rows / columns)."""
     adam_lr: Rate = Schedule(shape="constant", start=3e-4)
-    """The learning rate of AdamW, for everything else; kinds that fine-tune `model.init` have lower defaults."""
+    """Learning rate of AdamW, for everything else; kinds that fine-tune `model.init` have lower defaults."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """The decay of the mean of gradients that is orthogonalised (μ)."""
+    """Momentum μ."""
     nesterov: bool = True
-    """Look one gradient ahead of that mean."""
+    """Nesterov momentum."""
     ns_steps: int = Field(default=5, ge=1, le=20)
-    """Newton–Schulz iterations of the orthogonalisation."""
+    """Newton–Schulz iterations of the orthogonalization."""
     betas: Betas = Field(default=[0.9, 0.95])
-    """AdamW's decay of the means of gradients and of their squares (β₁, β₂)."""
+    """AdamW's β₁ and β₂."""
     eps: float = Field(default=1e-8, gt=0)
-    """ε of AdamW, added to the root of the second moment."""
+    """AdamW's ε."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices and embeddings, times their learning rate; norms and biases never decay."""
+    """Decoupled weight decay of matrices and embeddings, not of norms and biases."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """The norm of all gradients together to which they are clipped; null does not clip."""
+    """Global gradient norm clipping; null: none."""
 
 
 OptimSpec = AdamWSpec | MuonSpec
-"""The optimizers, told apart by `name`: `Annotated[OptimSpec, Field(discriminator="name")]`."""
+"""The optimizers, discriminated by `name`: `Annotated[OptimSpec, Field(discriminator="name")]`."""
 
 
 Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -70,18 +70,18 @@ def _listed(value: Any) -> Any:
 
 
 class LoraSpec(Model):
-    """Low-rank adapters beside frozen weights (Hu et al. 2021): W + alpha / rank · B · A."""
+    """LoRA (Hu et al. 2021): W + alpha / rank · B · A with frozen W."""
 
     rank: int = Field(default=16, ge=1)
-    """The rank of an adapter (r)."""
+    """Rank r of an adapter."""
     alpha: float = Field(default=32.0, gt=0)
-    """An adapter's output is multiplied with alpha / rank."""
+    """Scale: an adapter's output is multiplied by alpha / rank."""
     targets: Annotated[
         list[Target],
         Field(min_length=1),
         BeforeValidator(_listed, json_schema_input_type=Target | list[Target]),
     ] = Field(default=["all"])
-    """The matrices that get an adapter in every layer, or `all` of them; routed experts and routers never do."""
+    """Matrices that get an adapter in every layer, or `all`; routed experts and routers never do."""
 
 
 Share = Annotated[float, Field(ge=0)]
@@ -107,56 +107,55 @@ COMPOSITES: dict[str, dict[str, tuple[float, dict[str, float]]]] = {
         "fineweb_edu": (0.1, {"fineweb_edu_10b": 1.0}),
     },
 }
-"""By name: the groups, each with its share of all examples and the relative weights of its parts."""
+"""By name: groups, each with its share of all examples and the relative weights of its parts."""
 
 
 class GroupSpec(Model):
     """Sources that have a share together."""
 
     share: Share | None = None
-    """Its share of all examples, relative to the other groups; null keeps that of `base`."""
+    """Share of all examples, relative to the other groups; null keeps that of `base`."""
     parts: dict[str, Share] = Field(default={})
-    """The weight of each part, relative to the others of the group; those of `base` that are not named stay."""
+    """Weight of each part within the group; parts of `base` that are not named stay."""
 
 
 class CompositeSpec(Model):
-    """A mixture of groups of sources: one that ships, changed or not, or one of your own."""
+    """A mixture of groups of sources: a built-in one, changed or not, or your own."""
 
     base: str | None = None
-    """A composite to begin with: `nemotron_dclm_fineweb_10b`; null begins with nothing."""
+    """Composite to start from: `nemotron_dclm_fineweb_10b`; null: empty."""
     groups: dict[str, GroupSpec] = Field(default={})
-    """Groups that are added to those of `base`, or that change them; a share of 0 leaves one out."""
+    """Groups added to those of `base` or changing them; share 0 removes one."""
 
     def weights(self) -> dict[str, float]:
-        """The weight of each part; all together are 1."""
+        """Weight of each part, summing to 1."""
         groups = self._groups()
         total = sum(share or 0.0 for share, _ in groups.values())
-        found: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for share, parts in groups.values():
             inside = sum(parts.values())
             for name, weight in parts.items():
-                found[name] = (share or 0.0) / total * weight / inside if weight else 0.0
-        return found
+                weights[name] = (share or 0.0) / total * weight / inside if weight else 0.0
+        return weights
 
-    def problems(self) -> list[Conflict]:
-        """A base that is not there, groups without a share or without parts, parts of two groups."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Unknown base, groups without share or parts, parts in two groups."""
         if self.base is not None and self.base not in COMPOSITES:
-            return [Conflict(("base",), f"expected one of {', '.join(COMPOSITES)}, or null")]
+            yield Conflict(("base",), f"expected one of {', '.join(COMPOSITES)}, or null")
+            return
         groups = self._groups()
-        found = []
         owners: dict[str, str] = {}
         for name, (share, parts) in groups.items():
             if share is None:
-                found.append(Conflict(("groups", name, "share"), "expected a number, because `base` has no such group"))
+                yield Conflict(("groups", name, "share"), "expected a number, because `base` has no such group")
             if share != 0 and not any(parts.values()):
-                found.append(Conflict(("groups", name, "parts"), "expected at least one weight above 0"))
+                yield Conflict(("groups", name, "parts"), "expected at least one weight above 0")
             for part in parts:
                 if owners.setdefault(part, name) != name:
                     reason = f"expected a name that the group {owners[part]!r} does not have"
-                    found.append(Conflict(("groups", name, "parts", part), reason))
-        if not found and not any(share for share, _ in groups.values()):
-            found.append(Conflict(("groups",), "expected at least one share above 0"))
-        return found
+                    yield Conflict(("groups", name, "parts", part), reason)
+        if not any(share is None or share for share, _ in groups.values()):
+            yield Conflict(("groups",), "expected at least one share above 0")
 
     def _groups(self) -> dict[str, tuple[float | None, dict[str, float]]]:
         base = COMPOSITES[self.base] if self.base is not None else {}
@@ -180,224 +179,215 @@ class ModelSpec(Model):
     init: str | None = Field(default=None, min_length=1)
     """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id to start from; null makes a new model."""
     shape: Shape | None = None
-    """The shape of a new model."""
+    """Architecture of a new model."""
     tokenizer: str | BpeSpec | None = None
-    """For a new model: `characters`, `{bpe: 4096}`, or where a tokenizer lies; both first are made of the texts."""
+    """For a new model: `characters` or `{bpe: 4096}`, both trained on the texts, or the path of a tokenizer."""
     chat_template: str | None = None
-    """A Jinja chat template that replaces the tokenizer's own; null keeps it."""
+    """Jinja chat template in place of the tokenizer's own; null keeps it."""
     lora: LoraSpec | None = None
-    """Train low-rank adapters beside frozen weights; null trains the weights."""
+    """Train LoRA adapters on frozen weights; null: full fine-tuning."""
 
-    def problems(self) -> list[Conflict]:
-        """Whether it is either a trained model or a new one, and whole."""
-        found = []
+    def conflicts(self) -> Iterator[Conflict]:
+        """Neither or both of `init` and `shape`, or incomplete."""
         if self.init is None and self.shape is None:
-            found.append(Conflict(("init",), "expected a model to start from, or `shape` for a new one"))
+            yield Conflict(("init",), "expected a model to start from, or `shape` for a new one")
         if self.init is not None and self.shape is not None:
-            found.append(Conflict(("shape",), "expected null, because `init` brings its own shape"))
+            yield Conflict(("shape",), "expected null, because `init` brings its own shape")
         if self.init is not None and self.tokenizer is not None:
-            found.append(Conflict(("tokenizer",), "expected null, because `init` brings its own tokenizer"))
+            yield Conflict(("tokenizer",), "expected null, because `init` brings its own tokenizer")
         if self.init is None and self.tokenizer is None:
-            found.append(Conflict(("tokenizer",), "expected one for a new model, such as `characters` or {bpe: 4096}"))
+            yield Conflict(("tokenizer",), "expected one for a new model, such as `characters` or {bpe: 4096}")
         if self.init is None and self.lora is not None:
-            found.append(Conflict(("lora",), "expected null, because adapters need a trained model: give `init`"))
-        shape = self.shape.problems() if self.shape is not None else []
+            yield Conflict(("lora",), "expected null, because adapters need a trained model: give `init`")
         if self.shape is not None and self.shape.moe is not None and self.shape.mlp is not None:
-            shape.append(Conflict(("mlp",), "expected null, because `moe` replaces the MLP"))
-        return found + [Conflict(("shape", *path), reason) for path, reason in shape]
+            yield Conflict(("shape", "mlp"), "expected null, because `moe` replaces the MLP")
 
 
 class Source(Model):
-    """Texts, conversations or pairs on disk or elsewhere."""
+    """Texts, conversations or pairs."""
 
     path: str = Field(min_length=1)
     """A file, a folder, a pattern such as data/*.jsonl, s3://… or a Hub dataset: text, JSONL, JSON, Parquet, Arrow."""
 
 
 class TrainSource(Source):
-    """The same with a share of the training examples."""
+    """A source with a weight in the training mixture."""
 
     weight: float = Field(default=1.0, ge=0)
-    """Its share of the training examples, relative to the others; 0 only evaluates on it. Times that of a composite."""
+    """Relative weight in the training mixture, times that of a composite; 0: evaluation only."""
 
 
 class TextSource(Source):
     """Plain texts."""
 
     key: str = Field(default="text", min_length=1)
-    """The column that holds the text."""
+    """Column with the text."""
     split: str | None = Field(default=None, min_length=1)
-    """What separates the documents of a text file, such as a line break; null makes the whole file one."""
+    """Separator of the documents in a text file, such as a line break; null: one document per file."""
 
 
 class MixSpec(Model):
-    """The blocks of a mixture, their order and its end."""
+    """Blocks, order and end of a mixture."""
 
     block: int = Field(default=2048, ge=1, lt=2**16)
-    """Examples in a block; every block holds the exact shares of the sources."""
+    """Examples per block; every block has the exact mixture weights."""
     shuffle: bool = True
-    """Draw each source's examples in a random order, a new one each epoch."""
+    """Shuffle each source's examples anew each epoch."""
     stop: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
-    """When a source is used up: begin it again, or end the data with the first or with the last of them."""
+    """When a source is exhausted: restart it, or end the data with the first or the last exhausted source."""
 
 
 class LmData(Model):
-    """What the data of every kind have."""
+    """Shared fields of training data."""
 
     train: Mapping[str, TrainSource]
-    """What to train on, by name; a weight of 0 only evaluates on it."""
+    """Training sources by name; weight 0: evaluation only."""
     eval: Mapping[str, Source]
-    """What to evaluate on, by name."""
+    """Evaluation sources by name."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """The share of each training source that is kept for evaluation instead: random documents, the same in all runs."""
+    """Fraction of each training source held out for evaluation: random documents, the same in all runs."""
     context: int = Field(ge=2)
-    """Tokens in one example: of plain text, exactly; of a conversation, at most."""
+    """Tokens per example: exactly for plain text, at most for conversations."""
     mix: MixSpec = MixSpec()
-    """How the sources are mixed."""
+    """Mixing of the sources."""
     composite: CompositeSpec | None = None
-    """A mixture with a name, which gives the sources of `train` their weights; null leaves them as they are."""
+    """Named mixture that sets the weights of `train`; null: the sources' own."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each training source."""
+        """Weight of each training source."""
         given = {} if self.composite is None else self.composite.weights()
         return {name: source.weight * given.get(name, self.composite is None) for name, source in self.train.items()}
 
     @property
     def trained(self) -> list[str]:
-        """The names of the sources that are trained on at some time."""
+        """Names of the sources with a weight above 0."""
         return [name for name, weight in self.weights.items() if weight > 0]
 
     @property
     def sources(self) -> list[tuple[Literal["train", "eval"], str, Source]]:
-        """All sources: what they are for, their names, and they themselves."""
+        """All sources: (split, name, source)."""
         return [("train", *named) for named in self.train.items()] + [("eval", *named) for named in self.eval.items()]
 
-    def problems(self) -> list[Conflict]:
-        """Nothing to train on, a name for two things, sources that a composite lacks or the other way round."""
-        if self.composite is not None and (wrong := self.composite.problems()):
-            return [Conflict(("composite", *path), reason) for path, reason in wrong]
-        found = [] if self.trained else [Conflict(("train",), "expected at least one weight above 0")]
-        found += self._uncomposed()
-        twice = [Conflict(("eval", name), "expected a name that data.train does not have") for name in self.eval]
-        return found + [conflict for conflict in twice if conflict.path[1] in self.train]
-
-    def _uncomposed(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
+        """Nothing to train on, duplicate names, sources that do not match the composite."""
+        if self.composite is not None and any(self.composite.conflicts()):
+            return
+        if not self.trained:
+            yield Conflict(("train",), "expected at least one weight above 0")
+        for name in self.eval:
+            if name in self.train:
+                yield Conflict(("eval", name), "expected a name that data.train does not have")
         parts = {} if self.composite is None else self.composite.weights()
-        missing = [name for name, weight in parts.items() if weight > 0 and name not in self.train]
-        reason = (
-            f"expected sources for {', '.join(missing)}, which data.composite has; or give these a weight of 0 there"
-        )
-        found = [Conflict(("train",), reason)] if missing else []
+        missing = ", ".join(name for name, weight in parts.items() if weight > 0 and name not in self.train)
+        if missing:
+            reason = f"expected sources for {missing}, which data.composite has; or give these a weight of 0 there"
+            yield Conflict(("train",), reason)
         for name, source in self.train.items():
             if self.composite is not None and name not in parts and source.weight > 0:
                 known = f"expected the name of a part of data.composite ({', '.join(parts)}), or a weight of 0"
-                found.append(Conflict(("train", name), known))
-        return found
+                yield Conflict(("train", name), known)
 
 
 class ProfileSpec(Model):
-    """A profile of a few steps, for Perfetto."""
+    """Profile of some steps, for Perfetto."""
 
     steps: list[int] = Field(min_length=2, max_length=2)
-    """The first and the last step that are profiled, for example [10, 12]."""
+    """First and last profiled step, for example [10, 12]."""
 
 
 class ComputeSpec(Model):
-    """How steps are computed."""
+    """Computation of training steps."""
 
     steps: int = Field(ge=1)
     """Optimizer steps."""
     micro_tokens: Execution[int] = Field(default=16384, ge=1)
-    """Tokens in one forward pass at most (one longer sequence goes alone); a step takes as many passes as it needs."""
+    """Maximum tokens per micro-batch (a longer sequence goes alone); gradients accumulate over micro-batches."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the arithmetic; weights stay FP32. Auto is bf16 on a GPU and on a CPU with AVX-512, FP32 on others."""
+    """Compute precision; weights stay fp32. Auto: bf16 on a GPU and on a CPU with AVX-512, else fp32."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
-    """Compile the model; auto does on a GPU when the run is long enough to pay for it."""
+    """torch.compile the model; auto: on a GPU when the run is long enough to pay for it."""
     compile_cache: Execution[str | None] = Field(default=None, min_length=1)
-    """A folder where compiled code stays for later runs; null keeps it in the system's temporary folder."""
+    """Folder that keeps compiled code for later runs; null: the system's temporary folder."""
     checkpointing: Execution[Literal["none", "selective", "full"]] = "none"
-    """Compute activations again in the backward pass instead of keeping them: of no, every second, or all layers."""
+    """Activation checkpointing: of no layer, every second one, or all."""
     profile: Execution[ProfileSpec | None] = None
-    """Profile some steps into profile.json of the session; null profiles none."""
+    """Profile some steps into profile.json of the session; null: none."""
 
-    def problems(self) -> list[Conflict]:
-        """A cache for code that is not compiled, a profile beyond the end."""
-        found = []
+    def conflicts(self) -> Iterator[Conflict]:
+        """A compile cache without compiling, a profile beyond the end."""
         if self.compile == "off" and self.compile_cache is not None:
-            found.append(Conflict(("compile_cache",), "expected null, because `compile: off` compiles nothing"))
+            yield Conflict(("compile_cache",), "expected null, because `compile: off` compiles nothing")
         if self.profile is not None and not 1 <= self.profile.steps[0] <= self.profile.steps[1] <= self.steps:
-            reason = f"expected the first and the last step, within 1 to {self.steps}"
-            found.append(Conflict(("profile", "steps"), reason))
-        return found
+            yield Conflict(("profile", "steps"), f"expected the first and the last step, within 1 to {self.steps}")
 
 
 class LmTrainSpec(ComputeSpec):
-    """The steps of a run and how each is computed."""
+    """Length of training, batch size and computation."""
 
     batch: int = Field(ge=1)
-    """Examples in one step: windows of `data.context` tokens, conversations, or pairs."""
+    """Batch size in examples: windows of `data.context` tokens, conversations, or pairs."""
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Evaluate and save an exponential moving average of the weights with this decay; null the weights themselves."""
+    """Decay of an exponential moving average of the weights, which is evaluated and saved; null: off."""
 
 
 class SampleSpec(Model):
-    """Texts that the model writes during training, in samples.jsonl and the log."""
+    """Samples during training, in samples.jsonl and the log."""
 
     prompts: list[str] = Field(default=[])
-    """What it continues (or answers, where it is trained on conversations); none writes no samples."""
+    """Prompts to complete; empty: no samples."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """The most it writes."""
+    """Maximum new tokens."""
     temperature: float = Field(default=1.0, ge=0)
-    """The temperature it is drawn with."""
+    """Sampling temperature."""
     every: CountCadence | None = Cadence(500, "steps")
-    """When it writes besides at the end; null only at the end."""
+    """When to sample besides at the end; null: only at the end."""
 
 
 class LmEvalSpec(Model):
-    """Evaluation on texts that are not trained on."""
+    """Evaluation on held-out texts."""
 
     examples: int = Field(default=512, ge=1)
-    """Examples of each evaluation set at most."""
+    """Maximum examples per evaluation set."""
 
 
 class LmEvery(Every):
-    """How often things happen; a step is one optimizer step."""
+    """Cadences; a step is one optimizer step."""
 
     eval: CountCadence | None = Cadence(100, "steps")
-    """When to evaluate besides at the end; null evaluates only at the end."""
+    """When to evaluate besides at the end; null: only at the end."""
     log: Execution[CountCadence] = Cadence(10, "steps")
     """When to write a row of metrics."""
 
 
 class Tuning(NamedTuple):
-    """Optimizer defaults of a kind that fine-tunes a trained model; a new model has those of the optimizer itself."""
+    """Optimizer defaults of a kind that fine-tunes a trained model."""
 
     lr: float
-    """Learning rate of all weights."""
+    """Learning rate of full fine-tuning."""
     lora_lr: float
-    """Learning rate of adapters."""
+    """Learning rate of LoRA."""
     weight_decay: float
 
 
 class LanguageModelSpec(ExperimentSpec):
-    """What every kind that trains a language model has."""
+    """Shared fields of the kinds that train a language model."""
 
     counts: ClassVar[tuple[str, ...]] = ("steps", "tokens")
     tuning: ClassVar[Tuning | None] = None
-    """Optimizer defaults where `model.init` is given; None takes the optimizer's own, which are for pretraining."""
+    """Optimizer defaults where `model.init` is given; None: the optimizer's own, which are for pretraining."""
 
     model: ModelSpec
-    """The model."""
+    """Model."""
     train: ComputeSpec
-    """How long and how to train."""
+    """Length of training and computation."""
     optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
-    """The optimizer."""
+    """Optimizer."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_tuning(cls, data: Any) -> Any:
-        """Fill in what `tuning` says, so that a resolved spec shows it."""
+        """Fill in `tuning`, so that a resolved spec shows it."""
         if cls.tuning is None or not isinstance(data, Mapping):
             return data
         model, optim = data.get("model"), data.get("optim", {"name": "adamw"})
@@ -414,65 +404,62 @@ class LanguageModelSpec(ExperimentSpec):
             return super().default_origin(path)
         return f"default for {self.kind}" + (" with LoRA" if self.model.lora is not None and path[1] == "lr" else "")
 
-    def conflicts(self) -> list[Conflict]:
-        """A model that is neither new nor trained, settings of training that do not fit."""
-        found = [Conflict(("model", *path), reason) for path, reason in self.model.problems()]
+    def conflicts(self) -> Iterator[Conflict]:
+        """Incomplete model, conflicting training settings."""
         if self.model.lora is not None and self.optim.name == "muon":
-            found.append(Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW"))
+            yield Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW")
         elif self.tuning and self.model.init and self.optim.name == "muon" and "lr" not in self.optim.model_fields_set:
-            found.append(Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning"))
-        return found + [Conflict(("train", *path), reason) for path, reason in self.train.problems()]
+            yield Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning")
 
     def derived(self) -> dict[str, int | float | str]:
-        """The precision of the arithmetic."""
+        """Compute precision."""
         return {"precision": described(self.train.precision, self.device)}
 
 
 class LmSpec(LanguageModelSpec):
-    """What every kind that trains on examples has."""
+    """Shared fields of the kinds that train on examples."""
 
     data: LmData
-    """What to train on."""
+    """Training and evaluation data."""
     train: LmTrainSpec
-    """How long and how to train."""
+    """Length of training and computation."""
     eval: LmEvalSpec = LmEvalSpec()
-    """How to evaluate."""
+    """Evaluation."""
     every: LmEvery = LmEvery()
     """How often to checkpoint, evaluate and log."""
     devices: Execution[int | None] = Field(default=None, ge=1)
-    """Processes that train one model together, a GPU each; null takes those that `torchrun` started, else one."""
+    """Data-parallel processes, one GPU each; null: those that `torchrun` started, else one."""
 
-    def conflicts(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Seeds and processes at once, examples longer than the model's context, a warm-up beyond the end."""
-        found = super().conflicts()
+        yield from super().conflicts()
         if (self.devices or 1) > 1 and self.max_session > 1:
-            found.append(Conflict(("devices",), "expected 1, because `max_session` trains several seeds"))
-        found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
+            yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:
-            reason = f"expected at most model.shape.context = {shape.context} tokens"
-            found.append(Conflict(("data", "context"), reason))
-        return found + [Conflict(("optim", *p), why) for p, why in warmup_problems(self.optim, self.train.steps)]
+            yield Conflict(("data", "context"), f"expected at most model.shape.context = {shape.context} tokens")
+        yield from warmup_conflicts(self.optim, self.train.steps, "optim")
 
     def derived(self) -> dict[str, int | float | str]:
-        """Parameters, where the shape and the vocabulary are given."""
+        """Parameter counts, where shape and vocabulary are known."""
         shape = self.model.shape
         if shape is None or shape.vocab is None:
             return super().derived()
-        found = super().derived() | {"parameters": shape.parameters()}
+        derived = super().derived() | {"parameters": shape.parameters()}
         if shape.moe is not None:
-            found["active parameters"] = shape.parameters(active=True)
-        return found
+            derived["active parameters"] = shape.parameters(active=True)
+        return derived
 
 
 class WritingSpec(LmSpec):
-    """The training of a model that writes."""
+    """Shared fields of the kinds that train a generative model."""
 
     samples: SampleSpec = SampleSpec()
-    """What it writes during training."""
+    """Samples during training."""
     suites: list[SuiteUse] = Field(default=[])
-    """What it is measured with during training and after it, besides `data.eval`."""
+    """Evaluation suites run during and after training, besides `data.eval`."""
 
-    def conflicts(self) -> list[Conflict]:
-        """Suites that are not there or never run."""
-        return super().conflicts() + suite_conflicts(self.suites, self.counts)
+    def conflicts(self) -> Iterator[Conflict]:
+        """Unknown suites or suites that never run."""
+        yield from super().conflicts()
+        yield from suite_conflicts(self.suites, self.counts)

@@ -16,6 +16,7 @@ from palestra.spec.algorithm import PRESETS
 from palestra.spec.base import ExperimentSpec, NamedSpec
 from palestra.spec.compose import Reference, extend, read_spec
 from palestra.spec.model import plain
+from palestra.spec.renames import original
 from palestra.spec.source import DataPath, Origin, Origins, Tree, write_text
 from palestra.spec.validate import validate
 
@@ -48,8 +49,8 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def spec_hash(spec: ExperimentSpec) -> str:
-    """The sha256 of all values of a spec, defaults included; it depends on neither key order nor 1 versus 1.0."""
-    return hashlib.sha256(_canonical(plain(spec)).encode()).hexdigest()
+    """The sha256 of all values of a spec, defaults included; key order, renames and 1 versus 1.0 do not change it."""
+    return hashlib.sha256(_canonical(original(plain(spec))).encode()).hexdigest()
 
 
 def _compare(path: str, a: Any, b: Any) -> Iterator[Difference]:

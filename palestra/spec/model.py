@@ -1,20 +1,27 @@
-"""The base class of everything a spec holds, cadences, values as plain data, execution-only fields."""
+"""Base class of spec types, cadences, plain data, execution-only fields."""
 
 import ast
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from os import PathLike
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
 
 from palestra.spec.words import Words
+
+
+class Conflict(NamedTuple):
+    """Valid fields that do not fit together: where to look and what is expected."""
+
+    path: tuple[str | int, ...]
+    reason: str
 
 
 class Model(BaseModel):
@@ -31,14 +38,32 @@ class Model(BaseModel):
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """The docstring under each field. Pydantic can read them itself, but does so at every start: 0.25 s."""
-        found = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        documented = {name: field.description for name, field in cls.model_fields.items() if field.description}
         for part in reversed(cls.__mro__):
             body = _classes(part.__module__).get(part.__name__, []) if issubclass(part, Model) else []
             for field, text in pairwise(body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                        found[name] = inspect.cleandoc(words)
-        return found
+                        documented[name] = inspect.cleandoc(words)
+        return documented
+
+    def conflicts(self) -> Iterable[Conflict]:
+        """Conflicts between the fields of this block, by paths inside it."""
+        return ()
+
+    def all_conflicts(self) -> list[Conflict]:
+        """Conflicts of the blocks inside this one, then its own."""
+        inner = {name: getattr(self, name) for name in type(self).model_fields}
+        return [*_inner_conflicts(inner, ()), *self.conflicts()]
+
+
+def _inner_conflicts(value: Any, path: tuple[str | int, ...]) -> Iterator[Conflict]:
+    if isinstance(value, Model):
+        for conflict in value.all_conflicts():
+            yield Conflict((*path, *conflict.path), conflict.reason)
+    elif isinstance(value, Mapping | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _inner_conflicts(item, (*path, key))
 
 
 @cache
@@ -48,9 +73,9 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 
 
 class Execution:
-    """`Execution[int]` as the type of a field: how a step is carried out, not what comes of it.
+    """`Execution[int]` as the type of a field: it affects how a step is executed, not its result.
 
-    Such a field (workers, memory, a log's level) is no part of the step's address.
+    Such a field (workers, memory, log level) is not part of the step's address.
     """
 
     def __class_getitem__(cls, item: Any) -> Any:
@@ -64,17 +89,17 @@ def is_execution(hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class SpecParts:
-    """The plain data of a model, taken apart."""
+    """The plain data of a model, split into what identifies it and what does not."""
 
     counted: dict[str, Any]
-    """What comes of it depends on this; fields that are null are left out."""
+    """What the result depends on, without null fields."""
     execution: list[tuple[list[str], Any]]
-    """How it is carried out: the path of each such field, and its value."""
+    """Execution fields: path and value."""
     unset: list[list[str]]
-    """The paths of the fields that are null: a field that is new and null by default changes nothing."""
+    """Paths of null fields: a new field that is null by default changes no identity."""
 
     def joined(self) -> dict[str, Any]:
-        """The data as it was."""
+        """The original data."""
         data = self.counted
         for path, value in (*self.execution, *((path, None) for path in self.unset)):
             data = _put(data, path, value)
@@ -82,7 +107,7 @@ class SpecParts:
 
 
 def split(model: BaseModel, data: dict[str, Any]) -> SpecParts:
-    """Take the plain data of a model apart; models in lists and mappings are gone through too."""
+    """Split the plain data of a model, including models in lists and mappings."""
     parts = SpecParts({}, [], [])
     counted = _split(model, data, [], parts)
     return SpecParts(counted, parts.execution, parts.unset)
@@ -96,7 +121,7 @@ def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
     if not isinstance(data, dict):
         return data
     fields = type(value).model_fields if isinstance(value, BaseModel) else {}
-    kept: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     for key, item in data.items():
         at = [*path, key]
         if key in fields and Execution in fields[key].metadata:
@@ -105,8 +130,8 @@ def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
             parts.unset.append(at)
         else:
             inner = getattr(value, key, None) if fields else value.get(key) if isinstance(value, dict) else None
-            kept[key] = _split(inner, item, at, parts)
-    return kept
+            counted[key] = _split(inner, item, at, parts)
+    return counted
 
 
 def _put(here: Any, path: Sequence[str], value: Any) -> Any:
@@ -130,7 +155,7 @@ _PATTERN = rf"^{_AMOUNT} *(?:(?:steps?|frames?|tokens?){_UNTIL}|seconds?|minutes
 
 @dataclass(frozen=True)
 class Cadence:
-    """An amount of steps, of frames, of tokens or of time between two occurrences."""
+    """An interval in steps, frames, tokens or time."""
 
     amount: int | float
     unit: Unit
@@ -188,7 +213,7 @@ class Cadence:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """Validated from text or from a Cadence; serialised to text in JSON and YAML."""
+        """Validated from text or from a Cadence; serialized to text in JSON and YAML."""
         return core_schema.no_info_plain_validator_function(
             cls._validate,
             serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),

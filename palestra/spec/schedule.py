@@ -1,4 +1,4 @@
-"""A number that may change over the run: a constant or a shape with a start and an end."""
+"""Schedules: a constant, or a shape with a start and an end."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,8 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from palestra.spec.base import Conflict
-from palestra.spec.model import Cadence, Model
+from palestra.spec.model import Cadence, Conflict, Model
 from palestra.spec.words import Words
 
 Shape = Literal["constant", "linear", "cosine", "rate", "periodic", "wsd", "inverse_sqrt"]
@@ -65,21 +64,21 @@ class Schedule(Model):
     """A value over the progress of a run, from `start` to `end`; a bare number means a constant."""
 
     shape: Shape
-    """How the value moves from `start` to `end`."""
+    """Shape of the schedule."""
     start: float
-    """The value until `begin`, and after the warm-up."""
+    """Value until `begin` and after the warm-up."""
     end: float = 0.0
-    """The value it moves towards and, but for rate and inverse_sqrt, has at `finish` (not for constant)."""
+    """Final value, reached at `finish` except for rate and inverse_sqrt (not for constant)."""
     warmup: Warmup = 0.0
-    """How long the value first rises from 0 to `start` in a straight line; what comes next begins no earlier."""
+    """Linear warm-up from 0 to `start`; the decay starts no earlier."""
     begin: float = Field(default=0.0, ge=0, lt=1)
-    """The fraction of the run at which the change begins."""
+    """Fraction of the run at which the decay starts."""
     finish: float = Field(default=1.0, gt=0, le=1)
-    """The fraction of the run at which the change is over."""
+    """Fraction of the run at which the decay ends."""
     rate: float = Field(default=0.9, gt=0, lt=1)
-    """The factor applied at each twentieth of the span (only for rate)."""
+    """Factor applied at each twentieth of the span (only for rate)."""
     period: float = Field(default=0.1, gt=0, le=1)
-    """The length of one oscillation as a fraction of the span (only for periodic)."""
+    """Period as a fraction of the span (only for periodic)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -129,7 +128,7 @@ ScheduleSpec = Annotated[
     BeforeValidator(_from_number, json_schema_input_type=float | Schedule),
     Words("a number or a schedule"),
 ]
-"""What a spec may say where a number can change over the run."""
+"""A schedule or a bare number."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +166,13 @@ def in_fractions(model: M, steps: int) -> M:
     return model.model_copy(update=counted)
 
 
-def warmup_problems(model: Model, steps: int) -> list[Conflict]:
-    """Warm-ups of the model's schedules that do not end within a run of that many steps."""
-    found = []
+def warmup_conflicts(model: Model, steps: int, where: str) -> Iterator[Conflict]:
+    """Warm-ups of the schedules of a block that do not end within a run of that many steps."""
     for name, schedule, warmup in _counted(model):
         if warmup.amount >= schedule.finish * steps:
-            where = "the run" if schedule.finish == 1 else f"'finish' ({schedule.finish:g} of the run)"
-            reason = f"expected a warm-up that ends before {where} of {steps} steps does, got '{warmup}'"
-            found.append(Conflict((name, "warmup"), reason))
-    return found
+            end = "the run" if schedule.finish == 1 else f"'finish' ({schedule.finish:g} of the run)"
+            reason = f"expected a warm-up that ends before {end} of {steps} steps does, got '{warmup}'"
+            yield Conflict((where, name, "warmup"), reason)
 
 
 def _counted(model: Model) -> Iterator[tuple[str, Schedule, Cadence]]:

@@ -97,10 +97,10 @@ def _required_inside(field: FieldInfo) -> dict[str, Any] | None:
 
 def _descriptions(base: type[Model]) -> dict[str, dict[str, str]]:
     """Of every field of every model that derives from it."""
-    found = {base.__name__: base.descriptions()}
+    descriptions = {base.__name__: base.descriptions()}
     for model in base.__subclasses__():
-        found |= _descriptions(model)
-    return found
+        descriptions |= _descriptions(model)
+    return descriptions
 
 
 def _described(schema: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:

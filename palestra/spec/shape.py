@@ -1,104 +1,105 @@
-"""The shape of a transformer: everything that decides its parameters and its arithmetic; the default precision."""
+"""Transformer architecture, parameter and FLOP counts, and the default precision."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from palestra.spec.base import Conflict
-from palestra.spec.model import Model
+from palestra.spec.model import Conflict, Model
 
 
 class RopeScaling(Model):
-    """How rotary frequencies are stretched to contexts longer than those of pretraining."""
+    """Scaling of RoPE to contexts longer than in pretraining."""
 
     type: Literal["linear", "llama3", "yarn"]
     """Divide all frequencies; only the low ones (Llama 3); or by wavelength, with a temperature (YaRN, as in Qwen)."""
     factor: float = Field(gt=0)
-    """How many times longer the context becomes."""
+    """Factor by which the context grows."""
     original_context: int = Field(default=8192, ge=1)
-    """The context of pretraining."""
+    """Context length of pretraining."""
     low: float = Field(default=1.0, gt=0)
     """llama3: wavelengths above original_context / low are stretched whole. yarn: the slow end of the ramp (β slow)."""
     high: float = Field(default=4.0, gt=0)
     """llama3: wavelengths below original_context / high stay. yarn: the fast end of the ramp (β fast), else 32."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """yarn: what cosines and sines are multiplied with; null means 0.1 · ln(factor) + 1."""
+    """yarn: factor on cosines and sines; null: 0.1 · ln(factor) + 1."""
 
     @model_validator(mode="before")
     @classmethod
     def _fast_end_of_yarn(cls, data: Any) -> Any:
         return {"high": 32.0, **data} if isinstance(data, dict) and data.get("type") == "yarn" else data
 
-    def unread(self) -> list[Conflict]:
-        """Fields with a value of their own that this type has no use for."""
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.low >= self.high:
+            yield Conflict(("low",), f"expected less than high = {self.high:g}")
         unused = {"linear": ("original_context", "low", "high", "attention_factor"), "llama3": ("attention_factor",)}
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        given = [name for name in unused.get(self.type, ()) if getattr(self, name) != defaults[name]]
-        return [Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it") for name in given]
+        for name in unused.get(self.type, ()):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it")
 
 
 class MoESpec(Model):
-    """Experts in place of each layer's MLP."""
+    """Mixture of experts in place of each layer's MLP."""
 
     experts: int = Field(ge=2)
-    """How many experts a layer has (E)."""
+    """Routed experts per layer (E)."""
     active: int = Field(ge=1)
-    """How many experts a token goes to (k)."""
+    """Active routed experts per token (top k)."""
     mlp: int = Field(ge=1)
-    """The hidden width of one expert."""
+    """Hidden width of one expert."""
     activation: Literal["swiglu", "bilinear"] = "swiglu"
-    """The gate of an expert: SiLU, or none (bilinear)."""
+    """Gated activation of an expert: SwiGLU or bilinear."""
     shared: int = Field(default=0, ge=0)
-    """How many experts every token goes to besides the routed ones."""
-    normalise: bool = True
-    """Bring the weights of a token's chosen experts to sum 1."""
+    """Shared experts, active for every token."""
+    normalize: bool = True
+    """Normalize the top-k router weights to sum 1."""
     balance: float = Field(default=0.0, ge=0)
-    """The weight of the load-balance loss (Switch Transformer, equation 4), taken over each sequence."""
+    """Coefficient of the load-balance loss (Switch Transformer, equation 4), per sequence."""
     z_loss: float = Field(default=0.0, ge=0)
-    """The weight of the router's z-loss (ST-MoE, equation 5)."""
+    """Coefficient of the router z-loss (ST-MoE, equation 5)."""
     bias_rate: float = Field(default=0.0, ge=0)
-    """How much each step moves the selection biases towards even loads (DeepSeek-V3 §2.1.2); 0 keeps none."""
+    """Update rate of the selection biases of auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2); 0: none."""
 
 
 class Shape(Model):
-    """The shape of a decoder-only transformer of the Llama family."""
+    """Architecture of a decoder-only transformer of the Llama family."""
 
     layers: int = Field(ge=1)
-    """Blocks of attention and MLP (L)."""
+    """Number of layers (L)."""
     width: int = Field(ge=1)
-    """The width of the residual stream (D)."""
+    """Model width (D)."""
     heads: int = Field(ge=1)
-    """Query heads (H)."""
+    """Attention heads (H)."""
     kv_heads: int | None = Field(default=None, ge=1)
-    """Key and value heads (K), shared by H / K query heads each; null means as many as query heads."""
+    """Key/value heads (K) of grouped-query attention; null: as many as `heads`."""
     head_dim: int | None = Field(default=None, ge=2)
-    """The width of a head; null means width / heads."""
+    """Head dimension; null: width / heads."""
     mlp: int | None = Field(default=None, ge=1)
-    """The hidden width of the MLP; null where `moe` replaces it."""
+    """Hidden width of the MLP; null where `moe` replaces it."""
     context: int = Field(ge=1)
-    """The longest sequence."""
+    """Maximum sequence length."""
     vocab: int | None = Field(default=None, ge=1)
-    """Rows of the embedding; null means the tokenizer's size rounded up to a multiple of 64."""
+    """Vocabulary size; null: the tokenizer's, rounded up to a multiple of 64."""
     tied: bool = True
-    """Whether the embedding is also the output head."""
+    """Tie the output head to the embedding."""
     rope_theta: float = Field(default=10000.0, gt=1)
-    """The base of the rotary frequencies."""
+    """RoPE base θ."""
     rope_scaling: RopeScaling | None = None
-    """How rotary frequencies are stretched; null leaves them."""
+    """RoPE scaling; null: none."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """ε of RMSNorm."""
     qk_norm: Literal["head", "full"] | None = None
-    """RMSNorm of queries and keys: of each head (Qwen3), of all heads together (OLMoE), or none."""
+    """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMoE), or none."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen2)."""
     window: int | None = Field(default=None, ge=1)
-    """How many tokens back attention reaches, itself included; null reaches all."""
+    """Sliding attention window in tokens, including the current one; null: full attention."""
     window_from: int = Field(default=0, ge=0)
-    """The first layer that the window applies to."""
+    """First layer with the sliding window."""
     moe: MoESpec | None = None
-    """Experts in place of the MLP."""
+    """Mixture of experts in place of the MLP."""
 
     @property
     def kv(self) -> int:
@@ -121,30 +122,23 @@ class Shape(Model):
         """The attention window of a layer."""
         return self.window if layer >= self.window_from else None
 
-    def problems(self) -> list[Conflict]:
+    def conflicts(self) -> Iterator[Conflict]:
         """Fields that do not fit together."""
-        found = []
         if self.head_dim is None and self.width % self.heads:
-            found.append(Conflict(("heads",), f"expected a divisor of width = {self.width}, or head_dim to be given"))
+            yield Conflict(("heads",), f"expected a divisor of width = {self.width}, or head_dim to be given")
         if self.heads % self.kv:
-            found.append(Conflict(("kv_heads",), f"expected a divisor of heads = {self.heads}, got {self.kv}"))
+            yield Conflict(("kv_heads",), f"expected a divisor of heads = {self.heads}, got {self.kv}")
         if self.dim % 2:
-            found.append(Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}"))
-        scaling = self.rope_scaling
-        if scaling is not None and scaling.low >= scaling.high:
-            found.append(Conflict(("rope_scaling", "low"), f"expected less than high = {scaling.high:g}"))
-        if scaling is not None:
-            found += [Conflict(("rope_scaling", *path), reason) for path, reason in scaling.unread()]
+            yield Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}")
         if self.window is None and self.window_from:
-            found.append(Conflict(("window_from",), "expected 0, because there is no `window`"))
+            yield Conflict(("window_from",), "expected 0, because there is no `window`")
         if self.mlp is None and self.moe is None:
-            found.append(Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place"))
+            yield Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place")
         if self.moe is not None and self.moe.active > self.moe.experts:
-            found.append(Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}"))
-        return found
+            yield Conflict(("moe", "active"), f"expected at most experts = {self.moe.experts}")
 
     def parameters(self, *, active: bool = False) -> int:
-        """How many parameters; with `active`, only those that one token meets. Needs `vocab`."""
+        """Number of parameters; with `active`, only those used per token. Needs `vocab`."""
         vocab = _known(self.vocab)
         attention = self.width * (self.heads + 2 * self.kv) * self.dim + self.heads * self.dim * self.width
         attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias else 0

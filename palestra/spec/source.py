@@ -184,11 +184,11 @@ class _Reader:
     def mapping(self, node: yaml.MappingNode, path: DataPath) -> dict[str, Any]:
         if node.tag != _TAG + "map":
             raise self.error(node, f"unknown tag {node.tag!r}; a spec is plain data without tags")
-        found = {}
+        mapping = {}
         for key, value in self.entries(node):
             self.origins[(*path, key.value)] = Origin(self.file, _line(key))
-            found[key.value] = self.value(value, (*path, key.value))
-        return found
+            mapping[key.value] = self.value(value, (*path, key.value))
+        return mapping
 
     def entries(self, node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         """The keys and values of a mapping: its own first, then those that `<<` brings and it does not have."""
@@ -251,7 +251,7 @@ def _number(text: str) -> int | float:
     if text.lower().lstrip("+-") in (".inf", ".nan"):
         return float(text.lower().replace(".", ""))
     number = float(text)
-    # `frames: 2e5` is meant as a whole number; beyond 2**53 a float no longer tells neighbouring ones apart.
+    # `frames: 2e5` is meant as a whole number; beyond 2**53 a float no longer tells neighboring ones apart.
     if "e" in text.lower() and number.is_integer() and abs(number) < 2**53:
         return int(number)
     return number

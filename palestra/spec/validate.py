@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from palestra.errors import UsageError
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds import is_kind, kinds, spec_type, unknown_kind
+from palestra.spec.renames import renamed
 from palestra.spec.source import DataPath, Origin, Origins, Tree, dotted
 from palestra.spec.words import literals, words
 
@@ -143,8 +144,8 @@ def validate(data: Any, origins: Origins) -> ExperimentSpec:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        found = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
-        raise SpecError(sorted(found.values(), key=_place_in_file)) from None
+        problems = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
+        raise SpecError(sorted(problems.values(), key=_place_in_file)) from None
 
 
 def _kind_problem(tree: Tree) -> SpecProblem:
@@ -175,6 +176,8 @@ def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree
     reason, hint = "", ""
     if kind == "extra_forbidden":
         reason, hint = "unknown key", _nearest_key(path, place, model)
+        if new := renamed(*path):
+            reason, hint = f"renamed to '{new}'", ""
     elif kind == "missing":
         value, reason = None, f"missing; expected {place.words}"
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -192,6 +195,8 @@ def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree
     else:
         reason = _expected(place.words, value)
         hint = _nearest_option(value, literals(place.annotation))
+    if isinstance(value, str) and (new := renamed(*path, value)):
+        reason, hint = f"'{value}' was renamed to '{new}'", ""
     return SpecProblem(dotted(path), tree.origin(path), value, reason, hint)
 
 

@@ -17,6 +17,7 @@ from palestra.spec.kinds.lm import PretrainSpec
 from palestra.spec.load import Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
+from palestra.spec.renames import translated
 from palestra.spec.shape import precision
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
 
     folder = done.trial.session(seed).path
     manifest = read_json(folder / "manifest.json")
-    spec = resolved(manifest["spec"])
+    spec = resolved(translated(manifest["spec"]))
     assert isinstance(spec, PretrainSpec)
     rows = done.metrics(seed)
     score = next((row[SCORE] for row in reversed(rows) if SCORE in row), None)

@@ -132,7 +132,7 @@ def sizes(spec: ExperimentSpec) -> dict[str, int | float]:
     return {name: value for name in SIZES if isinstance(value := known.get(name), int | float)}
 
 
-def summarise(folder: Path) -> dict[str, Any]:
+def summarize(folder: Path) -> dict[str, Any]:
     """All runs of a group that have begun, by their names, and the metric that compares them."""
     rows, metric, direction = [], None, None
     for path in sorted(folder.glob(f"*/{POINT}")):
@@ -153,14 +153,14 @@ def summarise(folder: Path) -> dict[str, Any]:
             }
         )
     scored = [row for row in rows if row["score"] is not None]
-    better = max if direction == "maximise" else min
+    better = max if direction == "maximize" else min
     best = better(scored, key=lambda row: row["score"])["run"] if scored else None
     return {"group": folder.name, "metric": metric, "direction": direction, "best": best, "runs": rows}
 
 
 def write_results(folder: Path) -> dict[str, Any]:
     """Write summary.json, runs.csv and, where runs have scores, plots/comparison.png and .svg; the summary."""
-    summary = summarise(folder)
+    summary = summarize(folder)
     with clear_write_errors(folder):
         write_json(folder / "summary.json", summary)
         write_bytes(folder / "runs.csv", _csv(summary).encode())

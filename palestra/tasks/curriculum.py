@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -12,37 +13,32 @@ from palestra.data.mixture import Indices, stream_key
 from palestra.errors import UsageError
 from palestra.spec.tasks import PoolSpec
 
-ALPHA, PRIOR = 0.1, 0.5
-"""Success is a moving average over prompts with this weight of the latest, from this value on."""
+ALPHA, PRIOR = 0.1, 0.5  # success is a moving average over prompts with this weight of the latest, from this value on
 LEARNED, GRADUATED = 0.8, 0.95
-"""From this success on, at a plateau, a lesson opens those after it; from this one on it is not drawn any more."""
-FLOOR = 0.1
-"""The least weight of an open lesson before the weights are divided by their sum."""
-NOVELTY = 0.01
-"""How fast the bonus of a new lesson falls, per prompt."""
-WINDOW, STRETCH = 50, 10
-"""The latest prompts that a plateau is judged by, and how many of them are taken together to see if they vary."""
+"""Success at a plateau from which a lesson unlocks those after it, and from which it is no longer sampled."""
+FLOOR = 0.1  # the least weight of an open lesson before normalization
+NOVELTY = 0.01  # how fast the bonus of a new lesson decays, per prompt
+WINDOW, STRETCH = 50, 10  # a plateau is of the latest WINDOW prompts; their variation is that of means of STRETCH
 VARIATION = 0.1
-"""The most that these vary at a plateau, relative to their mean; a rise of 1 % a prompt is a variation of 14 %."""
+"""Largest coefficient of variation of these means at a plateau; a rise of 1 % a prompt is a variation of 14 %."""
 CORRELATION = 0.2353
 """No trend: |r| of time and pass rate is below this, where p > 0.1 in a t-test with WINDOW - 2 degrees of freedom."""
 
 
 @dataclass
 class Lesson:
-    """What is known of one lesson."""
+    """The progress of one lesson."""
 
     success: float = PRIOR
     seen: int = 0
     """Prompts observed."""
     learned: bool = False
-    """Whether it once was good enough, at a plateau, for those after it to begin."""
+    """Whether it has reached `LEARNED` at a plateau, which unlocks those after it."""
     graduated: bool = False
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """The latest pass rates."""
 
     def observe(self, rate: float) -> None:
-        """Note the pass rate of a prompt."""
         self.success += ALPHA * (rate - self.success)
         self.seen += 1
         self.rates.append(rate)
@@ -55,24 +51,25 @@ class Lessons:
     """A graph of lessons: `after` names, for each, the lessons that must be learned before it begins."""
 
     def __init__(self, after: Mapping[str, Sequence[str]], seed: int):
-        for name, before in after.items():
-            if unknown := [other for other in before if other not in after]:
-                raise UsageError(f"the lesson {name} comes after {unknown[0]}, which is none of {', '.join(after)}")
-        _refuse_cycle(after)
+        try:
+            TopologicalSorter(after).prepare()
+        except CycleError as error:
+            cycle = " after ".join(reversed(error.args[1]))
+            raise UsageError(f"these lessons wait for each other, so none can begin: {cycle}") from error
         self.after = {name: tuple(before) for name, before in after.items()}
         self.lessons = {name: Lesson() for name in after}
         self._seed = seed
 
     def open(self, left: Sequence[str]) -> list[str]:
-        """The lessons to draw from, of those that have prompts left; one with none left counts as learned.
+        """The lessons to sample from, of those that have prompts left; one with none left counts as learned.
 
-        Where all of these have graduated, all are drawn again.
+        Where all of these have graduated, all are sampled again.
         """
         started = [name for name in left if self._unlocked(name, left)]
         return [name for name in started if not self.lessons[name].graduated] or started
 
     def weights(self, left: Sequence[str]) -> dict[str, float]:
-        """The share of each open lesson: the largest where half is solved, larger where it is new."""
+        """The share of each open lesson."""
         raw = {name: weight(self.lessons[name].success, self.lessons[name].seen) for name in self.open(left)}
         damped = {name: max(FLOOR, value / (1 + sum(raw.values()))) for name, value in raw.items()}
         return {name: value / sum(damped.values()) for name, value in damped.items()}
@@ -80,55 +77,46 @@ class Lessons:
     def choose(self, number: int, left: Sequence[str]) -> str:
         """The lesson of prompt `number`."""
         weights = self.weights(left)
-        drawn = stream_key(self._seed, "lesson", number) / 2**64
+        uniform = stream_key(self._seed, "lesson", number) / 2**64
         for name, share in weights.items():
-            drawn -= share
-            if drawn < 0:
+            uniform -= share
+            if uniform < 0:
                 return name
         return next(reversed(weights))  # shares that sum to a little less than 1
 
-    def after_pass(self, label: str, left: Sequence[str]) -> str:
-        """What comes where a pass over a lesson's prompts has ended: its next pass."""
-        return label
-
     def observe(self, label: str, rate: float) -> None:
-        """Note the pass rate of a prompt of a lesson."""
         self.lessons[label].observe(rate)
 
     def metrics(self, left: Sequence[str]) -> dict[str, float]:
-        """Success, share and standing of each lesson."""
-        weights, found = self.weights(left), {}
+        weights, metrics = self.weights(left), {}
         for name, lesson in self.lessons.items():
-            found[f"lessons/{name}/success"] = lesson.success
-            found[f"lessons/{name}/share"] = weights.get(name, 0.0)
-            found[f"lessons/{name}/unlocked"] = float(self._unlocked(name, left))
-            found[f"lessons/{name}/graduated"] = float(lesson.graduated)
-        return found
+            metrics[f"lessons/{name}/success"] = lesson.success
+            metrics[f"lessons/{name}/share"] = weights.get(name, 0.0)
+            metrics[f"lessons/{name}/unlocked"] = float(self._unlocked(name, left))
+            metrics[f"lessons/{name}/graduated"] = float(lesson.graduated)
+        return metrics
 
     def state(self) -> dict[str, Any]:
-        """All that was observed."""
         return {name: {**vars(lesson), "rates": list(lesson.rates)} for name, lesson in self.lessons.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
         for name in self.lessons:
-            known: dict[str, Any] = {**state[name], "rates": deque(state[name]["rates"], maxlen=WINDOW)}
-            self.lessons[name] = Lesson(**known)
+            self.lessons[name] = Lesson(**state[name])
+            self.lessons[name].rates = deque(state[name]["rates"], maxlen=WINDOW)
 
     def _unlocked(self, name: str, left: Sequence[str]) -> bool:
         return all(self.lessons[other].learned or other not in left for other in self.after[name])
 
 
 def weight(success: float, seen: int) -> float:
-    """The weight of a lesson: 4s(1 - s), which is largest at s = ½, with a bonus that falls as prompts are seen."""
+    """The weight of a lesson: 4s(1 - s), largest at s = ½, with a bonus that decays as prompts are seen."""
     return max(0.0, 4 * success * (1 - success)) * (1 + math.exp(-NOVELTY * seen))
 
 
 def plateau(rates: Sequence[float]) -> bool:
     """Whether the latest pass rates neither rise nor fall, and are steady.
 
-    The variation is that of means of `STRETCH` rates: single ones, of a few answers, vary by chance alone also where
-    nothing changes.
+    The variation is that of means of `STRETCH` rates: single ones, of a few completions, vary by chance alone.
     """
     if len(rates) < WINDOW:
         return False
@@ -141,47 +129,29 @@ def plateau(rates: Sequence[float]) -> bool:
     return bool(means.std() <= VARIATION * means.mean() and abs(correlation) < CORRELATION)
 
 
-def _refuse_cycle(after: Mapping[str, Sequence[str]]) -> None:
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            cycle = " after ".join((*path[path.index(name) :], name))
-            raise UsageError(f"these lessons wait for each other, so none can begin: {cycle}")
-        if name not in done:
-            for other in after[name]:
-                visit(other, (*path, name))
-            done.add(name)
-
-    for name in after:
-        visit(name, ())
-
-
-LARGEST = 2**20
-"""Prompts whose pass rates are remembered at most: 8 bytes each."""
-SOLVED = 0.5
-"""An answer with a score above this counts as solved."""
+LARGEST = 2**20  # prompts of a pool at most, 8 bytes each
+SOLVED = 0.5  # a completion with a score above this counts as solved
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def pass_rate(scores: Sequence[float]) -> float:
-    """The share of answers that are solved."""
+    """The share of completions with a score above `SOLVED`."""
     return sum(score > SOLVED for score in scores) / len(scores)
 
 
 class PromptPool:
-    """The pass rate of each prompt of a task when it was last answered.
+    """The latest pass rate of each prompt of a task.
 
-    A prompt that was not answered yet has weight 1, as has one that is solved from `low` to `high` of the time. Easier
-    and harder ones have the weight `outside`, and one that is solved `drop` of the time has none from then on.
+    An unseen prompt has weight 1, as has one with a pass rate from `low` to `high`. Easier and harder ones have the
+    weight `outside`, and one that reaches the rate `drop` is never sampled again.
     """
 
     def __init__(self, spec: PoolSpec, size: int, label: str):
         if size > LARGEST:
             raise UsageError(
-                f"tasks.pool remembers pass rates of at most {LARGEST} prompts, and {label} has {size}: they would "
-                f"never be asked twice. Give it a `count`"
+                f"tasks.pool remembers pass rates of at most {LARGEST} prompts, and {label} has {size}: none would be "
+                "sampled twice. Give it a `count`"
             )
         self.spec, self.size = spec, size
         self._rates = np.full(size, np.nan)
@@ -189,7 +159,6 @@ class PromptPool:
 
     @property
     def left(self) -> bool:
-        """Whether there is a prompt to draw."""
         return self._heaviest > 0
 
     @property
@@ -200,16 +169,15 @@ class PromptPool:
         return self.spec.outside if counts["hard"] or counts["easy"] else 0.0
 
     def observe(self, index: int, rate: float) -> None:
-        """Note how often a prompt was solved just now."""
         before = float(self._rates[index])
-        if self._class(before) == "dropped":  # answers that were under way when it was dropped do not bring it back
+        if self._class(before) == "dropped":  # completions in flight when it was dropped do not bring it back
             return
         self._rates[index] = rate
         self._counts[self._class(before)] -= 1
         self._counts[self._class(rate)] += 1
 
     def chances(self, indices: Indices) -> Floats:
-        """How likely each prompt is to be drawn where a pass comes to it; 1 for those with the largest weight."""
+        """The probability that each prompt is sampled when a pass reaches it; 1 for those with the largest weight."""
         rates = self._rates[indices]
         weights = np.full(len(rates), self.spec.outside)
         weights[np.isnan(rates) | ((rates >= self.spec.low) & (rates <= self.spec.high))] = 1.0
@@ -218,16 +186,13 @@ class PromptPool:
         return weights / (self._heaviest or 1.0)
 
     def metrics(self) -> dict[str, float]:
-        """How many prompts there are of each kind."""
         return {name: float(count) for name, count in self._counts.items()}
 
     def state(self) -> dict[str, Any]:
-        """All that was observed."""
         seen = np.flatnonzero(~np.isnan(self._rates))
         return {"seen": seen.tolist(), "rates": self._rates[seen].tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
         self._rates = np.full(self.size, np.nan)
         self._counts = dict.fromkeys(self._counts, 0) | {"unseen": self.size}
         for index, rate in zip(state["seen"], state["rates"], strict=True):

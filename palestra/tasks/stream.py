@@ -1,4 +1,4 @@
-"""Which prompt is number n of a run: tasks mixed by weight or in sequence, shuffled passes, order files."""
+"""The stream of prompts of a run: tasks mixed by weight or in sequence, shuffled passes, order files."""
 
 import logging
 from collections import Counter
@@ -18,42 +18,36 @@ from palestra.tasks.curriculum import Floats, Lessons, PromptPool, pass_rate
 from palestra.tasks.sets.synthetic import Enumerated
 from palestra.tasks.task import Problem, Task
 
-SHOWN = 5
+log = logging.getLogger("palestra.tasks")
+
+SHOWN = 5  # ids in an error message
+BLOCK = 256  # prompts that are looked up together
 
 
 def read_order(where: str) -> list[str]:
-    """The ids of an order file; empty lines are not counted, and none may be there twice."""
+    """The ids of an order file, one a line; none may be there twice."""
     try:
-        if "://" in where:
-            files, path = open_filesystem(where)
-            content: Any = files.cat_file(path)
-        else:
-            content = Path(where).expanduser().read_bytes()
-        lines = content.decode().split("\n")
+        files, path = open_filesystem(where) if "://" in where else (None, where)
+        content: Any = Path(path).expanduser().read_bytes() if files is None else files.cat_file(path)
+        ids = [line.strip() for line in content.decode().split("\n") if line.strip()]
     except UsageError:
         raise
     except Exception as error:  # each backend has errors of its own for no credentials, no network, no such bucket
         raise UsageError(f"the order file {where} cannot be read ({type(error).__name__}: {error})") from error
-    ids = [line.strip() for line in lines if line.strip()]
     if not ids:
         raise UsageError(f"the order file {where} has no prompt ids")
     if twice := [id for id, count in Counter(ids).items() if count > 1]:
-        raise UsageError(f"the order file {where} has {some(twice)} more than once; list each prompt once")
+        raise UsageError(f"the order file {where} has {_some(twice)} more than once; list each prompt once")
     return ids
 
 
-def some(ids: list[str]) -> str:
-    """A few of many ids, for a message."""
+def _some(ids: list[str]) -> str:
     more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
     return ", ".join(ids[:SHOWN]) + more
 
 
-BLOCK = 256
-"""Prompts that are looked up at once."""
-
-
 class Walk:
-    """The prompts of one use of a task. What it remembers is the pass, the place in it and what the pool has seen."""
+    """Passes over the prompts of one use of a task. Its state is the pass, the place in it, and the pool's rates."""
 
     def __init__(self, use: TrainTask, problems: Sequence[Problem], seed: int, pool: PoolSpec | None = None):
         if len(problems) == 0:
@@ -71,12 +65,12 @@ class Walk:
 
     @property
     def left(self) -> bool:
-        """Whether there is a prompt to draw: there is, unless a pool has dropped them all."""
+        """Whether there is a prompt to sample: false once a pool has dropped them all."""
         return self.pool is None or self.pool.left
 
     @property
     def progress(self) -> float:
-        """How many passes are done, with the part of this one."""
+        """Passes done, with the fraction of the current one."""
         return self.passes + self._place / self.length
 
     def next(self) -> int | None:
@@ -97,11 +91,17 @@ class Walk:
         """The problem of the index that `next` gave last."""
         if not isinstance(self.problems, Enumerated):
             return self.problems[index]
-        if index not in self._ahead:  # those that follow are made along with it
+        if index not in self._ahead:  # made together with those that follow
             block, start = divmod(self._place - 1, BLOCK)
             indices = self._block(self.passes, block)[0][start:]
             self._ahead = dict(zip(indices.tolist(), self.problems.at(indices), strict=True))
         return self._ahead[index]
+
+    def index(self, id: str) -> int:
+        """The index of a problem by its id."""
+        if (index := self.locate(id)) is None:
+            raise PalestraError(f"there is no problem {id}; those of {self.use.label} look like {self.problems[0].id}")
+        return index
 
     def locate(self, id: str) -> int | None:
         """The index of a problem by its id; None where there is none."""
@@ -115,32 +115,26 @@ class Walk:
         return self._indices.get(id)
 
     def observe(self, id: str, rate: float) -> None:
-        """Note how often a prompt was solved."""
-        if self.pool is None:
-            return
-        index = self.locate(id)
-        if index is None:
-            raise PalestraError(f"{id} is no problem of {self.use.label}")
-        self.pool.observe(index, rate)
+        """Note the pass rate of a prompt."""
+        if self.pool is not None:
+            self.pool.observe(self.index(id), rate)
 
     def state(self) -> dict[str, Any]:
-        """Where it is, and what the pool has seen."""
         pool = None if self.pool is None else self.pool.state()
         return {"length": self.length, "passes": self.passes, "place": self._place, "pool": pool}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
         if state["length"] != self.length:
             raise PalestraError(
                 f"{self.use.label} has {self.length} prompts and had {state['length']} at the checkpoint: "
-                "resume with the data and the args that the run began with"
+                "resume with the same data and args"
             )
         self.passes, self._place = state["passes"], state["place"]
         if self.pool is not None:
             self.pool.load_state(state["pool"])
 
     def _draw_block(self, passes: int, block: int) -> tuple[Indices, Floats]:
-        """The prompts of a block of a pass, in order, and a number of [0, 1) for each that a pool decides by."""
+        """The prompts of a block of a pass, in order, and for each a number of [0, 1) that a pool decides by."""
         places = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.length))
         bits = fold(self._pool_key, passes * self.length + places) >> np.uint64(11)
         numbers = bits.astype(np.float64) * 2.0**-53
@@ -149,33 +143,30 @@ class Walk:
         return permute(places, self.length, fold(self._pass_key, np.array([passes]))), numbers
 
     def _read(self, where: str) -> Indices:
-        """The prompts of an order file. Its ids may begin with the name of the task or with that of this use."""
+        """The prompts of an order file. Its ids may begin with the name of the task or with the label of this use."""
         prefix, own = f"{self.use.label}/", f"{self.use.task.rpartition(':')[2]}/"
         ids = read_order(where)
-        found = [self.locate(prefix + id.removeprefix(own) if id.startswith(own) else id) for id in ids]
-        if unknown := [id for id, index in zip(ids, found, strict=True) if index is None]:
+        indices = [self.locate(prefix + id.removeprefix(own) if id.startswith(own) else id) for id in ids]
+        if unknown := [id for id, index in zip(ids, indices, strict=True) if index is None]:
             raise UsageError(
                 f"the order file {where} lists {len(unknown)} of {len(ids)} ids that the split '{self.use.split}' of "
-                f"{self.use.label} does not have: {some(unknown)}. Its ids look like {self.problems[0].id}"
+                f"{self.use.label} does not have: {_some(unknown)}. Its ids look like {self.problems[0].id}"
             )
-        return np.array(found, np.int64)
-
-
-log = logging.getLogger("palestra.tasks")
+        return np.array(indices, np.int64)
 
 
 class NothingLeft(PalestraError):
-    """Every prompt is solved as often as the pool asks: there is nothing more to learn here."""
+    """A pool has dropped every prompt: nothing is left to train on."""
 
 
 class Prompts:
-    """The prompts of a run, in order. The same seed and observations give the same prompts."""
+    """The prompts of a run, in order. They are a function of the seed and the observations."""
 
     def __init__(self, spec: TasksSpec, tasks: Mapping[str, Task], seed: int):
         self._walks: dict[str, Walk] = {}
         for use in spec.train:
             if use.label in self._walks:
-                raise UsageError(f"two tasks to train on are called '{use.label}': give one another `name`")
+                raise UsageError(f"two tasks to train on are called '{use.label}': give one of them another `name`")
             problems = tasks[use.label].problems(use.split)
             self._walks[use.label] = Walk(use, problems, stream_key(seed, "prompts", use.label), spec.pool)
         self._mix: Shares | Turns | Lessons
@@ -185,22 +176,23 @@ class Prompts:
             self._mix = Turns(list(self._walks))
         else:
             self._mix = Shares({use.label: use.weight for use in spec.train})
-        self._drawn = dict.fromkeys(self._walks, 0)
+        self._sampled = dict.fromkeys(self._walks, 0)
         self._ended: set[str] = set()
 
-    def draw(self, number: int) -> Problem:
+    def sample(self, number: int) -> Problem:
         """Prompt `number`: 0, 1, 2 and so on, each once."""
-        if number != sum(self._drawn.values()):
-            raise PalestraError(f"expected prompt {sum(self._drawn.values())} to be drawn next, not {number}")
+        if number != sum(self._sampled.values()):
+            raise PalestraError(f"expected prompt {sum(self._sampled.values())} to be sampled next, not {number}")
         left = self._left()
         label = self._mix.choose(number, left)
         while (index := self._walks[label].next()) is None:
-            label = self._mix.after_pass(label, left)
-        self._drawn[label] += 1
+            if isinstance(self._mix, Turns):  # the others continue with the next pass
+                label = self._mix.advance(left)
+        self._sampled[label] += 1
         return self._walks[label].problem(index)
 
     def observe(self, problem: Problem, scores: Sequence[float]) -> None:
-        """Note the scores of a prompt's answers; in the order of the prompts' numbers, when they are trained on."""
+        """Note the scores of a prompt's completions, in the order of the prompts' numbers."""
         if not scores:
             return
         walk, rate = self._walk(problem.id), pass_rate(scores)
@@ -211,46 +203,40 @@ class Prompts:
     def find(self, id: str) -> Problem:
         """A problem by its id."""
         walk = self._walk(id)
-        index = walk.locate(id)
-        if index is None:
-            raise PalestraError(f"there is no problem {id}; those of {walk.use.label} look like {walk.problems[0].id}")
-        return walk.problems[index]
+        return walk.problems[walk.index(id)]
 
     def metrics(self) -> dict[str, float]:
-        """How often each task was gone through, its share, and what pools and lessons have learned."""
-        found, total = {}, sum(self._drawn.values())
+        metrics, total = {}, sum(self._sampled.values())
         for label, walk in self._walks.items():
-            found[f"prompts/{label}/passes"] = walk.progress
-            found[f"prompts/{label}/share"] = self._drawn[label] / max(total, 1)
+            metrics[f"prompts/{label}/passes"] = walk.progress
+            metrics[f"prompts/{label}/share"] = self._sampled[label] / max(total, 1)
             if walk.pool is not None:
-                found |= {f"pool/{label}/{name}": value for name, value in walk.pool.metrics().items()}
+                metrics |= {f"pool/{label}/{name}": value for name, value in walk.pool.metrics().items()}
         if isinstance(self._mix, Lessons):
-            found |= self._mix.metrics([label for label, walk in self._walks.items() if walk.left])
-        return found
+            metrics |= self._mix.metrics([label for label, walk in self._walks.items() if walk.left])
+        return metrics
 
     def state(self) -> dict[str, Any]:
-        """All that the next prompts depend on, as plain data."""
         walks = {label: walk.state() for label, walk in self._walks.items()}
-        return {"drawn": dict(self._drawn), "walks": walks, "mix": self._mix.state()}
+        return {"drawn": dict(self._sampled), "walks": walks, "mix": self._mix.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        if state["drawn"].keys() != self._drawn.keys():
+        if state["drawn"].keys() != self._sampled.keys():
             raise PalestraError(
-                f"the tasks are {', '.join(self._drawn)} and were {', '.join(state['drawn'])} when the checkpoint was "
-                "written; resume with the tasks that the run began with"
+                f"the tasks are {', '.join(self._sampled)} and were {', '.join(state['drawn'])} at the checkpoint: "
+                "resume with the same tasks"
             )
         for label, walk in self._walks.items():
             walk.load_state(state["walks"][label])
         self._mix.load_state(state["mix"])
-        self._drawn = {label: state["drawn"][label] for label in self._walks}
+        self._sampled = {label: state["drawn"][label] for label in self._walks}
 
     def _left(self) -> list[str]:
-        """The tasks that have prompts to draw; where a pool has dropped all of one, that is said once."""
+        """The tasks that have prompts to sample; a task that a pool has dropped is logged once."""
         left = [label for label, walk in self._walks.items() if walk.left]
         if not left:
             raise NothingLeft(
-                "every prompt of every task is solved as often as tasks.pool.drop asks, and none is left to train on: "
+                "every prompt of every task has reached the pass rate tasks.pool.drop, and none is left to train on: "
                 "the run is done, unless you add harder tasks or set tasks.pool.drop to null"
             )
         for label in self._walks.keys() - set(left) - self._ended:
@@ -266,10 +252,10 @@ class Prompts:
 
 
 class Shares:
-    """By weight: after any number of draws each task has had its share of them, give or take less than one.
+    """By weight: after any number of prompts each task has had its share of them, give or take less than one.
 
     Tijdeman's solution of the chairman assignment problem (1980), in fractions, so that nothing depends on rounding.
-    When tasks drop out, counting begins again with those that are left.
+    When tasks drop out, counting restarts with those that are left.
     """
 
     def __init__(self, weights: Mapping[str, float]):
@@ -277,7 +263,6 @@ class Shares:
         self._counts = dict.fromkeys(weights, 0)
 
     def choose(self, number: int, left: Sequence[str]) -> str:
-        """The task of prompt `number`."""
         if self._counts.keys() != set(left):
             self._counts = dict.fromkeys(left, 0)
         if len(left) == 1:
@@ -285,45 +270,36 @@ class Shares:
         total, step = sum(self._weights[label] for label in left), sum(self._counts.values()) + 1
         shares = {label: self._weights[label] / total for label in left}
         slack = Fraction(1, 2 * len(left) - 2)
-        # Of those whose turn it may be, the one whose turn ends first.
+        # Of the tasks that are due, the one with the earliest deadline.
         ready = [label for label in left if shares[label] * step - self._counts[label] >= slack]
         label = min(ready, key=lambda label: (self._counts[label] + 1 - slack) / shares[label])
         self._counts[label] += 1
         return label
 
-    def after_pass(self, label: str, left: Sequence[str]) -> str:
-        """What comes where a pass over a task's prompts has ended: its next pass, so that weights stay as they are."""
-        return label
-
     def state(self) -> dict[str, Any]:
-        """The draws of each task."""
         return {"counts": dict(self._counts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
         self._counts = dict(state["counts"])
 
 
 class Turns:
-    """One task after the other, each for a pass over its prompts, then again from the first."""
+    """One task after the other, each for a pass over its prompts, then from the first again."""
 
     def __init__(self, labels: Sequence[str]):
         self._labels, self._current = tuple(labels), labels[0]
 
     def choose(self, number: int, left: Sequence[str]) -> str:
-        """The task of prompt `number`."""
-        return self._current if self._current in left else self.after_pass(self._current, left)
+        return self._current if self._current in left else self.advance(left)
 
-    def after_pass(self, label: str, left: Sequence[str]) -> str:
-        """What comes where a pass over a task's prompts has ended: the next task that has prompts left."""
-        at = self._labels.index(label) + 1
+    def advance(self, left: Sequence[str]) -> str:
+        """Go to the next task that has prompts left, where a pass has ended."""
+        at = self._labels.index(self._current) + 1
         self._current = next(other for other in self._labels[at:] + self._labels[:at] if other in left)
         return self._current
 
     def state(self) -> dict[str, Any]:
-        """Whose turn it is."""
         return {"current": self._current}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
         self._current = state["current"]

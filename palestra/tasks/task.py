@@ -1,4 +1,4 @@
-"""What a task is: problems, completions, verdicts, the base class, and the table of tasks."""
+"""Problems, completions, verdicts, the base class of tasks, and the table of built-in tasks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,80 +19,93 @@ Message = Mapping[str, Any]
 
 
 class Status(StrEnum):
-    """What became of judging an answer."""
+    """The outcome of a verification."""
 
     CORRECT = "correct"
     WRONG = "wrong"
     UNPARSABLE = "unparsable"
-    """There is no answer in the text."""
+    """The completion has no answer in it."""
     TIMEOUT = "timeout"
     """The completion could not be verified in time: in training `rollout.on_timeout` says what becomes of it."""
     ERROR = "error"
-    """The judge failed, which is not the answer's fault: nothing is learned from it."""
+    """The verifier failed, which is not the completion's fault: nothing is learned from it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of an answer."""
+    """A verifier's result for a completion."""
 
     score: float
-    """The reward; 1 for an answer that is wholly right, 0 for one that is not right at all, unless a task says more."""
+    """The reward: 1 for a correct completion, 0 for a wrong one, unless the task documents other values."""
     status: Status
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further scores by name, such as `strict` and `flexible`."""
     seconds: float = 0.0
-    """How long judging took."""
+    """How long verification took."""
     sandbox: str | None = None
-    """How well the answer's code was locked in: see `palestra.tasks.sandbox`."""
+    """The level at which the completion's code was isolated: see `palestra.tasks.sandbox`."""
     note: str = ""
-    """For people: what was taken for the answer, or what went wrong."""
+    """For people: the answer that was extracted, or what went wrong."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and the data its answers are judged by."""
+    """A prompt, and the data that its completions are verified with."""
 
     id: str
-    """`<name of the task>/<split>/<row>`: the same in every process and whatever rows are left out."""
+    """`<name of the task>/<split>/<row>`: the same in every process, whichever rows are left out."""
     prompt: str | tuple[Message, ...]
-    """Plain text to go on from, or the messages of a conversation to answer."""
+    """Plain text to continue, or the messages of a conversation to answer."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row behind it, as JSON has it."""
+    """The data set's row; holds what JSON can hold."""
 
     @property
     def task(self) -> str:
         """The name of its task in this run."""
         return self.id.split("/", 1)[0]
 
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation; a plain prompt is one message of the user."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else list(self.prompt)
+
+    @property
+    def text(self) -> str:
+        """The prompt as text: of a single message its content, of several each with its role."""
+        messages = self.messages
+        if len(messages) == 1:
+            return messages[0]["content"]
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model wrote."""
+class Completion:
+    """What a model generated after a prompt."""
 
     text: str
     """Up to the end of its turn or a stop string, which is not part of it."""
     truncated: bool = False
-    """Whether it was cut off by the limit on new tokens."""
+    """Whether it ended at the limit on new tokens."""
     prompt_text: str = ""
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
 
 
 class TaskArgs(Model):
-    """What every task can be told in a spec, under `args`."""
+    """The args that every task has, under `args` in a spec."""
 
     stop: list[str] | None = Field(default=None)
-    """Strings that end an answer; null takes the task's own."""
+    """Strings that end a completion; null takes the task's own."""
 
 
 Args = TypeVar("Args", bound=TaskArgs)
 
 
 class Task(ABC, Generic[Args]):
-    """Rows, how a row becomes a prompt, and how an answer is judged. A subclass is named in `palestra.tasks.task`.
+    """Rows, how a row becomes a prompt, and how a completion is verified.
 
-    `judge` depends on its arguments alone: a task that is `isolated` is made again, from its args, in a process of its
-    own, and is killed there where an answer makes it hang.
+    `verify` depends on its arguments alone: an `isolated` task is constructed again from its args in a worker process,
+    which is killed where a completion makes it hang.
     """
 
     Args: ClassVar[type[TaskArgs]]
@@ -100,28 +113,27 @@ class Task(ABC, Generic[Args]):
     splits: ClassVar[tuple[str, ...]] = ("train", "test")
     """The splits there are; `train` is for training alone."""
     isolated: ClassVar[bool] = False
-    """Whether judging can hang or crash."""
+    """Whether verification can hang or crash."""
     stop: ClassVar[tuple[str, ...]] = ()
-    """Strings that end an answer, unless the args say otherwise."""
+    """Strings that end a completion, unless the args say otherwise."""
 
     def __init__(self, args: Args, name: str):
         self.args, self.name = args, name
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer."""
         return self.stop if self.args.stop is None else tuple(self.args.stop)
 
     @abstractmethod
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems of a split, always in the same order; one may be made when it is asked for."""
+        """The problems of a split, always in the same order; the sequence may be lazy."""
 
     @abstractmethod
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
-        """Whether an answer is right."""
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        """Whether a completion is correct."""
 
     def warm_up(self) -> None:
-        """Load what judging needs; a worker calls it once, before the first answer and outside its time."""
+        """Load what verification needs; a worker calls it once, before the first completion's clock starts."""
 
     def id(self, split: str, row: str | int) -> str:
         """The id of a problem."""
@@ -134,20 +146,20 @@ TASKS: dict[str, str] = {
     "reverse": "palestra.tasks.sets.synthetic:Reverse",
     "sort": "palestra.tasks.sets.synthetic:Sort",
     "copy": "palestra.tasks.sets.synthetic:Copy",
-    "gsm8k": "palestra.tasks.sets.math:Gsm8k",
-    "math": "palestra.tasks.sets.math:Math",
-    "aime": "palestra.tasks.sets.math:Aime",
-    "answers": "palestra.tasks.sets.answers:Answers",
+    "gsm8k": "palestra.tasks.sets.questions:Gsm8k",
+    "math": "palestra.tasks.sets.questions:Math",
+    "aime": "palestra.tasks.sets.questions:Aime",
+    "answers": "palestra.tasks.sets.questions:Answers",
     "mbpp": "palestra.tasks.sets.code:Mbpp",
     "humaneval": "palestra.tasks.sets.code:HumanEval",
     "ifeval": "palestra.tasks.sets.ifeval:IfEval",
     "reasoning_gym": "palestra.tasks.sets.reasoning_gym:ReasoningGym",
 }
-"""Palestra's own tasks. Others come by the entry points `palestra.tasks`, or are named as `module:Class`."""
+"""Built-in tasks. Others come from the entry points `palestra.tasks`, or are named as `module:Class`."""
 
 
 def task_type(name: str) -> type[Task]:
-    """The class of a task: one of the table, an installed one, or `module:Class`."""
+    """The class of a task: a built-in one, an installed one, or `module:Class`."""
     reference = name if ":" in name else (TASKS | _installed()).get(name)
     if reference is None:
         near = get_close_matches(name, TASKS | _installed(), n=1)
@@ -156,16 +168,16 @@ def task_type(name: str) -> type[Task]:
             f"unknown task {name!r}.{hint} The tasks are: {', '.join(sorted(TASKS | _installed()))}; "
             "your own is named as 'module:Class'"
         )
-    found = load_named(reference, "task", "class")
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UsageError(f"the task {name!r} is {reference}, which is no subclass of palestra.tasks.task.Task")
-    return found
+    loaded = load_named(reference, "task", "class")
+    if not (isinstance(loaded, type) and issubclass(loaded, Task)):
+        raise UsageError(f"the task {name!r} is {reference}, which is not a subclass of palestra.tasks.task.Task")
+    return loaded
 
 
 def make_task(task: str, args: Mapping[str, Any] | None = None, name: str | None = None) -> Task:
     """A task with its args, called `name` in this run."""
-    found = task_type(task)
-    return found(found.Args.model_validate(dict(args or {})), name or task)
+    cls = task_type(task)
+    return cls(cls.Args.model_validate(dict(args or {})), name or task)
 
 
 @cache

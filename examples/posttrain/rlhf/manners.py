@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 VERBS: dict[str, Callable[[str], str]] = {
     "reverse": lambda word: word[::-1],
@@ -46,9 +46,9 @@ class Manners(Task[TaskArgs]):
             for one in questions(split)
         ]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Both at once; each of them is a part."""
-        word, _, ending = answer.text.partition(" ")
+        word, _, ending = completion.text.partition(" ")
         parts = {"right": float(word == problem.row["answer"]), "polite": float(ending in POLITE)}
         both = min(parts.values())
-        return Verdict(both, Status.CORRECT if both else Status.WRONG, parts, note=answer.text)
+        return Verdict(both, Status.CORRECT if both else Status.WRONG, parts, note=completion.text)

@@ -1,4 +1,4 @@
-"""From preferences to behaviour: a language model, a reward model learned from pairs, and PPO with a critic.
+"""From preferences to behavior: a language model, a reward model learned from pairs, and PPO with a critic.
 
     python examples/posttrain/rlhf/run.py [--seed 0]
 

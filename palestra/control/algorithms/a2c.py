@@ -16,7 +16,7 @@ from palestra.control.algorithms.on_policy import OnPolicy, RolloutBatch, imitat
 from palestra.control.collector import Rollout
 from palestra.control.optim import scheduled
 from palestra.rl.losses import masked_mean
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import A2CSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "grad_norm")
@@ -63,8 +63,8 @@ class A2C(OnPolicy):
         if self.imitation is not None:
             self.imitation.add(rollout, found)
         advantages = found.advantages
-        if self.spec.normalise_advantages:
-            advantages = batch_normalise(advantages, found.valid)
+        if self.spec.normalize_advantages:
+            advantages = batch_normalize(advantages, found.valid)
         batch = RolloutBatch(
             rollout.obs,
             rollout.actions,

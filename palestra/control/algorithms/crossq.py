@@ -2,8 +2,8 @@
 
 What it stores: transitions, in a replay memory.
 How it acts: as SAC.
-How it learns: as SAC, but critics with batch renormalisation see (s, a) and (s', a') as one batch, so that both are
-normalised alike and no target networks are needed. The policy's step takes the critics as they would be used, by their
+How it learns: as SAC, but critics with batch renormalization see (s, a) and (s', a') as one batch, so that both are
+normalized alike and no target networks are needed. The policy's step takes the critics as they would be used, by their
 running statistics, and leaves these alone. Adam with a small β₁, and fewer steps of the policy than of the critics.
 """
 

@@ -1,6 +1,6 @@
-"""Deep Q-learning (Mnih et al. 2015) and what was added to it: double, dueling, n-step, prioritised, quantiles.
+"""Deep Q-learning (Mnih et al. 2015) and what was added to it: double, dueling, n-step, prioritized, quantiles.
 
-What it stores: transitions in a replay memory; prioritised, what surprised most is drawn more often.
+What it stores: transitions in a replay memory; prioritized, what surprised most is drawn more often.
 How it acts: ε-greedily, each environment for itself, or by a softmax of the values; at random until `start`.
 How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the best action of the target network or, double,
 of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
@@ -39,8 +39,8 @@ class DQN(OffPolicy):
         super().__init__(parts)
         self.spec = parts.spec.algorithm
         self.beta = None
-        if self.spec.prioritised is not None:
-            self.beta = in_fractions(self.spec.prioritised, parts.spec.steps).beta
+        if self.spec.prioritized is not None:
+            self.beta = in_fractions(self.spec.prioritized, parts.spec.steps).beta
         self.flat = Flat(self.net)
         # A copy from the start, with a vector of its own.
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
@@ -127,7 +127,7 @@ class DQN(OffPolicy):
             each = quantile_loss(values, targets)
         loss = each.mean() if batch.weights is None else (batch.weights * each).mean()
         errors = (values.detach().mean(dim=1) - targets.mean(dim=1)).abs()
-        if self.spec.distributional is not None and self.spec.prioritised is not None:
+        if self.spec.distributional is not None and self.spec.prioritized is not None:
             errors = each.detach()  # equal means may hide different distributions
         metrics = torch.stack([loss.detach(), values.detach().mean(), errors.mean()])
         return loss, (errors, metrics)

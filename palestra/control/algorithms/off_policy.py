@@ -52,7 +52,7 @@ class OffPolicy(Algorithm):
             parts.head.dtype,
             gamma=spec.gamma,
             n_step=spec.n_step,
-            prioritised=spec.prioritised if isinstance(spec, DQNSpec) else None,
+            prioritized=spec.prioritized if isinstance(spec, DQNSpec) else None,
             frame_stack=parts.spec.env.frame_stack,
             device=parts.device,
         )

@@ -4,7 +4,7 @@ Each has one file of its own that says how it learns: `ppo.py`, `a2c.py`, `reinf
 
 What it stores: transitions of finished episodes with their returns R; the oldest make room.
 How it learns: some gradient steps after each policy improvement on -log π · (R - V)₊ and ½ (R - V)₊², on transitions
-drawn in proportion to (R - V)₊^α, with the weights of prioritised replay (Schaul et al. 2016) to a power β.
+drawn in proportion to (R - V)₊^α, with the weights of prioritized replay (Schaul et al. 2016) to a power β.
 """
 
 from typing import Any, NamedTuple

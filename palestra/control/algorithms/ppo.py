@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017), with the details that matter said at their line.
+"""Proximal policy optimization (Schulman et al. 2017), with the details that matter said at their line.
 
 What it stores: one rollout of T steps in N environments, thrown away after it was learned from.
 How it acts: it samples from the policy; the noise of a whole rollout is drawn at once.
@@ -17,7 +17,7 @@ from palestra.control.algorithms.on_policy import OnPolicy, RolloutBatch, imitat
 from palestra.control.collector import Rollout
 from palestra.control.optim import scheduled
 from palestra.rl.losses import masked_mean, ppo_policy_loss, value_loss
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import PPOSpec
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
@@ -121,8 +121,8 @@ class PPO(OnPolicy):
         """Clipped surrogate + value_coef · (V - return)² - entropy · H."""
         distribution, values = batch.outputs(net)
         advantages = batch.advantages
-        if self.spec.normalise_advantages:  # per minibatch, as in the first code of PPO
-            advantages = batch_normalise(advantages, batch.valid)
+        if self.spec.normalize_advantages:  # per minibatch, as in the first code of PPO
+            advantages = batch_normalize(advantages, batch.valid)
         policy = ppo_policy_loss(
             distribution.log_prob(batch.actions),
             batch.logprobs,

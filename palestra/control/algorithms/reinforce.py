@@ -20,7 +20,7 @@ from palestra.control.nets.actor_critic import PolicyNet
 from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import scheduled
 from palestra.control.scaling import obs_scale
-from palestra.rl.normalize import batch_normalise
+from palestra.rl.normalize import batch_normalize
 from palestra.spec.kinds.control import ControlSpec, ReinforceSpec
 
 METRICS = ("policy_loss", "entropy", "grad_norm")
@@ -82,7 +82,7 @@ class Reinforce(OnPolicy):
 
     def learn(self, found: dict[str, Tensor], rates: ReinforceRates) -> dict[str, float]:
         """One gradient step on the rows of whole episodes."""
-        returns = batch_normalise(found["returns"]) if self.spec.normalise_returns else found["returns"]
+        returns = batch_normalize(found["returns"]) if self.spec.normalize_returns else found["returns"]
         rows = EpisodeRows(found["obs"], found["actions"], returns, found.get("masks"))
         vector, self.adam, metrics = self._update(self.adam, rows, rates)
         self.flat.vector.copy_(vector)

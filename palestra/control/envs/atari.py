@@ -72,12 +72,12 @@ class AtariGame(gym.Env):
         return self._shown, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def render(self) -> Any:
-        """The newest frame in colours."""
+        """The newest frame in colors."""
         if self.render_mode is None or self._shown is None:
             return None
         frame = self._shown[-1]
-        colours = frame if frame.ndim == 3 else np.repeat(frame[..., None], 3, axis=2)
-        return np.ascontiguousarray(colours.repeat(4, axis=0).repeat(4, axis=1))
+        colors = frame if frame.ndim == 3 else np.repeat(frame[..., None], 3, axis=2)
+        return np.ascontiguousarray(colors.repeat(4, axis=0).repeat(4, axis=1))
 
     def close(self) -> None:
         """Close the emulator."""

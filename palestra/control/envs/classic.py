@@ -4,7 +4,7 @@ Both take the cosine of the slope from the C library, so we do too: the one of N
 Rows of the state: position and velocity.
 
 Gymnasium computes with NumPy scalars. Their sines and cosines have the same bits as those of arrays, their powers have
-not: x**2 of a scalar is the C library's pow, and of an array x·x or a vectorised pow. `np.float_power` is C's pow for
+not: x**2 of a scalar is the C library's pow, and of an array x·x or a vectorized pow. `np.float_power` is C's pow for
 arrays of doubles; for single precision only the scalars themselves will do.
 """
 
@@ -22,7 +22,7 @@ from palestra.errors import UsageError
 
 
 class NumpyVector(VectorEnv):
-    """The frame of a vectorised environment: step counters, time limit, a generator each, SAME_STEP autoreset.
+    """The frame of a vectorized environment: step counters, time limit, a generator each, SAME_STEP autoreset.
 
     A subclass allocates the state, float64 of shape (variables, N), advances it in `_step`, draws one environment's
     first state in `_draw`, and turns all of it into a fresh array of observations in `_observe`.

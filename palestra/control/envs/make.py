@@ -216,7 +216,7 @@ def _imported(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env:
 def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
     with _explained(spec):
         if ":" in spec.id or gym.spec(spec.id).vector_entry_point is None:
-            raise UsageError(f"{spec.id} has no vectorised form of its own: use `vectorize: sync` or `async`")
+            raise UsageError(f"{spec.id} has no vectorized form of its own: use `vectorize: sync` or `async`")
         if spec.frame_stack is not None:
             raise UsageError("env.frame_stack: not with `vectorize: vector`: use `sync` or `async`")
         arguments: dict[str, Any] = dict(spec.kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palestra.control.envs.stepping import Transition
 from palestra.control.memory.storage import LIMIT, Sparse, SumTree, drop_shards, read_shard, write_shard
-from palestra.spec.kinds.control import PrioritisedSpec
+from palestra.spec.kinds.control import PrioritizedSpec
 
 ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
 
@@ -72,7 +72,7 @@ class Replay:
         *,
         gamma: float,
         n_step: int = 1,
-        prioritised: PrioritisedSpec | None = None,
+        prioritized: PrioritizedSpec | None = None,
         frame_stack: int | None = None,
         device: torch.device | str = "cpu",
     ):
@@ -106,8 +106,8 @@ class Replay:
             self.starts = Sparse((frame_stack - 1, *single), obs_type, self.device)
         self.ages = np.zeros(num_envs, np.uint8)  # of the observations to come
         self.powers = torch.tensor([gamma**k for k in range(n_step + 1)], dtype=torch.float64).float().to(self.device)
-        self.prioritised = prioritised
-        self.tree = None if prioritised is None else SumTree(self.ring * num_envs)
+        self.prioritized = prioritized
+        self.tree = None if prioritized is None else SumTree(self.ring * num_envs)
         self.weighted = 0  # rows before this number have their priority
         self.top = 1.0  # the highest priority so far, to the power of alpha
         self.row_bytes = sum(column.tensor[0].nbytes for column in self.columns.values())
@@ -207,9 +207,9 @@ class Replay:
     def update_priorities(self, rows: Tensor, errors: Tensor) -> None:
         """Transitions that were drawn turned out to surprise by `errors`; those overwritten since are passed over."""
         assert self.tree is not None
-        assert self.prioritised is not None
+        assert self.prioritized is not None
         numbers = rows.numpy(force=True)
-        weights = (np.abs(errors.numpy(force=True).astype(np.float64)) + self.prioritised.eps) ** self.prioritised.alpha
+        weights = (np.abs(errors.numpy(force=True).astype(np.float64)) + self.prioritized.eps) ** self.prioritized.alpha
         kept = numbers >= (self.added - self._size) * self.num_envs
         self.top = max(self.top, float(weights.max()))
         self.tree.set(numbers[kept] % (self.ring * self.num_envs), weights[kept])

@@ -206,7 +206,7 @@ class Trunk(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Hidden layers, the activation after each, layer normalisation before it where the spec says so."""
+    """Hidden layers, the activation after each, layer normalization before it where the spec says so."""
 
     def __init__(self, sizes: Sequence[int], spec: NetSpec):
         super().__init__()

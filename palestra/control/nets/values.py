@@ -149,22 +149,22 @@ class Running(NamedTuple):
 def warmth_after(updates: int, warmup: int) -> list[float]:
     """How far batch and running statistics may disagree by then: in scale, from 1 on, and in shift, from 0 on.
 
-    Plain batch normalisation at first, renormalisation after `warmup` updates, linearly in between.
+    Plain batch normalization at first, renormalization after `warmup` updates, linearly in between.
     """
     share = 1.0 if warmup == 0 else min(1.0, updates / warmup)
     return [1.0 + share * (MOST_SCALE - 1.0), share * MOST_SHIFT]
 
 
-def normalised(x: Tensor, running: Running) -> Tensor:
+def normalized(x: Tensor, running: Running) -> Tensor:
     """`x` (2, B, D) by the running statistics: how a network that is not learning sees it."""
     return (x - running.mean) * torch.rsqrt(running.var + EPS)
 
 
-def renormalised(x: Tensor, running: Running, warmth: Tensor, momentum: float) -> tuple[Tensor, Running]:
+def renormalized(x: Tensor, running: Running, warmth: Tensor, momentum: float) -> tuple[Tensor, Running]:
     """`x` (2, B, D) by the batch's statistics, corrected towards the running ones, and these after the batch.
 
     `warmth` (2,) is what `warmth_after` says. The correction has no gradient; within its bounds the result equals
-    `normalised`, so that what is learned is what the policy's step then sees.
+    `normalized`, so that what is learned is what the policy's step then sees.
     """
     var, mean = torch.var_mean(x, dim=1, keepdim=True, correction=0)
     std, running_std = (var + EPS).sqrt(), (running.var + EPS).sqrt()
@@ -230,7 +230,7 @@ class Critics(TwinLayers):
 
 
 class RenormCritics(TwinLayers):
-    """The same with batch renormalisation of what each layer takes (Bhatt et al. 2024, fig. 2)."""
+    """The same with batch renormalization of what each layer takes (Bhatt et al. 2024, fig. 2)."""
 
     def __init__(
         self,
@@ -258,9 +258,9 @@ class RenormCritics(TwinLayers):
             if layer > 0:
                 x = self.hidden(x, layer - 1)
             if warmth is None:
-                x, now = normalised(x, statistics), statistics
+                x, now = normalized(x, statistics), statistics
             else:
-                x, now = renormalised(x, statistics, warmth, self.momentum)
+                x, now = renormalized(x, statistics, warmth, self.momentum)
             x = x * scale + shift
             after.append(now)
         return self.outputs(x), after

@@ -1,4 +1,4 @@
-"""Data steps: from downloads to tokens, each a function of a source that writes into a folder `out` and goes on there.
+"""Data steps: from downloads to tokens, each a function of a source that writes into a folder `out` and resumes there.
 
 Plain functions, so that they run without a pipeline too; `palestra.pipeline.data` makes steps of them.
 """
@@ -17,4 +17,4 @@ STEPS = {
     "train_tokenizer": "palestra.data.steps.tokenize:train_tokenizer",
     "tokenize": "palestra.data.steps.tokenize:tokenize",
 }
-"""By the name that a pipeline calls them: where each function is. All go on with what a killed attempt left."""
+"""The function of each step, by its name in pipelines. All resume what a killed attempt left."""

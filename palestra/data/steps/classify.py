@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from palestra.data.duplicates import ngram_hashes, word_hashes
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.data.readers import Row
 from palestra.data.steps.shards import (
     LEDGER,
@@ -58,9 +58,9 @@ class Classifier:
 def features(text: str, ngrams: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
     """The buckets of a text's words and n-grams, and the counts in them as a vector of length 1; the last is a bias."""
     words = word_hashes(text)
-    found = np.concatenate([ngram_hashes(words, n) for n in range(1, ngrams + 1)])
+    grams = np.concatenate([ngram_hashes(words, n) for n in range(1, ngrams + 1)])
     # The upper bits: the lower ones of a product depend on fewer bits of what was multiplied.
-    used, counts = np.unique((found >> np.uint64(20)) % np.uint64(buckets - 1), return_counts=True)
+    used, counts = np.unique((grams >> np.uint64(20)) % np.uint64(buckets - 1), return_counts=True)
     values = counts / np.sqrt(np.square(counts).sum()) if len(counts) else counts
     return np.append(used.astype(np.int64), buckets - 1), np.append(values, 1.0).astype(np.float32)
 
@@ -79,39 +79,38 @@ def train_classifier(
     split: str | None = None,
     workers: Execution[int] = 2,
 ) -> None:
-    """Learn to tell classes of documents apart, such as `{good: books/, bad: spam/}`; for `classify`.
+    """Train a classifier of documents, such as `{good: books/, bad: spam/}`, for `classify`.
 
     A share of the documents, chosen by their text, is held out; `counts.json` has the accuracy on it and the confusion.
     Trained by AdaGrad on batches of 32, all documents in a new order each epoch. A kill costs one epoch.
     """
     if len(classes) < 2:
-        raise UsageError(f"classes: at least two are needed to tell apart, got {', '.join(classes) or 'none'}")
+        raise UsageError(f"classes: expected at least two, got {', '.join(classes) or 'none'}")
     if not 0 < held_out < 1 or epochs < 1 or buckets < 2 or ngrams < 1:
         raise UsageError("held_out is a share in (0, 1); epochs, ngrams and buckets - 1 are at least 1")
     hyper = _Hyper(tuple(classes), ngrams, buckets, epochs, lr, held_out, seed)
     same_recipe(out, {"step": "train_classifier", **asdict(hyper), "text_key": text_key, "split": split})
     began = time.perf_counter()
     parts: list[Path] = []
-    said: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for label, (name, where) in enumerate(classes.items()):
-        folder, given = out / LEDGER / f"{FEATURES}-{label}", sources(where, split=split)
-        of_class = each_shard(
-            out, folder.name, given, partial(_extract, folder, hyper, label, text_key), workers=workers
-        )
-        if not sum(one["trained"] for one in of_class):
+        folder, shards = out / LEDGER / f"{FEATURES}-{label}", sources(where, split=split)
+        extract = partial(_extract, folder, hyper, label, text_key)
+        of_class = each_shard(out, folder.name, shards, extract, workers=workers)
+        if not sum(result["trained"] for result in of_class):
             raise UsageError(f"classes.{name}: no document is left to train on after {held_out:g} were held out")
-        said += of_class
-        parts += [folder / f"{one.number:05}.npz" for one in given]
-    corpus = _join(out / LEDGER / FEATURES, parts)
+        results += of_class
+        parts += [folder / f"{shard.number:05}.npz" for shard in shards]
+    corpus = _Corpus(out / LEDGER / FEATURES, parts)
     weights = _train(out, hyper, corpus)
     confusion = _confusion(weights, corpus)
     with written(out / MODEL) as file:
         np.save(file, weights)
-    about = {"classes": list(hyper.classes), "ngrams": ngrams, "buckets": buckets}
-    write_json(out / ABOUT, about)
-    more = {"accuracy": _accuracy(confusion), "held_out": int(confusion.sum()), "confusion": confusion.tolist()}
-    seconds = round(time.perf_counter() - began, 3)
-    write_counts(out, "train_classifier", said, classes=list(classes), **more, seconds=seconds)
+    write_json(out / ABOUT, {"classes": list(classes), "ngrams": ngrams, "buckets": buckets})
+    held = int(confusion.sum())
+    accuracy = round(float(np.trace(confusion) / held), 6) if held else None
+    more = {"classes": list(classes), "accuracy": accuracy, "held_out": held, "confusion": confusion.tolist()}
+    write_counts(out, "train_classifier", results, **more, seconds=round(time.perf_counter() - began, 3))
     for phase in (FEATURES, *(f"{FEATURES}-{label}" for label in range(len(classes)))):
         forget(out, phase)
     (out / LEDGER / TRAINED).unlink(missing_ok=True)
@@ -136,17 +135,11 @@ def classify(
     """
     known = load_classifier(str(model)).classes
     if keep is not None and keep not in known:
-        raise UsageError(f"keep: {keep!r} is no class of {model}; there are {', '.join(known)}")
+        raise UsageError(f"keep: {keep!r} is not a class of {model}; its classes are {', '.join(known)}")
+    work = _Score(str(model), column, keep, threshold)
+    recipe = {"column": column, "keep": keep, "threshold": threshold, "classes": list(known)}
     map_documents(
-        out,
-        source,
-        _Score(str(model), column, keep, threshold),
-        step="classify",
-        recipe={"column": column, "keep": keep, "threshold": threshold, "classes": list(known)},
-        workers=workers,
-        text_key=text_key,
-        split=split,
-        compression=compression,
+        out, source, work, "classify", recipe, workers, text_key=text_key, split=split, compression=compression
     )
 
 
@@ -155,7 +148,7 @@ def load_classifier(folder: str) -> Classifier:
     """The classifier that `train_classifier` left in a folder."""
     path = Path(folder)
     if not (path / ABOUT).exists():
-        raise UsageError(f"{folder} holds no classifier: `train_classifier` writes {ABOUT} and {MODEL}")
+        raise UsageError(f"{folder} is not a classifier: `train_classifier` writes {ABOUT} and {MODEL}")
     about = read_json(path / ABOUT)
     return Classifier(tuple(about["classes"]), np.load(path / MODEL, mmap_mode="r"), about["ngrams"])
 
@@ -181,8 +174,8 @@ class _Score:
     def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
         classifier = load_classifier(self.model)
         for row in rows:
-            found = dict(zip(classifier.classes, map(float, classifier.scores(row["text"])), strict=True))
-            scores = {name: round(value, 6) for name, value in found.items()}
+            values = [round(float(value), 6) for value in classifier.scores(row["text"])]
+            scores = dict(zip(classifier.classes, values, strict=True))
             if self.keep is not None and scores[self.keep] < self.threshold:
                 yield Drop(f"{self.keep} below {self.threshold:g}")
             else:
@@ -217,11 +210,27 @@ def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: Sha
 
 
 class _Corpus:
-    """The features of all documents, on disk; a batch of any of them is read from there."""
+    """The features of all documents, joined in a file; a batch of any of them is read from there."""
 
-    def __init__(self, folder: Path) -> None:
-        self.buckets, self.values = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("buckets", "values"))
-        self.ends, self.held, self.labels = (np.load(folder / f"{name}.npy") for name in ("ends", "held", "labels"))
+    def __init__(self, folder: Path, parts: Sequence[Path]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        ends, held, labels, total = [], [], [], 0
+        for part in parts:
+            with np.load(part) as data:
+                ends.append(data["ends"] + total)
+                held.append(data["held"])
+                labels.append(np.full(len(data["held"]), data["label"]))
+                total = int(ends[-1][-1]) if len(ends[-1]) else total
+        self.ends, self.held, self.labels = np.concatenate(ends), np.concatenate(held), np.concatenate(labels)
+        # Mapped and filled a shard at a time: the two are never whole in memory.
+        self.buckets = np.lib.format.open_memmap(folder / "buckets.npy", "w+", np.int64, (total,))
+        self.values = np.lib.format.open_memmap(folder / "values.npy", "w+", np.float32, (total,))
+        start = 0
+        for part in parts:
+            with np.load(part) as data:
+                stop = start + len(data["buckets"])
+                self.buckets[start:stop], self.values[start:stop] = data["buckets"], data["values"]
+                start = stop
 
     def batch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Buckets and values of documents, one after the other, and where each document begins."""
@@ -230,30 +239,6 @@ class _Corpus:
         firsts = np.cumsum(sizes) - sizes
         at = np.arange(sizes.sum()) + np.repeat(begins - firsts, sizes)
         return self.buckets[at], self.values[at], firsts
-
-
-def _join(folder: Path, parts: Sequence[Path]) -> _Corpus:
-    """One file of all shards for each kind of number; the large ones are never whole in memory."""
-    ends, held, labels, before = [], [], [], 0
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        with np.load(part) as data:
-            ends.append(data["ends"] + before)
-            before = int(ends[-1][-1]) if len(ends[-1]) else before
-            held.append(data["held"])
-            labels.append(np.full(len(data["held"]), data["label"]))
-    for name, arrays in (("ends", ends), ("held", held), ("labels", labels)):
-        with written(folder / f"{name}.npy") as file:
-            np.save(file, np.concatenate(arrays))
-    for name, dtype in (("buckets", np.int64), ("values", np.float32)):
-        joined = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (before,))
-        start = 0
-        for part in parts:
-            with np.load(part) as data:
-                joined[start : start + len(data[name])] = data[name]
-                start += len(data[name])
-        joined.flush()
-    return _Corpus(folder)
 
 
 def _train(out: Path, hyper: _Hyper, corpus: _Corpus) -> np.ndarray:
@@ -266,7 +251,7 @@ def _train(out: Path, hyper: _Hyper, corpus: _Corpus) -> np.ndarray:
             weights, squares, done = data["weights"], data["squares"], int(data["done"])
     rows = np.flatnonzero(~corpus.held)
     for epoch in range(done, hyper.epochs):
-        order = rows[Permutation(len(rows), stream_key(hyper.seed, "epoch", epoch))(np.arange(len(rows)))]
+        order = rows[permutation(len(rows), stream_key(hyper.seed, "epoch", epoch))]
         for start in range(0, len(order), BATCH):
             _update(weights, squares, corpus, order[start : start + BATCH], hyper.lr)
         with written(state) as file:
@@ -288,19 +273,14 @@ def _update(weights: np.ndarray, squares: np.ndarray, corpus: _Corpus, rows: np.
 
 
 def _confusion(weights: np.ndarray, corpus: _Corpus) -> np.ndarray:
-    """(classes, classes): documents that were held out, by what they are and what they are taken for."""
-    rows = np.flatnonzero(corpus.held)
-    found = np.zeros((weights.shape[1], weights.shape[1]), np.int64)
+    """(classes, classes): held-out documents by class and prediction."""
+    rows, counts = np.flatnonzero(corpus.held), np.zeros((weights.shape[1], weights.shape[1]), np.int64)
     for start in range(0, len(rows), BATCH):
-        some = rows[start : start + BATCH]
-        buckets, values, firsts = corpus.batch(some)
+        batch = rows[start : start + BATCH]
+        buckets, values, firsts = corpus.batch(batch)
         logits = np.add.reduceat(weights[buckets] * values[:, None], firsts)
-        np.add.at(found, (corpus.labels[some], logits.argmax(1)), 1)
-    return found
-
-
-def _accuracy(confusion: np.ndarray) -> float | None:
-    return round(float(np.trace(confusion) / confusion.sum()), 6) if confusion.sum() else None
+        np.add.at(counts, (corpus.labels[batch], logits.argmax(1)), 1)
+    return counts
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

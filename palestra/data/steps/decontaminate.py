@@ -1,13 +1,13 @@
-"""The step `decontaminate`: documents that hold what a model is to be tested on are left out, and which is told.
+"""The step `decontaminate`: drops documents that overlap with evaluation sets, and notes which text they hit.
 
-Compared are n-grams of words, by exact 64-bit hashes. A document goes where it has most of the n-grams of a text of an
-evaluation set (a question in a long page), or where most of its own are in one set (a piece of a long passage).
+Compared are n-grams of words, by exact 64-bit hashes. A document is dropped where it has most of the n-grams of a text
+of an evaluation set (a question in a long page), or where most of its own are in one set (a piece of a long passage).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ import numpy as np
 
 from palestra.data.duplicates import ngram_hashes, word_hashes
 from palestra.data.readers import Row
-from palestra.data.steps.shards import LEDGER, Compression, Drop, ShardSource, Where, each_shard, map_documents, sources
+from palestra.data.steps.shards import LEDGER, Compression, Drop, ShardSource, Where, map_documents, sources
 from palestra.errors import UsageError
-from palestra.runs.store import written
+from palestra.runs.store import read_json, write_json, written
 from palestra.spec.model import Execution
-
-CONTAMINATED = "contaminated: {}"
 
 
 def decontaminate(
@@ -39,7 +37,7 @@ def decontaminate(
     """Leave out what overlaps with the evaluation sets `against`; `notes/` says which row hit which text of which set.
 
     Of the rows of a set each string is a text of its own, at any depth, or those under `fields`. Texts of fewer than
-    `n` words cannot be told from chance and are only counted.
+    `n` words match by chance and are only counted.
     """
     if not against:
         raise UsageError("against: give the evaluation sets by name, such as {gsm8k: gsm8k/test.jsonl}")
@@ -48,23 +46,13 @@ def decontaminate(
     indices, about = {}, {}
     for number, (name, where) in enumerate(against.items()):
         index = out / LEDGER / f"index-{number}"
-        about[name] = _index(out, index, name, sources(where), n, fields)
+        about[name] = _index(index, name, sources(where), n, fields)
         indices[name] = str(index)
     # With what is in the sets: shards that an earlier attempt did were compared with the same.
     recipe = {"against": about, "n": n, "overlap": overlap, "fields": fields}
     work = _Compare(indices, n, overlap)
-    map_documents(
-        out,
-        source,
-        work,
-        step="decontaminate",
-        recipe=recipe,
-        workers=workers,
-        text_key=text_key,
-        split=split,
-        compression=compression,
-        against=about,
-    )
+    reading = {"text_key": text_key, "split": split, "compression": compression}
+    map_documents(out, source, work, "decontaminate", recipe, workers, counts={"against": about}, **reading)
 
 
 @dataclass(frozen=True)
@@ -83,11 +71,11 @@ class Index:
     def hits(self, grams: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Texts that share n-grams with these (each given once), how many they share, and how many are in any."""
         left, right = (np.searchsorted(self.hashes, grams, side) for side in ("left", "right"))
-        found = right > left
-        if not found.any():
+        hit = right > left
+        if not hit.any():
             return np.empty(0, np.int64), np.empty(0, np.int64), 0
-        shared = np.concatenate([self.texts[a:b] for a, b in zip(left[found], right[found], strict=True)])
-        return *np.unique(shared, return_counts=True), int(found.sum())
+        shared = np.concatenate([self.texts[a:b] for a, b in zip(left[hit], right[hit], strict=True)])
+        return *np.unique(shared, return_counts=True), int(hit.sum())
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ class _Compare:
             "of_the_text": round(of_text, 4),
             "of_the_row": round(of_row, 4),
         }
-        return Drop(CONTAMINATED.format(name), note)
+        return Drop(f"contaminated: {name}", note)
 
 
 @lru_cache(maxsize=64)
@@ -128,42 +116,13 @@ def load_index(folder: str) -> Index:
     """An index as it lies on disk, its arrays mapped: workers share them."""
     path = Path(folder)
     hashes, texts, sizes = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("hashes", "texts", "sizes"))
-    return Index(hashes, texts, sizes, json.loads((path / "places.json").read_text()))
+    return Index(hashes, texts, sizes, read_json(path / "places.json"))
 
 
-def _index(
-    out: Path, folder: Path, name: str, given: list[ShardSource], n: int, fields: list[str] | None
-) -> dict[str, Any]:
-    """Write the index of one set, unless an earlier attempt has; says how many texts it has."""
-    parts = each_shard(out, folder.name, given, partial(_part, folder, n, fields), workers=1)
-    if not any(part["texts"] for part in parts):
-        raise UsageError(
-            f"against.{name}: none of the {sum(part['rows'] for part in parts)} rows has a text of {n} words or more"
-            + (f" under {', '.join(fields)}" if fields else "")
-        )
-    hashes, texts, sizes, places = [], [], [], []
-    for one in given:
-        with np.load(folder / f"part-{one.number:05}.npz") as part:
-            hashes.append(part["hashes"])
-            texts.append(part["texts"] + len(places))
-            sizes.append(part["sizes"])
-            places += part["places"].tolist()
-    joined = np.concatenate(hashes)
-    order = np.argsort(joined, kind="stable")
-    for file, array in (("hashes", joined[order]), ("texts", np.concatenate(texts)[order])):
-        with written(folder / f"{file}.npy") as stream:
-            np.save(stream, array)
-    with written(folder / "sizes.npy") as stream:
-        np.save(stream, np.concatenate(sizes))
-    with written(folder / "places.json") as stream:
-        stream.write(json.dumps(places).encode())
-    sums = {key: sum(part[key] for part in parts) for key in ("rows", "texts", "too_short")}
-    return {**sums, "ngrams": len(joined)}
-
-
-def _part(folder: Path, n: int, fields: list[str] | None, source: ShardSource) -> dict[str, Any]:
+def _index(folder: Path, name: str, shards: list[ShardSource], n: int, fields: list[str] | None) -> dict[str, int]:
+    """Write the index of one set; returns how many rows, texts and n-grams it has."""
     hashes, sizes, places, rows, short = [], [], [], 0, 0
-    for made, _, row in source.rows():
+    for made, _, row in chain.from_iterable(shard.rows() for shard in shards):
         rows += 1
         chosen = row if fields is None else {key: row[key] for key in fields if key in row}
         for field, text in _strings(chosen, ""):
@@ -174,16 +133,18 @@ def _part(folder: Path, n: int, fields: list[str] | None, source: ShardSource) -
                 places.append(f"{made} {field}")
             else:
                 short += 1
-    folder.mkdir(parents=True, exist_ok=True)
-    with written(folder / f"part-{source.number:05}.npz") as stream:
-        np.savez(
-            stream,
-            hashes=np.concatenate([np.empty(0, np.uint64), *hashes]),
-            texts=np.repeat(np.arange(len(sizes)), sizes),
-            sizes=np.array(sizes, np.int64),
-            places=np.array(places, str),
+    if not places:
+        raise UsageError(
+            f"against.{name}: none of the {rows} rows has a text of {n} words or more"
+            + (f" under {', '.join(fields)}" if fields else "")
         )
-    return {"rows": rows, "texts": len(places), "too_short": short}
+    joined, texts = np.concatenate(hashes), np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(joined, kind="stable")
+    for file, array in (("hashes", joined[order]), ("texts", texts[order]), ("sizes", np.array(sizes, np.int64))):
+        with written(folder / f"{file}.npy") as stream:
+            np.save(stream, array)
+    write_json(folder / "places.json", places)
+    return {"rows": rows, "texts": len(places), "too_short": short, "ngrams": len(joined)}
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:

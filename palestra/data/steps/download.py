@@ -1,4 +1,4 @@
-"""The step `download`: files of the Hub, a web server, a bucket or a disk, checked, resumed in the middle of a file."""
+"""The step `download`: files of the Hub, a web server, a bucket or a disk, with checksums and resumed files."""
 
 import os
 import time
@@ -28,13 +28,13 @@ def download(
 ) -> None:
     """Fetch a file or a folder into `out/files`: a URL (http, https, s3, …), a local path, or a data set on the Hub.
 
-    `files` are patterns of those that are wanted. `sha256` is the checksum of a single file, or one for each name. What
-    came before a kill or a broken connection is gone on with where the source is unchanged.
+    `files` are patterns of those that are wanted. `sha256` is the checksum of a single file, or one for each name. A
+    download that was killed or lost its connection is resumed where the source is unchanged.
     """
     same_recipe(out, {"step": "download", "url": url, "revision": revision, "files": list(files), "sha256": sha256})
     began = time.perf_counter()
     source, listed = _listed(url, revision)
-    chosen = [file for file in listed.files if not files or any(fnmatchcase(file.name, one) for one in files)]
+    chosen = [file for file in listed.files if not files or any(fnmatchcase(file.name, pattern) for pattern in files)]
     if not chosen:
         names = ", ".join(file.name for file in listed.files[:5])
         raise UsageError(f"no file of {url} matches {', '.join(files)}; there are {len(listed.files)}: {names} …")
@@ -50,7 +50,7 @@ def download(
 
 
 def _listed(url: str, revision: str | None) -> tuple[RemoteSource, CacheRecord]:
-    """The place that has it, and what it has."""
+    """The source that has it, and its files."""
     local = os.path.expanduser(url)
     if revision is not None and (URL.fullmatch(url) or os.path.exists(local)):
         raise UsageError(f"{url} has no revisions: leave {revision!r} out, or give the address of that version")
@@ -59,7 +59,7 @@ def _listed(url: str, revision: str | None) -> tuple[RemoteSource, CacheRecord]:
         places = [("local", lambda: Bucket(str(Path(local).resolve())))]
     elif not places:
         raise UsageError(
-            f"url: {url!r} is no URL, no file or folder in {Path.cwd()}, and no name owner/name on the Hub"
+            f"url: {url!r} is not a URL, a file or folder in {Path.cwd()}, or a name owner/name on the Hub"
         )
     misses = []
     for _, source_of in places:
@@ -71,15 +71,15 @@ def _listed(url: str, revision: str | None) -> tuple[RemoteSource, CacheRecord]:
     raise PalestraError(f"download: {'; '.join(misses)}")
 
 
-def _with_checksums(files: Sequence[File], given: str | Mapping[str, str] | None) -> tuple[File, ...]:
-    if given is None:
+def _with_checksums(files: Sequence[File], checksums: str | Mapping[str, str] | None) -> tuple[File, ...]:
+    if checksums is None:
         return tuple(files)
-    if isinstance(given, str):
+    if isinstance(checksums, str):
         if len(files) != 1:
             raise UsageError(
                 f"sha256: there are {len(files)} files; give the checksums by name: {{{files[0].name}: …}}"
             )
-        given = {files[0].name: given}
-    if unknown := sorted(set(given) - {file.name for file in files}):
+        checksums = {files[0].name: checksums}
+    if unknown := sorted(set(checksums) - {file.name for file in files}):
         raise UsageError(f"sha256: {', '.join(unknown)} is not among the files that are wanted")
-    return tuple(replace(file, sha256=given.get(file.name, file.sha256)) for file in files)
+    return tuple(replace(file, sha256=checksums.get(file.name, file.sha256)) for file in files)

@@ -5,9 +5,10 @@ table A1), with its thresholds. Each is off where its bound is None. A document 
 breaks.
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +30,7 @@ WORD = re.compile(r"\S+")
 
 @dataclass(frozen=True)
 class Rules:
-    """The bounds of the filter."""
+    """The bounds of the filter, which drops rows whose text breaks one."""
 
     min_words: int | None = 50
     max_words: int | None = 100_000
@@ -51,6 +52,11 @@ class Rules:
     """Duplicate lines and paragraphs, and n-grams, by Gopher's table."""
     languages: tuple[str, ...] | None = None
     """Codes of ISO 639-1 such as `en`; a document in another language is left out."""
+
+    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+        for row in rows:
+            reason = next(broken_rules(row["text"], self), None)
+            yield row if reason is None else Drop(reason)
 
 
 def filter_documents(
@@ -75,11 +81,11 @@ def filter_documents(
     compression: Compression = "none",
     workers: Execution[int] = 2,
 ) -> None:
-    """Leave out documents that break a rule; `counts.json` has how many each rule took."""
+    """Leave out documents that break a rule; `counts.json` has how many each rule dropped."""
     if languages is not None:
         known = sorted({code.partition("-")[0] for code in known_languages()})
         if unknown := sorted(set(languages) - set(known)):
-            raise UsageError(f"languages: {', '.join(unknown)} is not known; there are {', '.join(known)}")
+            raise UsageError(f"languages: {', '.join(unknown)} are not known; known are {', '.join(known)}")
     rules = Rules(
         min_words,
         max_words,
@@ -96,33 +102,54 @@ def filter_documents(
         None if languages is None else tuple(languages),
     )
     map_documents(
-        out,
-        source,
-        _Filter(rules),
-        step="filter",
-        recipe=asdict(rules),
-        workers=workers,
-        text_key=text_key,
-        split=split,
-        compression=compression,
+        out, source, rules, "filter", asdict(rules), workers, text_key=text_key, split=split, compression=compression
     )
 
 
-def broken_rule(text: str, rules: Rules) -> str | None:
-    """The first rule that a text breaks, None where it breaks none."""
+def broken_rules(text: str, rules: Rules) -> Iterator[str]:
+    """The rules that a text breaks, cheap ones first; each is checked when the generator comes to it."""
     words = WORD.findall(text)
+    for what, count, least, most in (
+        ("words", len(words), rules.min_words, rules.max_words),
+        ("characters", len(text), rules.min_chars, rules.max_chars),
+    ):
+        if least is not None and count < least:
+            yield f"fewer than {least} {what}"
+        if most is not None and count > most:
+            yield f"more than {most} {what}"
+    if not words:
+        yield "no words"
+        return
+    characters = sum(map(len, words))
+    shortest, longest = rules.mean_word_length or (0, math.inf)
+    if not shortest <= characters / len(words) <= longest:
+        yield "mean word length"
+    symbols = max(text.count("#"), text.count("...") + text.count("…"))
+    if rules.max_symbol_ratio is not None and symbols > rules.max_symbol_ratio * len(words):
+        yield "symbols"
+    if rules.min_alphabetic_words is not None:
+        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
+        if alphabetic < rules.min_alphabetic_words * len(words):
+            yield "words without letters"
+    if rules.min_letters is not None and sum(map(str.isalpha, text)) < rules.min_letters * characters:
+        yield "share of letters"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    checks: tuple[Callable[[], str | None], ...] = (
-        lambda: _outside("words", len(words), rules.min_words, rules.max_words),
-        lambda: _outside("characters", len(text), rules.min_chars, rules.max_chars),
-        lambda: "no words" if not words else None,
-        lambda: _prose(text, words, rules),
-        lambda: _lines(lines, rules),
-        lambda: _stop_words(words, rules),
-        lambda: repeated(text, words) if rules.repetition else None,
-        lambda: _language(text, rules),
-    )
-    return next((reason for check in checks if (reason := check()) is not None), None)
+    bullets = sum(line.startswith(BULLETS) for line in lines)
+    if rules.max_bullet_lines is not None and bullets > rules.max_bullet_lines * len(lines):
+        yield "bullet lines"
+    ellipses = sum(line.endswith(("...", "…")) for line in lines)
+    if rules.max_ellipsis_lines is not None and ellipses > rules.max_ellipsis_lines * len(lines):
+        yield "ellipsis lines"
+    if rules.min_stop_words is not None:
+        stop_words = GOPHER_STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in words)
+        if len(stop_words) < rules.min_stop_words:
+            yield "stop words"
+    if rules.repetition and (reason := repeated(text, words)) is not None:
+        yield reason
+    if rules.languages is not None:
+        language = (language_of(text) or "unknown").partition("-")[0]
+        if language not in rules.languages:
+            yield f"language {language}"
 
 
 def repeated(text: str, words: Sequence[str]) -> str | None:
@@ -145,14 +172,13 @@ def repeated(text: str, words: Sequence[str]) -> str | None:
     ids = [numbers.setdefault(word, len(numbers)) for word in words]
     for n, most in TOP_NGRAMS.items():
         grams = Counter(zip(*(ids[i:] for i in range(n)), strict=False))
-        if grams:
+        count = max(grams.values(), default=0)
+        if count > 1:
             # Of those that are equally frequent, the longest.
-            count = max(grams.values())
-            if count > 1:
-                spellings = list(numbers)
-                longest = max(sum(len(spellings[i]) for i in gram) for gram, c in grams.items() if c == count)
-                if count * longest > most * total:
-                    return f"top {n}-gram"
+            spellings = list(numbers)
+            longest = max(sum(len(spellings[i]) for i in gram) for gram, c in grams.items() if c == count)
+            if count * longest > most * total:
+                return f"top {n}-gram"
     for n, most in DUPLICATE_NGRAMS.items():
         if duplicate_characters(ids, before, n) > most * total:
             return f"duplicate {n}-grams"
@@ -170,62 +196,3 @@ def duplicate_characters(ids: Sequence[int], before: Sequence[int], n: int) -> i
         else:
             seen.add(gram)
     return covered
-
-
-def _outside(what: str, count: int, least: int | None, most: int | None) -> str | None:
-    if least is not None and count < least:
-        return f"fewer than {least} {what}"
-    return f"more than {most} {what}" if most is not None and count > most else None
-
-
-def _prose(text: str, words: Sequence[str], rules: Rules) -> str | None:
-    characters = sum(map(len, words))
-    if rules.mean_word_length is not None:
-        least, most = rules.mean_word_length
-        if not least <= characters / len(words) <= most:
-            return "mean word length"
-    if rules.max_symbol_ratio is not None:
-        symbols = max(text.count("#"), text.count("...") + text.count("…"))
-        if symbols > rules.max_symbol_ratio * len(words):
-            return "symbols"
-    if rules.min_alphabetic_words is not None:
-        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
-        if alphabetic < rules.min_alphabetic_words * len(words):
-            return "words without letters"
-    if rules.min_letters is not None and sum(map(str.isalpha, text)) < rules.min_letters * characters:
-        return "share of letters"
-    return None
-
-
-def _lines(lines: Sequence[str], rules: Rules) -> str | None:
-    bullets = sum(line.startswith(BULLETS) for line in lines)
-    if rules.max_bullet_lines is not None and bullets > rules.max_bullet_lines * len(lines):
-        return "bullet lines"
-    ellipses = sum(line.endswith(("...", "…")) for line in lines)
-    if rules.max_ellipsis_lines is not None and ellipses > rules.max_ellipsis_lines * len(lines):
-        return "ellipsis lines"
-    return None
-
-
-def _stop_words(words: Sequence[str], rules: Rules) -> str | None:
-    if rules.min_stop_words is None:
-        return None
-    found = GOPHER_STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in words)
-    return "stop words" if len(found) < rules.min_stop_words else None
-
-
-def _language(text: str, rules: Rules) -> str | None:
-    if rules.languages is None:
-        return None
-    language = (language_of(text) or "unknown").partition("-")[0]
-    return None if language in rules.languages else f"language {language}"
-
-
-@dataclass(frozen=True)
-class _Filter:
-    rules: Rules
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        for row in rows:
-            reason = broken_rule(row["text"], self.rules)
-            yield row if reason is None else Drop(reason)

@@ -6,7 +6,7 @@ its own Markdown loses empty lines in code, the code's language and the signs of
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
@@ -51,15 +51,9 @@ def html_to_markdown(
     `base_url`, or the column `url` where a row has one; `links: false` keeps only their text.
     """
     _trafilatura()  # before any worker starts
+    work = _Convert(base_url, links)
     map_documents(
-        out,
-        source,
-        _Convert(base_url, links),
-        step="html_to_markdown",
-        recipe={"base_url": base_url, "links": links},
-        workers=workers,
-        text_key=text_key,
-        compression=compression,
+        out, source, work, "html_to_markdown", asdict(work), workers, text_key=text_key, compression=compression
     )
 
 
@@ -181,19 +175,16 @@ class _Writer:
         return ["\n".join(lines)] if lines else []
 
     def _table(self, table: "HtmlElement") -> list[str]:
-        rows = [[self._cell(cell) for cell in row] for row in _rows(table)]
-        rows = [row for row in rows if any(row)]
+        texts = ([SPACES.sub(" ", self._inline(cell)).strip() for cell in row] for row in _rows(table))
+        rows = [[text.replace("|", "\\|") for text in row] for row in texts if any(row)]
         width = max(map(len, rows), default=0)
         if width < 2:  # a table for the layout
             return [row[0] for row in rows]
         head, *body = [row + [""] * (width - len(row)) for row in rows]
         return ["\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * width, *body))]
 
-    def _cell(self, cell: "HtmlElement") -> str:
-        return SPACES.sub(" ", self._inline(cell)).strip().replace("|", "\\|")
-
     def _inline(self, element: "HtmlElement") -> str:
-        """A part of a line, its mark around its text but not around the blanks beside it."""
+        """A part of a line; its mark goes around the text, not around the blanks at its ends."""
         if element.tag == "lb":
             return "  \n"
         inner = (element.text or "") + "".join(self._inline(part) + (part.tail or "") for part in element)

@@ -1,11 +1,11 @@
 """Work over shards of JSONL documents: once each, in parallel, with a ledger so that a kill costs one shard.
 
 A shard is one file of the source, or several small ones together, in the order of their paths. `each_shard` runs a
-function on each; when it returns, what it said is noted in `.shards/PHASE/00007.json`, and that shard is not done
+function on each; when it returns, its result is noted in `.shards/PHASE/00007.json`, and that shard is not done
 again. So what a step makes depends on its source and arguments alone, neither on the number of workers nor on when it
 was killed.
 
-Shard n of the output holds what became of shard n of the source, in the same order. Rows keep all their columns; one
+Shard n of the output holds the results of shard n of the source, in the same order. Rows keep all their columns; one
 without an `id` gets one made of its file and number.
 """
 
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, TypeVar
 
 from palestra.data.readers import COUNTS, STEP_FOLDERS, Row, Shard, numbered_rows, shards
+from palestra.data.store import check_same
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.runs.store import read_json, write_json, written
 from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
@@ -51,17 +53,12 @@ class ShardSource:
     labels: tuple[str, ...]
     """What each file is called in the ids of its rows: as much of the end of its path as tells it from the others."""
 
-    @property
-    def size(self) -> int:
-        """Bytes, as stored."""
-        return sum(file.size for file in self.files)
-
     def stamp(self) -> list[list[Any]]:
         """What changes with the content, wherever the files lie."""
         return [[label, file.size, file.stamp, file.split] for label, file in zip(self.labels, self.files, strict=True)]
 
     def rows(self, text_key: str = "text") -> Iterator[tuple[str, str, Row]]:
-        """Its rows, each with an id made of file and number, and with the place where a person finds it."""
+        """Its rows, each with an id made of file and number, and with its place for error messages."""
         for label, file in zip(self.labels, self.files, strict=True):
             for number, row in numbered_rows(file, text_key=text_key):
                 yield f"{label}:{number}", file.place(number), row
@@ -92,12 +89,12 @@ def sources(where: Where, *, split: str | None = None) -> list[ShardSource]:
 def each_shard(
     out: Path,
     phase: str,
-    given: Sequence[ShardSource],
+    shards: Sequence[ShardSource],
     function: Callable[[ShardSource], Mapping[str, Any]],
     *,
     workers: int,
 ) -> list[dict[str, Any]]:
-    """What `function` says of each shard, in order; those that an earlier attempt did are not done again.
+    """The results of `function` for each shard, in order; those that an earlier attempt did are not done again.
 
     The function is sent to worker processes (with one worker it is called here). It writes files atomically and
     returns plain data last. A shard whose files have changed since is done again.
@@ -106,51 +103,49 @@ def each_shard(
         raise UsageError(f"workers: expected at least 1, got {workers}")
     ledger = out / LEDGER / phase
     ledger.mkdir(parents=True, exist_ok=True)
-    done = {source.number: _noted(ledger, source) for source in given}
-    missing = [source for source in given if done[source.number] is None]
-    for source, said in carried_out(missing, function, lambda source: source.files[0].path, workers, phase):
-        done[source.number] = dict(said)
-        write_json(_note(ledger, source.number), {"source": source.stamp(), "said": dict(said)})
-    return [done[source.number] or {} for source in given]
+    notes = {shard.number: ledger / f"{shard.number:05}.json" for shard in shards}
+    done: dict[int, dict[str, Any]] = {}
+    for shard in shards:
+        note = read_json(notes[shard.number]) if notes[shard.number].exists() else None
+        if note is not None and note["source"] == json.loads(json.dumps(shard.stamp())):
+            done[shard.number] = note["said"]
+    missing = [shard for shard in shards if shard.number not in done]
+    for shard, result in carried_out(missing, function, lambda shard: shard.files[0].path, workers, phase):
+        done[shard.number] = dict(result)
+        write_json(notes[shard.number], {"source": shard.stamp(), "said": dict(result)})
+    return [done[shard.number] for shard in shards]
 
 
 def same_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
-    """Refuse to go on in a folder where the same was begun with other arguments; paths of sources are no part."""
+    """Refuse to resume in a folder that was begun with other arguments; the paths of sources may differ."""
     path = out / LEDGER / "recipe.json"
     wanted = redacted(json.loads(json.dumps(dict(recipe), default=str)))
-    if not path.exists():
+    if path.exists():
+        check_same(out, read_json(path), wanted)
+    else:
         write_json(path, wanted)
-        return
-    there = read_json(path)
-    for key in sorted({*there, *wanted}):
-        if there.get(key) != wanted.get(key):
-            raise UsageError(
-                f"{out} was begun with {key} = {there.get(key)!r}, and {wanted.get(key)!r} is asked for; "
-                "give another folder, or remove this one"
-            )
 
 
 def forget(out: Path, phase: str) -> None:
-    """Remove what a phase noted and left, once what follows it is written."""
+    """Remove the notes and files of a phase, once what follows it is written."""
     shutil.rmtree(out / LEDGER / phase, ignore_errors=True)
 
 
-def write_counts(out: Path, step: str, said: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-    """`counts.json`: the sums over shards of rows in and out, drop reasons and seconds, and what else there is to say.
+def write_counts(out: Path, step: str, results: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    """`counts.json`: the sums over shards of rows in and out, drop reasons and seconds, and `more`.
 
     Seconds are those of work on shards, all workers and attempts together.
     """
-    dropped: dict[str, int] = {}
-    for one in said:
-        for reason, count in one.get("dropped", {}).items():
-            dropped[reason] = dropped.get(reason, 0) + count
+    dropped: Counter[str] = Counter()
+    for result in results:
+        dropped.update(result.get("dropped", {}))
     counts = {
         "step": step,
-        "rows_in": sum(one.get("rows_in", 0) for one in said),
-        "rows_out": sum(one.get("rows_out", 0) for one in said),
+        "rows_in": sum(result.get("rows_in", 0) for result in results),
+        "rows_out": sum(result.get("rows_out", 0) for result in results),
         "dropped": dict(sorted(dropped.items())),
-        "shards": len(said),
-        "seconds": round(sum(one.get("seconds", 0.0) for one in said), 3),
+        "shards": len(results),
+        "seconds": round(sum(result.get("seconds", 0.0) for result in results), 3),
         **more,
     }
     write_json(out / COUNTS, redacted(counts))
@@ -160,21 +155,9 @@ def write_counts(out: Path, step: str, said: Sequence[Mapping[str, Any]], **more
 def _labels(paths: Sequence[str]) -> list[str]:
     parts = [PurePosixPath(path.partition("://")[2] or path).parts for path in paths]
     depth = 1
-    while len({one[-depth:] for one in parts}) < len(parts):
+    while len({names[-depth:] for names in parts}) < len(parts):
         depth += 1
-    return [redact("/".join(one[-depth:]).lstrip("/")) for one in parts]
-
-
-def _note(ledger: Path, number: int) -> Path:
-    return ledger / f"{number:05}.json"
-
-
-def _noted(ledger: Path, source: ShardSource) -> dict[str, Any] | None:
-    path = _note(ledger, source.number)
-    if not path.exists():
-        return None
-    note = read_json(path)
-    return note["said"] if note["source"] == json.loads(json.dumps(source.stamp())) else None
+    return [redact("/".join(names[-depth:]).lstrip("/")) for names in parts]
 
 
 def carried_out(
@@ -185,9 +168,9 @@ def carried_out(
     name: str,
     env: dict[str, str] | None = None,
 ) -> Iterator[tuple[Job, Result]]:
-    """Each job with what the function gave for it, as they end, in worker processes where there are several.
+    """Each job with its result, as they end, in worker processes where there are several.
 
-    `place` is the file that a worker was at when it died.
+    `place` names the file of a job, for the message about a worker that died.
     """
     if workers == 1 or len(jobs) <= 1:
         yield from ((job, function(job)) for job in jobs)
@@ -198,18 +181,18 @@ def carried_out(
             try:
                 yield tasks[task], task.result()
             except TaskFailed as failed:
-                if isinstance(failed.__cause__, PalestraError):  # a bad row: the worker's traceback tells no more
+                if isinstance(failed.__cause__, PalestraError):  # a bad row: the worker's traceback adds nothing
                     raise failed.__cause__ from None
                 raise
             except WorkerDied as died:
-                raise PalestraError(f"{died} It was at work on {place(tasks[task])}.") from died
+                raise PalestraError(f"{died} It was working on {place(tasks[task])}.") from died
 
 
 Compression = Literal["none", "gz", "zst"]
 
 NO_TEXT, NOT_UNICODE = "no text", "not valid Unicode"
 NOTES = "notes"
-"""Where what is to be told of single rows lies, in shards like the documents'."""
+"""The folder of notes on single rows, sharded like the documents."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +201,11 @@ class Drop:
 
     reason: str
     note: Row | None = None
-    """What to write of it into `notes/`, beside the count."""
+    """Written to `notes/`."""
 
 
 Work = Callable[[Iterator[Row]], Iterator[Row | Drop]]
-"""What becomes of the rows of a shard: each is passed on, changed, left out or made several. Sent to processes."""
+"""Maps the rows of a shard: each is passed on, changed, dropped or split into several. Sent to processes."""
 
 
 @dataclass(frozen=True)
@@ -237,32 +220,31 @@ def map_documents(
     out: Path,
     source: Where,
     work: Work | ByShard,
-    *,
     step: str,
     recipe: Mapping[str, Any],
     workers: int,
+    *,
     text_key: str | None = "text",
     split: str | None = None,
     compression: Compression = "none",
-    **more: Any,
+    counts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Send the documents of a source through `work` into `out/docs`, and write `counts.json`; what a kill left is kept.
+    """Send the documents of a source through `work` into `out/docs`, and write `counts.json`; resumes after a kill.
 
     With a `text_key` rows are documents, whose text is under that key and comes under `text`: one without is an error,
-    one in which it is null is dropped. With None rows come as they are, with an `id`. `more` goes into the counts.
+    one in which it is null is dropped. With None rows come as they are, with an `id`. `counts` goes into counts.json.
     """
     same_recipe(out, {"step": step, **recipe, "text_key": text_key, "split": split, "compression": compression})
-    given = sources(source, split=split)
+    shards = sources(source, split=split)
     for folder in (DOCS, NOTES):
         for left_over in (out / folder).glob(".*.tmp"):  # of a kill
             left_over.unlink()
-    do = partial(_do, out, work, text_key, compression)
-    said = each_shard(out, DOCS, given, do, workers=workers)
+    results = each_shard(out, DOCS, shards, partial(_map_shard, out, work, text_key, compression), workers=workers)
     for folder in (DOCS, NOTES):  # left over where the source had more shards in an earlier attempt
         for path in (out / folder).glob(f"{folder}-*"):
-            if int(path.name.removeprefix(f"{folder}-").partition(".")[0]) >= len(given):
+            if int(path.name.removeprefix(f"{folder}-").partition(".")[0]) >= len(shards):
                 path.unlink()
-    return write_counts(out, step, said, **more)
+    return write_counts(out, step, results, **(counts or {}))
 
 
 def documents(source: ShardSource, text_key: str = "text") -> Iterator[Row | Drop]:
@@ -287,13 +269,13 @@ def plain_rows(source: ShardSource) -> Iterator[Row]:
 
 
 def shard_path(out: Path, folder: str, number: int, compression: Compression = "none") -> Path:
-    """Where a shard of documents (or notes) lies."""
+    """The file of a shard of documents (or notes)."""
     return out / folder / f"{folder}-{number:05}.jsonl{'' if compression == 'none' else f'.{compression}'}"
 
 
 @contextmanager
 def row_writer(path: Path, compression: Compression = "none") -> Iterator[Callable[[Row], bool]]:
-    """Write rows of JSON, whole at once; says of each whether it could be written (half a surrogate pair cannot)."""
+    """Write rows of JSON, atomically; false for a row that cannot be written (half a surrogate pair)."""
     with _clear_errors(path), written(path) as file, _compressed(file, compression) as stream:
 
         def write(row: Row) -> bool:
@@ -307,46 +289,47 @@ def row_writer(path: Path, compression: Compression = "none") -> Iterator[Callab
         yield write
 
 
-def _do(
+def _map_shard(
     out: Path, work: Work | ByShard, text_key: str | None, compression: Compression, source: ShardSource
 ) -> dict[str, Any]:
-    """Do one shard; runs in a worker."""
+    """Runs in a worker."""
     began = time.perf_counter()
-    counts = {"rows_in": 0, "rows_out": 0}
-    dropped: dict[str, int] = {}
+    rows_in = rows_out = 0
+    dropped: Counter[str] = Counter()
     notes: list[Row] = []
 
-    def drop(one: Drop) -> None:
-        dropped[one.reason] = dropped.get(one.reason, 0) + 1
-        if one.note is not None:
-            notes.append(one.note)
+    def drop(row: Drop) -> None:
+        dropped[row.reason] += 1
+        if row.note is not None:
+            notes.append(row.note)
 
-    def given() -> Iterator[Row]:
+    def rows() -> Iterator[Row]:
+        nonlocal rows_in
         for row in plain_rows(source) if text_key is None else documents(source, text_key):
-            counts["rows_in"] += 1
+            rows_in += 1
             if isinstance(row, Drop):
                 drop(row)
             else:
                 yield row
 
     with row_writer(shard_path(out, DOCS, source.number, compression), compression) as write:
-        for row in (work.of(source.number) if isinstance(work, ByShard) else work)(given()):
+        for row in (work.of(source.number) if isinstance(work, ByShard) else work)(rows()):
             if isinstance(row, Drop):
                 drop(row)
             elif write(row):
-                counts["rows_out"] += 1
+                rows_out += 1
             else:
                 drop(Drop(NOT_UNICODE))
     if notes:
         with row_writer(shard_path(out, NOTES, source.number)) as write:
             for note in notes:
                 write(note)
-    return {**counts, "dropped": dropped, "seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    return {"rows_in": rows_in, "rows_out": rows_out, "dropped": dict(dropped), "seconds": seconds}
 
 
 def _id(row: Row, made: str) -> str:
-    given = row.get("id")
-    return made if given is None or given == "" else str(given)
+    return made if row.get("id") in (None, "") else str(row["id"])
 
 
 def _as_json(value: Any) -> Any:
@@ -355,7 +338,9 @@ def _as_json(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    raise PalestraError(f"a column holds a {type(value).__name__}, which JSON cannot: leave it out with `transform`")
+    raise PalestraError(
+        f"a column holds a {type(value).__name__}, which JSON has no form for: drop it with `transform`"
+    )
 
 
 @contextmanager
@@ -386,5 +371,5 @@ def _clear_errors(path: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
             raise
         raise PalestraError(
-            f"cannot write {path}: {error.strerror}. Nothing is left half written; make room and run the same again"
+            f"cannot write {path}: {error.strerror}. Nothing is left half written; make room and run it again"
         ) from error

@@ -1,8 +1,9 @@
-"""The steps `transform` and `consolidate`: a function over all rows, and rows kept by what earlier steps found."""
+"""The steps `transform` and `consolidate`: map a function over all rows; keep rows by their columns."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ from palestra.spec.imports import load_function
 from palestra.spec.model import Execution
 
 NOTHING = "the function gave nothing"
+SCORES = "scores"
+BOUNDS = {
+    "at_least": (">=", operator.ge),
+    "at_most": ("<=", operator.le),
+    "equals": ("==", operator.eq),
+    "one_of": ("in", lambda value, choices: value in choices),
+}
 
 
 def transform(
@@ -44,52 +52,36 @@ def transform(
 
     A row that it gives without an `id` keeps that of the row it came from; of several, the number is added.
     """
-    load_function(function, "function")  # a wrong name is told before any work
+    load_function(function, "function")  # a wrong name is an error before any work
     work = _Apply(function, dict(args or {}))
-    recipe = {"function": function, "args": work.args}
     map_documents(
-        out,
-        source,
-        work,
-        step="transform",
-        recipe=recipe,
-        workers=workers,
-        text_key=None,
-        split=split,
-        compression=compression,
+        out, source, work, "transform", asdict(work), workers, text_key=None, split=split, compression=compression
     )
 
 
 @dataclass(frozen=True)
 class _Apply:
     function: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any]
 
     def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
         apply = load_function(self.function, "function")
         for row in rows:
-            given = row["id"]
-            made = apply(row, **self.args)
-            if made is None:
+            result = apply(row, **self.args)
+            if result is None or isinstance(result, Mapping):
+                yield Drop(NOTHING) if result is None else {"id": row["id"], **result}
+                continue
+            count = -1
+            for count, made in enumerate(result):
+                if not isinstance(made, Mapping):
+                    raise UsageError(
+                        f"{self.function} gave a {type(made).__name__} of row {row['id']}; expected a row (a dict), "
+                        "several, or None"
+                    )
+                same = made.get("id", row["id"]) == row["id"]
+                yield {**made, "id": f"{row['id']}.{count}" if same else made["id"]}
+            if count < 0:
                 yield Drop(NOTHING)
-            elif isinstance(made, Mapping):
-                yield {"id": given, **made}
-            else:
-                count = -1
-                for count, one in enumerate(made):
-                    if not isinstance(one, Mapping):
-                        raise UsageError(
-                            f"{self.function} gave a {type(one).__name__} of row {given}; expected a row (a dict), "
-                            "several, or None"
-                        )
-                    same = one.get("id", given) == given
-                    yield {**one, "id": f"{given}.{count}" if same else one["id"]}
-                if count < 0:
-                    yield Drop(NOTHING)
-
-
-SCORES = "scores"
-BOUNDS = ("at_least", "at_most", "equals", "one_of")
 
 
 @dataclass(frozen=True)
@@ -103,21 +95,16 @@ class Rule:
 
     def holds(self, row: Row) -> bool:
         """Whether a row stays."""
-        found = _column(row, self.column)
-        match self.bound:
-            case "equals":
-                return found == self.value
-            case "one_of":
-                return found in self.value
-        if found is None:
-            return False
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise PalestraError(f"row {row['id']}: {self.column} is {found!r}, and {self.bound} compares numbers")
-        return found >= self.value if self.bound == "at_least" else found <= self.value
+        value = _column(row, self.column)
+        if self.bound in ("at_least", "at_most"):
+            if value is None:
+                return False
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise PalestraError(f"row {row['id']}: {self.column} is {value!r}, and {self.bound} compares numbers")
+        return BOUNDS[self.bound][1](value, self.value)
 
     def __str__(self) -> str:
-        signs = {"at_least": ">=", "at_most": "<=", "equals": "==", "one_of": "in"}
-        return f"{self.column} {signs[self.bound]} {self.value}"
+        return f"{self.column} {BOUNDS[self.bound][0]} {self.value}"
 
 
 def consolidate(
@@ -136,36 +123,24 @@ def consolidate(
     A rule is `{column: quality, at_least: 0.5}`, with at_least, at_most, equals or one_of. Of equal scores the earlier
     rows are kept. `without` names columns to take out, such as the scores themselves.
     """
-    rules = tuple(_rule(number, one) for number, one in enumerate(keep))
+    rules = tuple(_rule(number, entry) for number, entry in enumerate(keep))
     if (keep_fraction is None) != (by is None):
         raise UsageError("keep_fraction and by go together: the share of rows to keep, and the column that ranks them")
     if keep_fraction is not None and not 0 < keep_fraction <= 1:
         raise UsageError(f"keep_fraction: expected a share in (0, 1], got {keep_fraction:g}")
-    recipe = {
-        "keep": [asdict(rule) for rule in rules],
-        "keep_fraction": keep_fraction,
-        "by": by,
-        "without": list(without),
-    }
+    kept = [asdict(rule) for rule in rules]
+    recipe = {"keep": kept, "keep_fraction": keep_fraction, "by": by, "without": list(without)}
     best: Best | None = None
-    more: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     if keep_fraction is not None and by is not None:
-        given = sources(source)
-        counts = each_shard(out, SCORES, given, partial(_scores, out, by, rules), workers=workers)
-        best = _best(out, given, keep_fraction)
+        shards = sources(source)
+        results = each_shard(out, SCORES, shards, partial(_scores, out, by, rules), workers=workers)
+        best = _best(out, shards, keep_fraction)
         recipe["threshold"] = best.threshold  # shards that an earlier attempt did had the same
-        more = {"threshold": best.threshold, "scored": sum(one["scored"] for one in counts)}
-    work = ByShard(partial(_Keep.of, rules, by, best, tuple(without)))
+        counts = {"threshold": best.threshold, "scored": sum(result["scored"] for result in results)}
+    work = ByShard(partial(_Keep, rules, by, best, tuple(without)))
     map_documents(
-        out,
-        source,
-        work,
-        step="consolidate",
-        recipe=recipe,
-        workers=workers,
-        text_key=None,
-        compression=compression,
-        **more,
+        out, source, work, "consolidate", recipe, workers, text_key=None, compression=compression, counts=counts
     )
 
 
@@ -178,58 +153,52 @@ class Best:
     equals: tuple[int, ...]
 
 
-@dataclass
 class _Keep:
-    rules: tuple[Rule, ...]
-    by: str | None
-    best: Best | None
-    without: tuple[str, ...]
-    equals_left: int = 0
+    """The rows of one shard that satisfy the rules and are among the best."""
 
-    @classmethod
-    def of(
-        cls, rules: tuple[Rule, ...], by: str | None, best: Best | None, without: tuple[str, ...], number: int
-    ) -> "_Keep":
-        return cls(rules, by, best, without, 0 if best is None else best.equals[number])
+    def __init__(
+        self, rules: tuple[Rule, ...], by: str | None, best: Best | None, without: tuple[str, ...], number: int
+    ) -> None:
+        self.rules, self.by, self.best, self.without = rules, by, best, without
+        self.equals_left = 0 if best is None else best.equals[number]
 
     def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
         for row in rows:
             broken = next((rule for rule in self.rules if not rule.holds(row)), None)
             if broken is not None:
                 yield Drop(f"not {broken}")
-            elif self.best is not None and self.by is not None and not self._among_best(row, self.by, self.best):
+            elif self.best is not None and self.by is not None and not self._among_best(_score(row, self.by)):
                 yield Drop(f"not among the best by {self.by}")
             else:
                 yield {key: value for key, value in row.items() if key not in self.without}
 
-    def _among_best(self, row: Row, by: str, best: Best) -> bool:
-        score = _score(row, by)
-        if score != best.threshold:
-            return score > best.threshold
+    def _among_best(self, score: float) -> bool:
+        assert self.best is not None
+        if score != self.best.threshold:
+            return score > self.best.threshold
         self.equals_left -= 1
         return self.equals_left >= 0
 
 
 def _scores(out: Path, by: str, rules: tuple[Rule, ...], source: ShardSource) -> dict[str, Any]:
     """The scores of a shard's rows that satisfy the rules, into a file; runs in a worker."""
-    found = [_score(row, by) for row in plain_rows(source) if all(rule.holds(row) for rule in rules)]
+    scores = [_score(row, by) for row in plain_rows(source) if all(rule.holds(row) for rule in rules)]
     with written(_scores_file(out, source)) as file:
-        np.save(file, np.array(found, np.float64))
-    return {"scored": len(found)}
+        np.save(file, np.array(scores, np.float64))
+    return {"scored": len(scores)}
 
 
-def _best(out: Path, given: Sequence[ShardSource], fraction: float) -> Best:
-    """The threshold over all shards; eight bytes a row are held."""
-    scores = [np.load(_scores_file(out, one)) for one in given]
+def _best(out: Path, shards: Sequence[ShardSource], fraction: float) -> Best:
+    """The threshold over all shards; takes eight bytes of memory a row."""
+    scores = [np.load(_scores_file(out, shard)) for shard in shards]
     joined = np.concatenate(scores)
-    count = math.ceil(fraction * len(joined))
     if not len(joined):
-        return Best(math.inf, tuple(0 for _ in given))
+        return Best(math.inf, (0,) * len(shards))
+    count = math.ceil(fraction * len(joined))
     threshold = float(np.partition(joined, len(joined) - count)[len(joined) - count])
-    room = count - int((joined > threshold).sum())
-    equals = []
-    for one in scores:
-        equals.append(min(room, int((one == threshold).sum())))
+    room, equals = count - int((joined > threshold).sum()), []
+    for of_shard in scores:
+        equals.append(min(room, int((of_shard == threshold).sum())))
         room -= equals[-1]
     return Best(threshold, tuple(equals))
 
@@ -239,10 +208,10 @@ def _scores_file(out: Path, source: ShardSource) -> Path:
 
 
 def _score(row: Row, by: str) -> float:
-    found = _column(row, by)
-    if isinstance(found, bool) or not isinstance(found, int | float) or math.isnan(found):
-        raise PalestraError(f"row {row['id']}: by: {by} is {found!r}, which is no score; give it to all rows first")
-    return float(found)
+    score = _column(row, by)
+    if isinstance(score, bool) or not isinstance(score, int | float) or math.isnan(score):
+        raise PalestraError(f"row {row['id']}: by: {by} is {score!r}, not a score; give every row one first")
+    return float(score)
 
 
 def _column(row: Row, path: str) -> Any:
@@ -252,11 +221,11 @@ def _column(row: Row, path: str) -> Any:
     return value
 
 
-def _rule(number: int, written_as: Mapping[str, Any]) -> Rule:
-    bounds = [key for key in written_as if key != "column"]
-    if "column" not in written_as or len(bounds) != 1 or bounds[0] not in BOUNDS:
+def _rule(number: int, entry: Mapping[str, Any]) -> Rule:
+    bounds = [key for key in entry if key != "column"]
+    if "column" not in entry or len(bounds) != 1 or bounds[0] not in BOUNDS:
         raise UsageError(
             f"keep.{number}: expected a column and one of {', '.join(BOUNDS)}, such as "
-            f"{{column: quality, at_least: 0.5}}; got {dict(written_as)}"
+            f"{{column: quality, at_least: 0.5}}; got {dict(entry)}"
         )
-    return Rule(str(written_as["column"]), bounds[0], written_as[bounds[0]])
+    return Rule(str(entry["column"]), bounds[0], entry[bounds[0]])

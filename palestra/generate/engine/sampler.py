@@ -122,20 +122,20 @@ def _sampled(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
         scores = scores / torch.where(heat > 0, heat, 1.0)[:, None]
     probabilities = scores.softmax(-1)
     # log Σ exp, rounded as the trainer's: it subtracts this from a score too, and most of the rounding cancels.
-    normaliser = scores.amax(-1) - probabilities.amax(-1).log()
+    normalizer = scores.amax(-1) - probabilities.amax(-1).log()
     if needs.filtered:
         lowest = _threshold(probabilities, settings)
         probabilities = torch.where(probabilities < lowest[:, None], 0.0, probabilities)
-        normaliser = normaliser + torch.where(lowest > 0, probabilities.sum(-1), 1.0).log()
+        normalizer = normalizer + torch.where(lowest > 0, probabilities.sum(-1), 1.0).log()
     tokens = _inverse_cdf(probabilities, uniform(settings.seed, settings.draws)) if needs.drawn else None
     if tokens is None or needs.greedy:
         likeliest = scores.argmax(-1)
         tokens = likeliest if tokens is None else torch.where(heat > 0, tokens, likeliest)
-    logprobs = scores.gather(1, tokens[:, None])[:, 0] - normaliser
+    logprobs = scores.gather(1, tokens[:, None])[:, 0] - normalizer
     if not needs.top:
         return _without_others(tokens, logprobs)
     top = probabilities.topk(min(needs.top, probabilities.shape[1]), dim=-1)
-    values = scores.gather(1, top.indices) - normaliser[:, None]
+    values = scores.gather(1, top.indices) - normalizer[:, None]
     return Choice(tokens, logprobs, top.indices, values.masked_fill(top.values == 0, NEGATIVE))
 
 

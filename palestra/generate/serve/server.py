@@ -113,7 +113,7 @@ def create_app(
 def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
     """`/v1/…`, as OpenAI's clients ask."""
     engine = service.generator.engine
-    # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalisation
+    # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalization
     # shortens no text to less than a fourth.)
     most_characters = 4 * engine.context * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
     created = int(time.time())

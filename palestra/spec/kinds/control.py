@@ -1,135 +1,136 @@
 """The spec of kind `control`: deep RL in Gymnasium environments, its networks and algorithms."""
 
+from collections.abc import Iterator
 from math import isqrt
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec, Module
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_problems
+from palestra.spec.base import Every, ExperimentSpec, Module
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
 
 
 class EnvSpec(Model):
-    """The environment and how many of it run side by side."""
+    """The environment and its vectorization."""
 
     id: str = Field(min_length=1)
-    """The Gymnasium id, for example CartPole-v1; or `module:Class`, imported and made."""
+    """Gymnasium id such as CartPole-v1, or `module:Class`."""
     num_envs: int = Field(default=4, ge=1)
-    """How many copies are stepped together (N)."""
+    """Number of parallel environments (N)."""
     vectorize: Literal["auto", "vector", "sync", "async"] = "auto"
-    """How they run: the environment's own vectorised form, one after the other, in processes, or the best there is."""
+    """The environment's own vectorization, one after another (`sync`), worker processes (`async`), or the fastest."""
     kwargs: dict[str, JsonValue] = Field(default={})
-    """Arguments for gymnasium.make."""
+    """Keyword arguments of gymnasium.make."""
     module: Module | None = None
-    """A module imported first, so that it can register environments."""
+    """Module to import first, which registers environments."""
     frame_stack: int | None = Field(default=None, ge=2)
-    """Give the policy so many of the last observations, one after the other on a new first dimension."""
-    normalise_obs: bool = False
-    """Bring observations to mean 0 and standard deviation 1, by running statistics that the policy carries with it."""
+    """Stack this many last observations along a new first dimension."""
+    normalize_obs: bool = False
+    """Normalize observations by running mean and standard deviation, which are saved with the policy."""
     clip_obs: float = Field(default=10.0, gt=0)
-    """How far a normalised observation may be from 0."""
-    normalise_reward: bool = False
+    """Clip normalized observations to ± this."""
+    normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return; logged returns stay raw."""
     clip_reward: float | None = Field(default=None, gt=0)
-    """How far a reward that is learned from may be from 0, after normalisation; null does not clip."""
+    """Clip training rewards (after normalization) to ± this; null: no clipping."""
     reset_timeout: float = Field(default=60.0, gt=0)
-    """Seconds after which an environment that does not answer is taken for hung and named."""
+    """Seconds after which an unresponsive environment is reported as hung."""
 
 
 Width = Annotated[int, Field(ge=1)]
 
 
 class RecurrentSpec(Model):
-    """A recurrent layer after the hidden ones; its state is carried through the rollout and cleared at episode ends."""
+    """A recurrent layer after the hidden ones; its state is carried through the rollout and reset at episode ends."""
 
     cell: Literal["lstm", "gru"] = "lstm"
-    """The kind of cell."""
+    """Type of the cell."""
     size: int = Field(default=64, ge=1)
-    """The width of its state."""
+    """Width of its state."""
 
 
 class GraphSpec(Model):
-    """A trunk of your own: layers of torch.nn by name, and how they are joined."""
+    """Custom trunk: torch.nn layers by name, and how they connect."""
 
     layers: dict[str, dict[str, dict[str, JsonValue]]]
-    """Name of the layer: {class of torch.nn: its arguments}, for example {first: {LazyLinear: {out_features: 64}}}."""
+    """Layer name: {torch.nn class: arguments}, for example {first: {LazyLinear: {out_features: 64}}}."""
     join: dict[str, list[str]] = Field(default={})
-    """For a layer that does not take the one before it: those it takes, concatenated; `obs` is the observation."""
+    """Inputs of a layer other than the previous one, concatenated; `obs` is the observation."""
 
 
 class NetSpec(Model):
-    """The networks of policy and value."""
+    """Policy and value networks."""
 
     trunk: Literal["auto", "mlp", "nature", "impala"] = "auto"
-    """What reads observations: hidden layers, or convolutions before them; auto: nature for images from 36 × 36 on."""
+    """Trunk: an MLP, or a CNN before it; auto: nature for images of at least 36 × 36."""
     hidden: list[Width] = Field(default=[64, 64])
-    """The widths of the hidden layers; after convolutions one of 512 is usual."""
+    """Widths of the hidden layers; after a CNN usually one of 512."""
     critic_hidden: list[Width] | None = None
-    """The widths of the critic's hidden layers where they are not the policy's."""
+    """Widths of the critic's hidden layers; null: as `hidden`."""
     activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
-    """The nonlinearity between layers."""
+    """Activation function."""
     layer_norm: bool = False
-    """Layer normalisation before the nonlinearity of each hidden layer."""
+    """Layer norm before the activation of each hidden layer."""
     shared: bool = False
-    """Whether policy and value share the hidden layers."""
+    """Share the hidden layers between policy and value."""
     orthogonal: bool = True
-    """Orthogonal initial weights, with gain 0.01 at the policy's and 1 at the value's output."""
+    """Orthogonal initialization, with gain 0.01 at the policy's and 1 at the value's output."""
     log_std: float = 0.0
-    """What the logarithm of the standard deviation of continuous actions begins with, in units of half their range."""
+    """Initial log standard deviation of continuous actions, in units of half the action range."""
     recurrent: RecurrentSpec | None = None
     """A recurrent layer after the hidden ones."""
     graph: GraphSpec | None = None
-    """A trunk of your own instead of `trunk` and `hidden`."""
+    """Custom trunk in place of `trunk` and `hidden`."""
 
 
 Rate = Annotated[ScheduleSpec, Bounds(at_least=0)]
 
 
 def constant(value: float) -> Schedule:
-    """A schedule that does not move."""
+    """A constant schedule."""
     return Schedule(shape="constant", start=value)
 
 
 class SelfImitationSpec(Model):
-    """Self-imitation learning (Oh et al. 2018): learn again from what turned out better than expected."""
+    """Self-imitation learning (Oh et al. 2018): replay transitions whose return exceeded their value."""
 
     buffer: int = Field(default=100_000, ge=1)
-    """Transitions remembered, of whole episodes."""
+    """Replay capacity in transitions of whole episodes."""
     batch: int = Field(default=512, ge=1)
-    """Transitions in one of its gradient steps."""
+    """Batch size of its gradient steps."""
     updates: int = Field(default=4, ge=1)
-    """Its gradient steps after each policy improvement."""
+    """Gradient steps after each policy update."""
     coef: float = Field(default=0.1, gt=0)
-    """The weight of its policy loss."""
+    """Coefficient of its policy loss."""
     value_coef: float = Field(default=0.01, ge=0)
-    """The weight of its value loss."""
+    """Coefficient of its value loss."""
     alpha: float = Field(default=0.6, ge=0)
-    """How strongly transitions that beat their value most are preferred; 0 draws uniformly."""
+    """Priority exponent α; 0 samples uniformly."""
     beta: float = Field(default=0.1, ge=0, le=1)
-    """How much of that preference the weights undo."""
+    """Importance-weight exponent β."""
 
 
 class OnPolicySpec(Model):
-    """What all of them have."""
+    """Shared fields of this family of algorithms."""
 
     gamma: float = Field(default=0.99, ge=0, le=1)
-    """The discount factor γ."""
+    """Discount factor γ."""
     entropy: Rate = constant(0.0)
-    """The weight of the entropy bonus."""
+    """Entropy bonus coefficient."""
     lr: Rate = constant(3e-4)
-    """The learning rate."""
+    """Learning rate."""
     horizon: int = Field(default=128, ge=1)
-    """Transitions collected from each environment before learning from them (T)."""
+    """Rollout length per environment between updates (T)."""
     max_grad_norm: float | None = Field(default=0.5, gt=0)
-    """The norm to which gradients are clipped; null does not clip."""
+    """Gradient norm clipping; null: none."""
     adam_eps: float = Field(default=1e-5, gt=0)
-    """ε of Adam, added to the root of the second moment."""
+    """Adam's ε."""
     distribution: Literal["gaussian", "beta"] = "gaussian"
-    """How continuous actions are drawn: a Gaussian whose samples are clipped to the bounds, or a Beta within them."""
+    """Distribution of continuous actions: a Gaussian clipped to the bounds, or a Beta within them."""
 
     def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps in one policy improvement."""
+        """Gradient steps per policy update."""
         return 1
 
 
@@ -137,253 +138,253 @@ class ReinforceSpec(OnPolicySpec):
     """REINFORCE (Williams 1992): Monte-Carlo returns of whole episodes, no critic."""
 
     name: Literal["reinforce"]
-    """The algorithm."""
-    normalise_returns: bool = True
-    """Bring the returns of a step to mean 0 and standard deviation 1."""
+    """Name of the algorithm."""
+    normalize_returns: bool = True
+    """Normalize the returns of each update to mean 0 and standard deviation 1."""
 
 
 class A2CSpec(OnPolicySpec):
     """Synchronous advantage actor-critic (Mnih et al. 2016)."""
 
     name: Literal["a2c"]
-    """The algorithm."""
+    """Name of the algorithm."""
     lr: Rate = constant(7e-4)
-    """The learning rate."""
+    """Learning rate."""
     lam: float | None = Field(default=0.95, ge=0, le=1)
-    """λ of generalised advantage estimation; null takes n-step returns up to the horizon (λ = 1)."""
+    """λ of generalized advantage estimation; null: n-step returns up to the horizon (λ = 1)."""
     value_coef: float = Field(default=0.5, ge=0)
-    """The weight of the value loss."""
+    """Value loss coefficient."""
     horizon: int = Field(default=16, ge=1)
-    """Transitions collected from each environment before learning from them (T)."""
-    normalise_advantages: bool = False
-    """Bring the advantages of a step to mean 0 and standard deviation 1."""
+    """Rollout length per environment between updates (T)."""
+    normalize_advantages: bool = False
+    """Normalize the advantages of each update to mean 0 and standard deviation 1."""
     self_imitation: SelfImitationSpec | None = None
-    """Learn again from what turned out better than expected."""
+    """Self-imitation learning; null: off."""
 
     def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps in one policy improvement."""
+        """Gradient steps per policy update."""
         return 1 + (0 if self.self_imitation is None else self.self_imitation.updates)
 
 
 class PPOSpec(OnPolicySpec):
-    """Proximal policy optimisation (Schulman et al. 2017)."""
+    """Proximal policy optimization (Schulman et al. 2017)."""
 
     name: Literal["ppo"]
-    """The algorithm."""
+    """Name of the algorithm."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """λ of generalised advantage estimation."""
+    """λ of generalized advantage estimation."""
     clip: Annotated[ScheduleSpec, Bounds(above=0)] = constant(0.2)
-    """How far the probability ratio may move from 1 before its gradient stops (ε)."""
+    """Clip range of the probability ratio (ε)."""
     clip_value: float | None = Field(default=None, gt=0)
-    """How far a value may move from its old prediction; null does not clip values."""
+    """Clip range of the value loss around the old prediction; null: no clipping."""
     value_coef: float = Field(default=0.5, ge=0)
-    """The weight of the value loss."""
+    """Value loss coefficient."""
     minibatch: int = Field(default=128, ge=1)
-    """Transitions in one gradient step; divides horizon × num_envs."""
+    """Minibatch size in transitions; divides horizon × num_envs."""
     epochs: int = Field(default=4, ge=1)
-    """Passes over the collected transitions."""
-    normalise_advantages: bool = True
-    """Bring the advantages of each minibatch to mean 0 and standard deviation 1."""
+    """Epochs over each rollout."""
+    normalize_advantages: bool = True
+    """Normalize advantages per minibatch to mean 0 and standard deviation 1."""
     target_kl: float | None = Field(default=None, gt=0)
-    """Stop the passes of a step once the approximate KL to the collecting policy is above this; null never stops."""
+    """Stop the epochs of an update once the approximate KL to the rollout policy exceeds this; null: never."""
     self_imitation: SelfImitationSpec | None = None
-    """Learn again from what turned out better than expected."""
+    """Self-imitation learning; null: off."""
 
     def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps in one policy improvement, if `target_kl` stops none."""
+        """Gradient steps per policy update, without early stopping by `target_kl`."""
         imitation = 0 if self.self_imitation is None else self.self_imitation.updates
         return self.epochs * self.horizon * num_envs // self.minibatch + imitation
 
 
 class SARSASpec(Model):
-    """SARSA (Rummery & Niranjan 1994) with a network: learns the values of the policy that explores."""
+    """Deep SARSA(λ) (Rummery & Niranjan 1994): on-policy Q-learning."""
 
     name: Literal["sarsa"]
-    """The algorithm."""
+    """Name of the algorithm."""
     gamma: float = Field(default=0.99, ge=0, le=1)
-    """The discount factor γ."""
+    """Discount factor γ."""
     epsilon: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=1.0, end=0.05, finish=0.5)
-    """The share of random actions, drawn for each environment by itself."""
+    """ε of ε-greedy exploration, per environment."""
     temperature: Rate | None = None
-    """Draw actions by softmax(Q / temperature) instead of ε-greedily."""
+    """Boltzmann exploration, softmax(Q / temperature), in place of ε-greedy."""
     lam: float = Field(default=0.0, ge=0, le=1)
-    """λ of the returns learned towards; 0 is one reward and the value of what follows it."""
+    """λ of the λ-return targets; 0: one-step targets."""
     lr: Rate = constant(1e-3)
-    """The learning rate."""
+    """Learning rate."""
     horizon: int = Field(default=32, ge=1)
-    """Transitions collected from each environment before learning from them (T)."""
+    """Rollout length per environment between updates (T)."""
     max_grad_norm: float | None = Field(default=0.5, gt=0)
-    """The norm to which gradients are clipped; null does not clip."""
+    """Gradient norm clipping; null: none."""
     adam_eps: float = Field(default=1e-8, gt=0)
-    """ε of Adam, added to the root of the second moment."""
+    """Adam's ε."""
 
     def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps in one policy improvement."""
+        """Gradient steps per policy update."""
         return 1
 
 
-class PrioritisedSpec(Model):
-    """Prioritised replay (Schaul et al. 2016): what surprised most is seen more often."""
+class PrioritizedSpec(Model):
+    """Prioritized experience replay (Schaul et al. 2016)."""
 
     alpha: float = Field(default=0.6, ge=0, le=1)
-    """How strongly; 0 draws uniformly."""
+    """Priority exponent α; 0 samples uniformly."""
     beta: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=0.4, end=1.0)
-    """How much of the preference the importance weights undo; 1 undoes it wholly."""
+    """Importance-weight exponent β; 1 corrects the bias fully."""
     eps: float = Field(default=1e-6, gt=0)
-    """Added to every error, so that none is never seen again."""
+    """Added to every priority, so that none is zero."""
 
 
 class DistributionalSpec(Model):
-    """Quantile regression (Dabney et al. 2018): the network predicts a distribution of returns instead of its mean."""
+    """QR-DQN (Dabney et al. 2018): predict quantiles of the return in place of its mean."""
 
     quantiles: int = Field(default=32, ge=2)
-    """How many quantiles of it."""
+    """Number of quantiles."""
 
 
 class OffPolicySpec(Model):
-    """What all of them have."""
+    """Shared fields of this family of algorithms."""
 
     gamma: float = Field(default=0.99, ge=0, le=1)
-    """The discount factor γ."""
+    """Discount factor γ."""
     lr: Rate = constant(3e-4)
-    """The learning rate of Adam."""
+    """Learning rate (Adam)."""
     batch: int = Field(default=256, ge=1)
-    """Transitions in one gradient step."""
+    """Batch size."""
     buffer: int = Field(default=1_000_000, ge=1)
-    """Transitions remembered, over all environments; the oldest make room."""
+    """Replay capacity in transitions, over all environments."""
     start: int = Field(default=1000, ge=1)
-    """Frames collected before the first gradient step, with random actions."""
+    """Frames with random actions before the first gradient step."""
     replay_ratio: float = Field(default=1.0, gt=0)
-    """Gradient steps for each frame, whatever the number of environments."""
+    """Gradient steps per frame (update-to-data ratio), for any number of environments."""
     update_every: int = Field(default=1, ge=1)
-    """Vector steps between learning: then replay_ratio × num_envs × update_every gradient steps are made at once."""
+    """Vector steps between updates; each update makes replay_ratio × num_envs × update_every gradient steps."""
     horizon: int = Field(default=256, ge=1)
-    """Vector steps in what is called a step here: after it comes what is due of logging, evaluation, checkpoints."""
+    """Vector steps per training step, after which logging, evaluation and checkpoints may be due."""
     n_step: int = Field(default=1, ge=1)
-    """Rewards added up before the value of what follows them is taken."""
+    """n of n-step returns."""
     max_grad_norm: float | None = Field(default=None, gt=0)
-    """The norm to which gradients are clipped; null does not clip."""
+    """Gradient norm clipping; null: none."""
     adam_eps: float = Field(default=1e-8, gt=0)
-    """ε of Adam, added to the root of the second moment."""
+    """Adam's ε."""
 
     def updates_at_once(self, num_envs: int) -> int:
-        """Gradient steps made every `update_every` vector steps."""
+        """Gradient steps every `update_every` vector steps."""
         return round(self.replay_ratio * num_envs * self.update_every)
 
     def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps between two chances to log, after `start`."""
+        """Gradient steps per training step, after `start`."""
         return self.horizon // self.update_every * self.updates_at_once(num_envs)
 
 
 class DQNSpec(OffPolicySpec):
-    """Deep Q-learning (Mnih et al. 2015) with what was added to it since."""
+    """DQN (Mnih et al. 2015) with its common extensions."""
 
     name: Literal["dqn"]
-    """The algorithm."""
+    """Name of the algorithm."""
     lr: Rate = constant(1e-3)
-    """The learning rate of Adam."""
+    """Learning rate (Adam)."""
     batch: int = Field(default=128, ge=1)
-    """Transitions in one gradient step."""
+    """Batch size."""
     epsilon: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=1.0, end=0.05, finish=0.2)
-    """The share of random actions, drawn for each environment by itself."""
+    """ε of ε-greedy exploration, per environment."""
     temperature: Rate | None = None
-    """Draw actions by softmax(Q / temperature) instead of ε-greedily."""
+    """Boltzmann exploration, softmax(Q / temperature), in place of ε-greedy."""
     target_every: int | None = Field(default=None, ge=1)
-    """Gradient steps after which the target network becomes a copy of the learning one; null follows it by `tau`."""
+    """Gradient steps between hard updates of the target network; null: soft updates by `tau`."""
     tau: float = Field(default=0.005, gt=0, le=1)
-    """How far the target network moves towards the learning one after each gradient step; 1 is no target network."""
+    """Soft update rate τ of the target network per gradient step; 1: no target network."""
     double: bool = True
-    """Let the learning network choose the action whose value the target network gives (van Hasselt et al. 2016)."""
+    """Double DQN (van Hasselt et al. 2016)."""
     dueling: bool = False
-    """Value and advantages in streams of their own (Wang et al. 2016)."""
-    prioritised: PrioritisedSpec | None = None
-    """See surprising transitions more often."""
+    """Dueling network (Wang et al. 2016)."""
+    prioritized: PrioritizedSpec | None = None
+    """Prioritized replay; null: uniform."""
     distributional: DistributionalSpec | None = None
-    """Predict the distribution of returns."""
+    """Quantile regression; null: off."""
     max_grad_norm: float | None = Field(default=10.0, gt=0)
-    """The norm to which gradients are clipped; null does not clip."""
+    """Gradient norm clipping; null: none."""
 
 
 class ActorCriticSpec(OffPolicySpec):
-    """What SAC, TD3 and CrossQ have."""
+    """Shared fields of SAC, TD3 and CrossQ."""
 
     critic_lr: Rate | None = None
-    """The critics' learning rate where it is not `lr`."""
+    """Learning rate of the critics; null: `lr`."""
     policy_delay: int = Field(default=1, ge=1)
-    """Gradient steps of the critics for each of the policy."""
+    """Critic updates per policy update."""
 
 
 class SACSpec(ActorCriticSpec):
     """Soft actor-critic (Haarnoja et al. 2018); for Discrete actions with exact expectations (Christodoulou 2019)."""
 
     name: Literal["sac"]
-    """The algorithm."""
+    """Name of the algorithm."""
     tau: float = Field(default=0.005, gt=0, le=1)
-    """How far the target critics move towards the critics after each gradient step."""
+    """Soft update rate τ of the target critics per gradient step."""
     alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """The weight of the entropy; auto tunes it towards `target_entropy`."""
+    """Entropy coefficient; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
-    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log n for n Discrete ones."""
+    """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""
     alpha_lr: Rate | None = None
-    """The learning rate of the entropy's weight where it is not `lr`."""
+    """Learning rate of `alpha`; null: `lr`."""
 
 
 class TD3Spec(ActorCriticSpec):
     """Twin delayed DDPG (Fujimoto et al. 2018)."""
 
     name: Literal["td3"]
-    """The algorithm."""
+    """Name of the algorithm."""
     tau: float = Field(default=0.005, gt=0, le=1)
-    """How far the target networks move towards the others after each gradient step of the policy."""
+    """Soft update rate τ of the target networks per policy update."""
     policy_delay: int = Field(default=2, ge=1)
-    """Gradient steps of the critics for each of the policy and of the targets."""
+    """Critic updates per policy and target update."""
     noise: Rate = constant(0.1)
-    """The standard deviation of what is added to actions to explore, in units of half the action range."""
+    """Standard deviation of the exploration noise, in units of half the action range."""
     target_noise: float = Field(default=0.2, ge=0)
-    """The standard deviation of what is added to the target policy's actions."""
+    """Standard deviation of target policy smoothing."""
     noise_clip: float = Field(default=0.5, ge=0)
-    """How far that may be from 0."""
+    """Clip the smoothing noise to ± this."""
 
 
 class CrossQSpec(ActorCriticSpec):
-    """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalisation in the critics."""
+    """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalization in the critics."""
 
     name: Literal["crossq"]
-    """The algorithm."""
+    """Name of the algorithm."""
     lr: Rate = constant(1e-3)
-    """The learning rate of Adam."""
+    """Learning rate (Adam)."""
     policy_delay: int = Field(default=3, ge=1)
-    """Gradient steps of the critics for each of the policy."""
+    """Critic updates per policy update."""
     alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """The weight of the entropy; auto tunes it towards `target_entropy`."""
+    """Entropy coefficient; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
-    """The entropy aimed at in nats; auto is −dim(A), in units of half the range, or 0.6 · log n for n Discrete ones."""
+    """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""
     alpha_lr: Rate | None = None
-    """The learning rate of the entropy's weight where it is not `lr`."""
+    """Learning rate of `alpha`; null: `lr`."""
     beta1: float = Field(default=0.5, ge=0, lt=1)
-    """β₁ of Adam."""
+    """Adam's β₁."""
     renorm_momentum: float = Field(default=0.01, gt=0, le=1)
-    """How fast the running statistics of batch renormalisation follow."""
+    """Momentum of batch renormalization's running statistics."""
     renorm_warmup: int = Field(default=10_000, ge=0)
-    """Gradient steps over which plain batch normalisation turns into batch renormalisation."""
+    """Gradient steps of plain batch norm before batch renormalization is fully active."""
 
 
 AlgorithmSpec = Annotated[
     ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec,
     Field(discriminator="name"),
 ]
-"""The algorithms, told apart by `name`."""
+"""The algorithms, discriminated by `name`."""
 
 
 class TrainSpec(Model):
     """How long and how to train."""
 
     frames: int = Field(ge=1)
-    """Environment transitions to train for, over all copies; rounded up to whole steps."""
+    """Environment frames to train for, over all environments; rounded up to whole steps."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
-    """Compile the gradient step to one graph; auto does when the run is long enough to pay for it."""
+    """torch.compile the gradient step; auto: when the run is long enough to pay for it."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the factors of matrix products; bf16 is several times as fast for wide networks on a CPU with AMX."""
+    """Matmul precision; bf16 is several times faster for wide networks on a CPU with AMX."""
 
 
 AUTO_EVALUATIONS = 20  # at most, in a run whose `every.eval` is auto
@@ -391,12 +392,12 @@ EVALUATED_SHARE = 10  # one frame of evaluation for that many of training, where
 
 
 class EvalSpec(Model):
-    """Evaluation with the most likely actions, in environments of its own."""
+    """Evaluation with deterministic actions, in separate environments."""
 
     episodes: int = Field(default=10, ge=1)
-    """Episodes in one evaluation."""
+    """Episodes per evaluation."""
     num_envs: int = Field(default=20, ge=1)
-    """How many of them run side by side at most."""
+    """Maximum parallel environments."""
 
 
 # Told apart before either is validated, so that a bad cadence is refused with the words of cadences.
@@ -407,58 +408,58 @@ AutoCadence = Annotated[
 
 
 class ControlEvery(Every):
-    """How often things happen; a step is one policy improvement (collect, then learn), a frame one transition."""
+    """Cadences; a step is one rollout and update, a frame one environment transition."""
 
     eval: AutoCadence | None = "auto"  # pyrefly: ignore[bad-override]
-    """When to evaluate besides at the end: auto up to 20 times, within a tenth of the frames; null only at the end."""
+    """When to evaluate besides at the end: auto up to 20 times, within 10 % of the frames; null: only at the end."""
 
 
 class ControlSpec(ExperimentSpec):
-    """Deep RL: one policy trained by one algorithm in copies of one environment."""
+    """Deep RL: one policy trained by one algorithm in parallel copies of one environment."""
 
     kind: Literal["control"]
-    """The kind of experiment."""
+    """Kind of experiment."""
     env: EnvSpec
     """The environment."""
     algorithm: AlgorithmSpec
-    """How the policy learns."""
+    """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
-    """The networks."""
+    """Policy and value networks."""
     train: TrainSpec
-    """How long to train."""
+    """Length of training and precision."""
     eval: EvalSpec = EvalSpec()
-    """How to evaluate."""
+    """Evaluation."""
     every: ControlEvery = ControlEvery()
     """How often to checkpoint, evaluate and log."""
 
     @property
     def frames_per_step(self) -> int:
-        """Transitions collected for one policy improvement (T × N)."""
+        """Frames per rollout (T × N)."""
         return self.algorithm.horizon * self.env.num_envs
 
     @property
     def steps(self) -> int:
-        """Policy improvements in the whole run: enough for all of `train.frames`."""
+        """Steps of the whole run, covering `train.frames`."""
         return -(-self.train.frames // self.frames_per_step)
 
-    def affords(self, spent: int, one: float, seen: int) -> bool:
-        """Whether auto allows an evaluation of `one` frames after `seen` of training, `spent` on earlier ones.
+    def affords(self, spent: int, cost: float, seen: int) -> bool:
+        """Whether auto allows an evaluation of `cost` frames after `seen` of training, `spent` on earlier ones.
 
-        The one at the end has its part of the whole budget; nothing here depends on the clock, so a resume repeats it.
+        The last evaluation has its share reserved; nothing here depends on the clock, so a resume repeats it.
         """
         now, whole = seen / EVALUATED_SHARE, self.train.frames / EVALUATED_SHARE
-        return spent + one <= now and spent + 2 * one <= whole
+        return spent + cost <= now and spent + 2 * cost <= whole
 
     @property
     def evaluations(self) -> Cadence | None:
-        """When an evaluation may be due: `every.eval`, in twentieths of the run where it is auto."""
+        """Cadence of evaluations: `every.eval`, or a twentieth of the run where it is auto."""
         if self.every.eval != "auto":
             return self.every.eval
         return Cadence(max(1, self.train.frames // AUTO_EVALUATIONS), "frames")
 
     @property
     def updates(self) -> int:
-        """Gradient steps in the whole run, if nothing ends one early."""
+        """Gradient steps of the whole run, without early stopping."""
         if isinstance(self.algorithm, OffPolicySpec):
             learned = max(0, self.train.frames - self.algorithm.start)
             return learned * self.algorithm.updates_at_once(self.env.num_envs) // self._frames_between_updates
@@ -469,81 +470,71 @@ class ControlSpec(ExperimentSpec):
         assert isinstance(self.algorithm, OffPolicySpec)
         return self.env.num_envs * self.algorithm.update_every
 
-    def conflicts(self) -> list[Conflict]:
-        """Sizes that do not fit together, warm-ups longer than the run, networks that an algorithm has no use for."""
-        warmups = warmup_problems(self.algorithm, self.steps)
-        found = [Conflict(("algorithm", *path), reason) for path, reason in warmups]
+    def conflicts(self) -> Iterator[Conflict]:
+        """Conflicting sizes, warm-ups longer than the run, network options an algorithm does not support."""
+        yield from warmup_conflicts(self.algorithm, self.steps, "algorithm")
         if isinstance(self.algorithm, PPOSpec):
-            found += self._minibatch_conflicts(self.algorithm)
+            yield from self._minibatch_conflicts(self.algorithm)
         if isinstance(self.algorithm, OffPolicySpec):
-            found += self._replay_conflicts(self.algorithm)
+            yield from self._replay_conflicts(self.algorithm)
         if self.net.shared and isinstance(self.algorithm, ActorCriticSpec):
-            reason = f"{self.algorithm.name} has no use for it: policy and critics have networks of their own"
-            found.append(Conflict(("net", "shared"), reason))
+            reason = f"{self.algorithm.name} does not support it: policy and critics have separate networks"
+            yield Conflict(("net", "shared"), reason)
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec):
-            found.append(Conflict(("net", "recurrent"), f"{self.algorithm.name} has no use for it: use ppo or a2c"))
-        return found + self._net_conflicts()
+            yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo or a2c")
+        yield from self._net_conflicts()
 
-    def _net_conflicts(self) -> list[Conflict]:
-        found, net, algorithm = [], self.net, self.algorithm
+    def _net_conflicts(self) -> Iterator[Conflict]:
+        net, algorithm = self.net, self.algorithm
         if net.shared and net.critic_hidden is not None:
-            found.append(
-                Conflict(("net", "critic_hidden"), "the critic has no hidden layers of its own with net.shared")
-            )
+            reason = "expected null: with net.shared the critic has no hidden layers of its own"
+            yield Conflict(("net", "critic_hidden"), reason)
         if net.graph is not None and net.critic_hidden is not None:
-            found.append(Conflict(("net", "critic_hidden"), "net.graph stands for all hidden layers: leave it out"))
-        if net.recurrent is None:
-            return found
-        if isinstance(algorithm, PPOSpec) and algorithm.minibatch % algorithm.horizon:
-            reason = (
-                f"expected a multiple of the horizon ({algorithm.horizon}), because a recurrent policy learns from "
-                f"whole sequences; got {algorithm.minibatch}"
-            )
-            found.append(Conflict(("algorithm", "minibatch"), reason))
-        if isinstance(algorithm, PPOSpec | A2CSpec) and algorithm.self_imitation is not None:
-            reason = "it learns from single steps, without what net.recurrent remembers: leave one of them out"
-            found.append(Conflict(("algorithm", "self_imitation"), reason))
-        return found
+            yield Conflict(("net", "critic_hidden"), "expected null: net.graph replaces all hidden layers")
+        if net.recurrent is not None and isinstance(algorithm, PPOSpec) and algorithm.minibatch % algorithm.horizon:
+            reason = f"expected a multiple of the horizon ({algorithm.horizon}), because a recurrent policy trains on "
+            yield Conflict(("algorithm", "minibatch"), f"{reason}whole sequences; got {algorithm.minibatch}")
+        if net.recurrent is not None and isinstance(algorithm, PPOSpec | A2CSpec) and algorithm.self_imitation:
+            reason = "expected null: it replays single transitions, without the state of net.recurrent"
+            yield Conflict(("algorithm", "self_imitation"), reason)
 
-    def _minibatch_conflicts(self, algorithm: PPOSpec) -> list[Conflict]:
+    def _minibatch_conflicts(self, algorithm: PPOSpec) -> Iterator[Conflict]:
         size, batch, at = algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
         product = f"horizon × num_envs = {algorithm.horizon} × {self.env.num_envs} = {batch}"
         if size > batch:
-            return [Conflict(at, f"expected at most {product}, got {size}")]
-        if batch % size:
+            yield Conflict(at, f"expected at most {product}, got {size}")
+        elif batch % size:
             near = sorted({max(d for d in _divisors(batch) if d < size), min(d for d in _divisors(batch) if d > size)})
-            return [Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")]
-        if size == 1 and algorithm.normalise_advantages:
-            return [Conflict(at, "expected at least 2, because one advantage cannot be normalised")]
-        return []
+            yield Conflict(at, f"expected a divisor of {product}, such as {near[0]} or {near[1]}; got {size}")
+        elif size == 1 and algorithm.normalize_advantages:
+            yield Conflict(at, "expected at least 2, because one advantage cannot be normalized")
 
-    def _replay_conflicts(self, algorithm: OffPolicySpec) -> list[Conflict]:
-        found, n = [], self.env.num_envs
+    def _replay_conflicts(self, algorithm: OffPolicySpec) -> Iterator[Conflict]:
+        n = self.env.num_envs
         exact = algorithm.replay_ratio * n * algorithm.update_every
         if algorithm.updates_at_once(n) < 1 or abs(exact - round(exact)) > 1e-6:
             reason = (
                 f"expected a whole number of gradient steps, at least 1, every {algorithm.update_every} vector steps; "
                 f"replay_ratio × num_envs × update_every is {exact:g}"
             )
-            found.append(Conflict(("algorithm", "replay_ratio"), reason))
+            yield Conflict(("algorithm", "replay_ratio"), reason)
         if algorithm.horizon % algorithm.update_every:
             reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
-            found.append(Conflict(("algorithm", "horizon"), reason))
+            yield Conflict(("algorithm", "horizon"), reason)
         if algorithm.buffer < max(algorithm.start, n * (algorithm.n_step + 1)):
             least = max(algorithm.start, n * (algorithm.n_step + 1))
-            found.append(Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}"))
-        return found
+            yield Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}")
 
     def derived(self) -> dict[str, int | float | str]:
-        """Frames a step, steps and gradient steps, a step and in all; what evaluation comes to."""
+        """Frames, steps and gradient steps, per step and in total; evaluation."""
         budget, when = self.train.frames // EVALUATED_SHARE, self.evaluations
         within = f" at most, within {budget:,} frames" if self.every.eval == "auto" else ""
         return {
             "frames per step": self.frames_per_step,
             "steps": self.steps,
-            "frames in all": self.steps * self.frames_per_step,
+            "frames in total": self.steps * self.frames_per_step,
             "gradient steps per step": self.algorithm.updates_per_step(self.env.num_envs),
-            "gradient steps in all": self.updates,
+            "gradient steps in total": self.updates,
             "evaluation": f"{self.eval.episodes} episodes {f'every {when}' if when else 'at the end'}{within}",
         }
 

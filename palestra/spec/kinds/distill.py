@@ -1,73 +1,71 @@
-"""The spec of kind `distill`: a language model that learns from what a teacher says of its own answers."""
+"""The spec of kind `distill`: a student language model trained on its own completions to match a teacher."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.base import Conflict
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.kinds.posttrain import PosttrainEvery, RolloutSpec, TaskEval
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
-from palestra.spec.model import Model
-from palestra.spec.schedule import warmup_problems
+from palestra.spec.model import Conflict, Model
+from palestra.spec.schedule import warmup_conflicts
 from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
 class TeacherSpec(Model):
-    """Whom the student learns from: another model, or itself with more to read."""
+    """The teacher: another model, or the student itself with a richer prompt."""
 
     init: str | None = Field(default=None, min_length=1)
     """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id, with the student's tokenizer; null: itself."""
     prompt: str | None = Field(default=None, min_length=1)
-    """What it reads for the prompt (of a conversation the last message), with {prompt} and the row's fields in it."""
+    """Template of the teacher's prompt (of a conversation: the last message), with {prompt} and the row's fields."""
     refresh: int | None = Field(default=None, ge=1)
-    """A student that teaches itself: take over its weights every so many steps; null keeps those of the start."""
+    """Self-distillation: copy the student's weights every this many steps; null keeps the initial weights."""
 
-    def reasons(self) -> list[Conflict]:
-        """A student cannot teach itself what it knows; another model stays as it is."""
-        found = []
+    def conflicts(self) -> Iterator[Conflict]:
+        """No teacher, or a refresh of a separate teacher."""
         if self.init is None and self.prompt is None:
-            found.append(Conflict(("init",), "expected a model, or `prompt` for a student that teaches itself"))
+            yield Conflict(("init",), "expected a model, or `prompt` for self-distillation")
         if self.init is not None and self.refresh is not None:
-            found.append(Conflict(("refresh",), "expected null, because `init` names another model than the student"))
-        return found
+            yield Conflict(("refresh",), "expected null, because `init` names another model than the student")
 
 
 class PolicyLossSpec(Model):
-    """Minus the reverse KL at each drawn token as its advantage: needs only the teacher's word on that token."""
+    """Policy gradient with minus the reverse KL at each sampled token as its advantage; needs no full distributions."""
 
     type: Literal["policy"]
-    """The loss."""
+    """Type of the loss."""
     limit: float | None = Field(default=5.0, gt=0)
-    """Weights of answers by older weights (`rollout.staleness`) are at most this; null sets no limit."""
+    """Upper bound of the importance weight of stale completions (`rollout.staleness`); null: none."""
 
 
 class _Divergence(Model):
     temperature: float = Field(default=1.0, gt=0)
-    """The temperature of both distributions; answers are drawn with that of `rollout`."""
+    """Temperature of both distributions; completions are sampled with that of `rollout`."""
 
 
 class ForwardKlSpec(_Divergence):
-    """KL(teacher ‖ student) over the whole vocabulary: the student covers all that the teacher may say."""
+    """KL(teacher ‖ student) over the vocabulary: mode-covering."""
 
     type: Literal["forward_kl"]
-    """The loss."""
+    """Type of the loss."""
 
 
 class ReverseKlSpec(_Divergence):
-    """KL(student ‖ teacher) over the whole vocabulary: the student says only what the teacher may say."""
+    """KL(student ‖ teacher) over the vocabulary: mode-seeking."""
 
     type: Literal["reverse_kl"]
-    """The loss."""
+    """Type of the loss."""
 
 
 class JsdSpec(_Divergence):
-    """The generalised Jensen–Shannon divergence over the whole vocabulary (Agarwal et al. 2024, arXiv 2306.13649)."""
+    """The generalized Jensen–Shannon divergence over the vocabulary (Agarwal et al. 2024, arXiv 2306.13649)."""
 
     type: Literal["jsd"]
-    """The loss."""
+    """Type of the loss."""
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """The teacher's share in the mixture (β): like the forward KL near 0, like the reverse KL near 1."""
+    """Weight β of the teacher in the mixture: towards forward KL near 0, reverse KL near 1."""
 
 
 DivergenceSpec = ForwardKlSpec | ReverseKlSpec | JsdSpec
@@ -75,93 +73,87 @@ DistillLoss = Annotated[PolicyLossSpec | DivergenceSpec, Field(discriminator="ty
 
 
 class DistillTrain(ComputeSpec):
-    """How many batches, and of how many prompts."""
+    """Length of the run and batch size."""
 
     steps: int = Field(ge=1)
-    """Batches; each makes one optimizer step and one version of the weights."""
+    """Training steps; each is one optimizer step and publishes one weight version."""
     prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts in a batch, each with its group of answers, whoever gave them."""
+    """Prompts per batch, each with a group of completions, sampled or from `data`."""
 
 
 class DistillSpec(LanguageModelSpec):
-    """Distillation: a student answers, a teacher reads it, and the student moves towards what the teacher would say."""
+    """Distillation: a student samples completions and is trained towards the teacher's distribution on them."""
 
     tuning: ClassVar[Tuning | None] = Tuning(lr=1e-5, lora_lr=1e-4, weight_decay=0.0)  # between sft and posttrain
 
     kind: Literal["distill"]
-    """The kind of experiment."""
+    """Kind of experiment."""
     teacher: TeacherSpec
-    """Whom it learns from."""
+    """The teacher."""
     tasks: TasksSpec
-    """What it answers, and what it is evaluated on."""
+    """Tasks to sample from and to evaluate on."""
     rollout: RolloutSpec = RolloutSpec()
-    """How answers are made."""
+    """Sampling of completions."""
     loss: DistillLoss = JsdSpec(type="jsd")
-    """What is made smaller, a mean over tokens."""
+    """Loss, a mean over tokens."""
     on_policy: float = Field(default=1.0, ge=0, le=1)
-    """The share of the prompts that the student answers itself; the rest of a batch are answers from `data`."""
+    """Fraction of the prompts completed by the student; the rest of a batch comes from `data`."""
     data: ChatData | None = None
-    """Given answers, as conversations; null where the student answers all prompts."""
+    """Off-policy completions, as conversations; null with `on_policy: 1`."""
     train: DistillTrain
-    """How long and how to train."""
+    """Length of training and computation."""
     eval: TaskEval = TaskEval()
-    """How to evaluate."""
+    """Evaluation."""
     suites: list[SuiteUse] = Field(default=[])
-    """What it is measured with during training and after it, besides `tasks.eval`."""
+    """Evaluation suites run during and after training, besides `tasks.eval`."""
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
     @property
     def answered(self) -> int:
-        """Prompts of a batch that the student answers."""
+        """Prompts per batch that the student completes."""
         return round(self.on_policy * self.train.prompts_per_step)
 
     @property
     def given(self) -> int:
-        """Answers of a batch that come from `data`."""
+        """Completions per batch from `data`."""
         return (self.train.prompts_per_step - self.answered) * self.rollout.group
 
-    def conflicts(self) -> list[Conflict]:
-        """A student that is not trained, a teacher that is not there, given answers that are missing or not used."""
-        found = super().conflicts()
+    def conflicts(self) -> Iterator[Conflict]:
+        """Missing student or teacher, off-policy completions missing or unused."""
+        yield from super().conflicts()
         if self.model.init is None:
-            found.append(Conflict(("model", "init"), "expected a trained model to start from"))
-        found += [Conflict(("teacher", *path), reason) for path, reason in self.teacher.reasons()]
-        found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
-        found += suite_conflicts(self.suites, self.counts)
-        if self.data is not None:
-            found += [Conflict(("data", *path), reason) for path, reason in self.data.problems()]
-        found += self._shares()
-        return found + [Conflict(("optim", *p), why) for p, why in warmup_problems(self.optim, self.train.steps)]
+            yield Conflict(("model", "init"), "expected a trained model to start from")
+        yield from suite_conflicts(self.suites, self.counts)
+        yield from self._shares()
+        yield from warmup_conflicts(self.optim, self.train.steps, "optim")
 
-    def _shares(self) -> list[Conflict]:
-        """Whether the share of given answers is one that there is, and that the loss and the teacher can do with."""
+    def _shares(self) -> Iterator[Conflict]:
+        """Whether the off-policy fraction exists and fits the loss and the teacher."""
         if self.on_policy == 1:
-            unused = "expected null, because `on_policy: 1` uses no given answers"
-            return [] if self.data is None else [Conflict(("data",), unused)]
-        found = []
+            if self.data is not None:
+                yield Conflict(("data",), "expected null, because `on_policy: 1` uses no off-policy completions")
+            return
         if self.data is None:
-            found.append(Conflict(("data",), f"expected given answers, because on_policy is {self.on_policy:g}"))
+            yield Conflict(("data",), f"expected completions, because on_policy is {self.on_policy:g}")
         elif self.data.eval or self.data.holdout:
-            found.append(Conflict(("data",), "expected neither `eval` nor `holdout`: evaluation is on tasks"))
+            yield Conflict(("data",), "expected neither `eval` nor `holdout`: evaluation is on tasks")
         if self.loss.type == "policy":
-            found.append(Conflict(("on_policy",), "expected 1, because `policy` learns from the student's own answers"))
+            yield Conflict(("on_policy",), "expected 1, because `policy` trains on the student's completions")
         if self.teacher.prompt is not None:
-            found.append(Conflict(("on_policy",), "expected 1, because `teacher.prompt` is made of the tasks' rows"))
+            yield Conflict(("on_policy",), "expected 1, because `teacher.prompt` is made of the tasks' rows")
         if self.on_policy == 0 and self.rollout.replay is not None:
-            found.append(Conflict(("rollout", "replay"), "expected null, because `on_policy: 0` takes none of it"))
+            yield Conflict(("rollout", "replay"), "expected null, because `on_policy: 0` samples nothing")
         if self.on_policy > 0 and self.answered in (0, self.train.prompts_per_step):
             reason = f"expected a share of {self.train.prompts_per_step} prompts that is at least one, and not all"
-            found.append(Conflict(("on_policy",), reason))
-        return found
+            yield Conflict(("on_policy",), reason)
 
     def derived(self) -> dict[str, int | float | str]:
-        """Answers and tokens of a step, and of the run."""
-        drawn = self.answered * self.rollout.group
+        """Completions and tokens per step and in total."""
+        sampled = self.answered * self.rollout.group
         return super().derived() | {
-            "answers drawn per step": drawn,
-            "answers given per step": self.given,
-            "new tokens per step, at most": drawn * self.rollout.max_new_tokens,
-            "answers in all": (drawn + self.given) * self.train.steps,
+            "completions sampled per step": sampled,
+            "off-policy completions per step": self.given,
+            "new tokens per step, at most": sampled * self.rollout.max_new_tokens,
+            "completions in total": (sampled + self.given) * self.train.steps,
         }

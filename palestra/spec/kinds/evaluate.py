@@ -1,28 +1,28 @@
-"""The spec of kind `evaluate`: how good a model is, by its answers to tasks and by the likelihood of given ones."""
+"""The spec of kind `evaluate`: accuracy of sampled completions and likelihood of given ones."""
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.base import Conflict, Every, ExperimentSpec, Name
+from palestra.spec.base import Every, ExperimentSpec, Name
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
 from palestra.spec.lm import TextSource
-from palestra.spec.model import Execution, Model
+from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.shape import described
 from palestra.spec.tasks import TaskUse
 
 
 class EvaluatedModel(Model):
-    """A trained model, and how conversations are written for it."""
+    """A trained model and its chat template."""
 
     init: str = Field(min_length=1)
     """A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id."""
     chat_template: str | None = None
-    """A Jinja chat template that replaces the tokenizer's own; null keeps it."""
+    """Jinja chat template in place of the tokenizer's own; null keeps it."""
 
 
 class LikelihoodUse(Model):
@@ -35,19 +35,19 @@ class LikelihoodUse(Model):
     path: str = Field(min_length=1)
     """A file of rows (JSONL, JSON, Parquet, Arrow), also under PALESTRA_DATA, at s3://… or on the Hub."""
     name: Name | None = None
-    """What it is called in this run; null takes the file's stem."""
+    """Name in this run; null: the file's stem."""
     items: int | None = Field(default=None, ge=1)
-    """Rows at most, from the first; null means all."""
+    """Maximum rows, the first ones; null: all."""
     shots: int = Field(default=0, ge=0)
-    """Other rows that stand before each question, with their right answers."""
+    """Few-shot examples before each question."""
     delimiter: str = " "
-    """What stands between a question and an answer."""
+    """Text between question and answer."""
     by: Literal["sum", "token", "byte"] = "token"
-    """What decides between choices: the log-probability of all of an answer, or its mean over tokens or over bytes."""
+    """Score of a choice: its log-probability, or the mean over its tokens or bytes."""
     border: Literal["answer", "common"] = "answer"
-    """Which tokens are scored: those of the answer; or as in CORE from the first that differs, of contexts after it."""
+    """Scored tokens: the choice's; or, as in CORE, from the first token that differs between choices."""
     baseline: float | None = Field(default=None, ge=0, lt=1)
-    """The accuracy of guessing, for the centred accuracy; null takes one in the number of choices, 0 without any."""
+    """Accuracy of random guessing, for the centered accuracy; null: 1 / number of choices, 0 without choices."""
     doc_to_text: str | None = Field(default=None, min_length=1)
     """As in lm-eval: the column with the question, or a Jinja template of a row."""
     doc_to_choice: str | list[str] | None = None
@@ -57,43 +57,42 @@ class LikelihoodUse(Model):
 
     @property
     def label(self) -> str:
-        """What it is called in this run."""
+        """Name in this run."""
         return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
 
-    def problems(self) -> list[Conflict]:
-        """Templates that are not whole."""
+    def conflicts(self) -> Iterator[Conflict]:
+        """Incomplete templates."""
         if self.doc_to_text is None and (self.doc_to_choice is not None or self.doc_to_target is not None):
-            return [Conflict(("doc_to_text",), "expected one, because another `doc_to_…` is given")]
+            yield Conflict(("doc_to_text",), "expected one, because another `doc_to_…` is given")
         if self.doc_to_text is not None and self.doc_to_target is None:
-            return [Conflict(("doc_to_target",), "expected one, because `doc_to_text` is given")]
-        return []
+            yield Conflict(("doc_to_target",), "expected one, because `doc_to_text` is given")
 
 
 class TextUse(TextSource):
-    """Whole texts, scored by bits a byte; a file may also lie under PALESTRA_DATA."""
+    """Texts scored in bits per byte; a relative path may be under PALESTRA_DATA."""
 
     name: Name | None = None
-    """What it is called in this run; null takes the file's stem."""
+    """Name in this run; null: the file's stem."""
     items: int | None = Field(default=None, ge=1)
-    """Documents at most, from the first; null means all."""
+    """Maximum documents, the first ones; null: all."""
 
     @property
     def label(self) -> str:
-        """What it is called in this run."""
+        """Name in this run."""
         return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
 
 
 class AnswerEval(TaskEval):
-    """How tasks are evaluated."""
+    """Evaluation on tasks."""
 
     problems: int = Field(default=1_000_000, ge=1)
-    """Problems of each task at most, from the first of its split: by default all of any split that is not endless."""
+    """Maximum problems per task, the first of its split; the default covers every finite split."""
     max_new_tokens: int = Field(default=512, ge=1)
-    """The most it writes; what is cut off there is counted."""
+    """Maximum new tokens; truncated completions are counted."""
     workflow: WorkflowSpec = SingleTurnSpec(name="single_turn")
-    """What happens between a prompt and its verdict."""
+    """From a prompt to a verdict."""
     verifiers: Execution[int | None] = Field(default=None, ge=1)
-    """Processes that judge answers where judging can hang; null takes one a core, up to 16."""
+    """Worker processes for verifiers that may hang; null: one per core, at most 16."""
 
 
 class EvaluateSpec(ExperimentSpec):
@@ -102,41 +101,36 @@ class EvaluateSpec(ExperimentSpec):
     counts: ClassVar[tuple[str, ...]] = ("steps",)
 
     kind: Literal["evaluate"]
-    """The kind of experiment."""
+    """Kind of experiment."""
     model: EvaluatedModel
-    """The model to evaluate."""
+    """Model to evaluate."""
     tasks: list[TaskUse] = Field(default=[])
-    """What it answers."""
+    """Tasks, evaluated by sampled completions."""
     eval: AnswerEval = AnswerEval()
-    """How it answers them."""
+    """Evaluation on tasks."""
     likelihood: list[LikelihoodUse] = Field(default=[])
-    """Rows with given answers."""
+    """Multiple-choice and cloze rows, evaluated by likelihood."""
     texts: list[TextUse] = Field(default=[])
-    """Whole texts, for bits a byte."""
+    """Texts, evaluated in bits per byte."""
     dtype: Literal["auto", "bf16", "fp32", "fp16"] = "auto"
-    """The precision of the weights and the arithmetic; auto is what the device computes fast."""
+    """Precision of weights and compute; auto: what the device computes fast."""
 
-    def conflicts(self) -> list[Conflict]:
-        """Nothing to evaluate on, a name for two things, settings that do not fit together or do nothing."""
-        found = []
+    def conflicts(self) -> Iterator[Conflict]:
+        """Nothing to evaluate, duplicate names, conflicting settings."""
         if not self.tasks and not self.likelihood and not self.texts:
-            found.append(Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`"))
-        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood)):
-            for place, use in enumerate(uses):
-                found += [Conflict((where, place, *path), reason) for path, reason in use.problems()]
+            yield Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`")
         labels = Counter(use.label for use in (*self.tasks, *self.likelihood, *self.texts))
         for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood), ("texts", self.texts)):
             for place, use in enumerate(uses):
                 if labels[use.label] > 1:
                     reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"
-                    found.append(Conflict((where, place, "name"), reason))
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
+                    yield Conflict((where, place, "name"), reason)
         if self.every != Every():
-            found.append(Conflict(("every",), "expected nothing: every answer is saved at once, and there is one row"))
-        return found
+            reason = "expected nothing: completions are saved at once, and there is one row of metrics"
+            yield Conflict(("every",), reason)
 
     def derived(self) -> dict[str, int | float | str]:
-        """The precision."""
+        """Compute precision."""
         return {"precision": described(self.dtype, self.device)}
 
 
@@ -153,7 +147,7 @@ def evaluation(
     device: str = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
-    """The spec of an evaluation as plain data, for those who have no file of it.
+    """The spec of an evaluation as plain data.
 
     Args:
         model: A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.
@@ -162,7 +156,7 @@ def evaluation(
         split: Of the tasks that are given by name; null takes their default.
         args: For the tasks that are given by name.
         name: The folder under runs/; by default `eval_` and the last part of the model's name.
-        seed: Of what is drawn.
+        seed: Seed of sampling.
         dtype: fp32, bf16 or fp16; auto is what the device computes fast.
         device: cpu or cuda; auto takes the GPU where there is one.
         settings: Those of `eval`, such as `problems=200, samples=8, k=[1, 8]`; null leaves the default, which for k is
@@ -177,8 +171,8 @@ def evaluation(
         "name": name or "eval_" + (re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name) or "model"),
         "seed": seed,
         "model": {"init": str(model)},
-        "tasks": [{"task": one, **named} if isinstance(one, str) else dict(one) for one in tasks],
-        "likelihood": [{"path": one} if isinstance(one, str) else dict(one) for one in likelihood],
+        "tasks": [{"task": use, **named} if isinstance(use, str) else dict(use) for use in tasks],
+        "likelihood": [{"path": use} if isinstance(use, str) else dict(use) for use in likelihood],
         "eval": chosen,
         "dtype": dtype,
         "device": device,

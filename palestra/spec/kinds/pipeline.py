@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, create_model
 
 from palestra.errors import UsageError
-from palestra.spec.base import Conflict, NamedSpec
+from palestra.spec.base import NamedSpec
 from palestra.spec.imports import argument_problems, load_function
-from palestra.spec.model import Execution, Model
+from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.source import DataPath
 from palestra.spec.validate import SpecError, validate
 
@@ -24,20 +24,20 @@ STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)
 
 
 class _Step(Model):
-    """A step: a function with its arguments (`use`, `with`), or a spec with what is changed in it (`spec`, `set`)."""
+    """A step: a function with arguments (`use`, `with`), or a spec with overrides (`spec`, `set`)."""
 
     use: str | None = Field(default=None, min_length=1)
-    """A built-in step such as filter, or your own function as module:function, looked for beside the file too."""
+    """Built-in step such as filter, or your own as module:function, also looked up beside the file."""
     spec: str | dict[str, Any] | None = None
-    """A spec of any other kind: a file (file.yaml or file.yaml:name, seen from this one), or written out."""
+    """Spec of any other kind: a file (file.yaml or file.yaml:name, relative to this one), or inline."""
     set: dict[str, Any] = Field(default={})
-    """Values of that spec that are other here, by dotted path: `optim.lr: 1e-3`."""
+    """Overrides of that spec by dotted path: `optim.lr: 1e-3`."""
     retries: int | None = Field(default=None, ge=0)
-    """How often it is tried again after a failure; null takes that of the pipeline."""
+    """Retries after a failure; null: the pipeline's."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the function is given."""
+        """Arguments of the function."""
         return getattr(self, "with")
 
 
@@ -46,35 +46,35 @@ PipelineStep = create_model(
     "PipelineStep",
     __base__=_Step,
     __doc__=_Step.__doc__,
-    **{"with": (dict[str, Any], Field(default={}, description="What the function is given, besides `out`."))},
+    **{"with": (dict[str, Any], Field(default={}, description="Arguments of the function besides `out`."))},
 )
 
 
 class PipelineSpec(NamedSpec):
-    """Steps that use each other's outputs; `palestra pipeline run FILE` runs what is not done yet."""
+    """A pipeline of steps that use each other's outputs; `palestra pipeline run FILE` runs unfinished ones."""
 
     search: ClassVar[None] = None  # its steps may have one
 
     kind: Literal["pipeline"]
-    """The kind of spec."""
+    """Kind of spec."""
     prefix: Execution[str] = Field(default="outputs", min_length=1)
-    """Where outputs lie: a folder, or a URL such as s3://bucket/folder."""
+    """Location of outputs: a folder, or a URL such as s3://bucket/folder."""
     retries: int = Field(default=0, ge=0)
-    """How often a step is tried again after a failure, where it does not say so itself."""
+    """Default retries of a step after a failure."""
     steps: dict[str, PipelineStep] = Field(min_length=1)
-    """The steps by name; a name is the first part of its output's, and slashes make folders."""
+    """Steps by name; the name prefixes its output folder, and slashes make subfolders."""
 
     def conflicts(self) -> list[Conflict]:
-        """Steps that are not whole, unknown functions and arguments, specs with problems, references to nothing."""
-        found = []
+        """Incomplete steps, unknown functions and arguments, invalid specs, dangling references."""
+        conflicts = []
         for name, step in self.steps.items():
             place = ("steps", name)
             if not STEP_NAME.fullmatch(name):
                 reason = "expected a name of letters, digits, '_', '-' and '.', with '/' for folders"
-                found.append(Conflict(place, reason))
-            found += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
-            found += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
-        return found or self._circles()
+                conflicts.append(Conflict(place, reason))
+            conflicts += [Conflict((*place, *path), reason) for path, reason in _step_problems(step)]
+            conflicts += [Conflict((*place, *path), reason) for path, reason in self._lost_references(name, step)]
+        return conflicts or self._circles()
 
     def order(self) -> list[str]:
         """The names of the steps, each after those whose outputs it uses."""
@@ -94,17 +94,17 @@ class PipelineSpec(NamedSpec):
         return {"steps": len(self.steps), "order": ", ".join(self.order())}
 
     def _needs(self, step: _Step) -> set[str]:
-        found = (self.referred(text) for _, text in references({"with": step.arguments, "spec": step.spec}))
-        return {one[0] for one in found if one is not None}
+        targets = (self.referred(text) for _, text in references({"with": step.arguments, "spec": step.spec}))
+        return {target[0] for target in targets if target is not None}
 
     def _lost_references(self, name: str, step: _Step) -> Iterator[tuple[DataPath, str]]:
         for path, text in references({"with": step.arguments, "spec": step.spec}):
             target = self.referred(text)
             if target is None:
-                asked = text.removeprefix(REFERENCE).partition("/")[0]
-                near = get_close_matches(asked, self.steps, n=1)
+                wanted = text.removeprefix(REFERENCE).partition("/")[0]
+                near = get_close_matches(wanted, self.steps, n=1)
                 hint = f"Did you mean '{REFERENCE}{near[0]}'?" if near else f"The steps are: {', '.join(self.steps)}"
-                yield path, f"'{text}' is the output of no step. {hint}"
+                yield path, f"'{text}' does not name a step. {hint}"
             elif ".." in target[1].split("/"):
                 yield path, f"'{text}' is not a path inside the output of {target[0]}"
             elif target[0] == name:
@@ -115,7 +115,7 @@ class PipelineSpec(NamedSpec):
             self.order()
         except CycleError as error:
             circle = list(reversed(error.args[1]))
-            reason = f"the steps need each other in a circle: {' → '.join(circle)}"
+            reason = f"the steps depend on each other in a circle: {' → '.join(circle)}"
             return [Conflict(("steps", circle[0]), reason)]
         return []
 

@@ -1,54 +1,55 @@
-"""The spec of kind `posttrain`: reinforcement learning of language models with rewards that can be checked."""
+"""The spec of kind `posttrain`: reinforcement learning of language models with verifiable rewards."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from palestra.spec.algorithm import AlgorithmSpec
-from palestra.spec.base import Conflict, Every, Function
+from palestra.spec.base import Every, Function
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
-from palestra.spec.model import Cadence, CountCadence, Execution, Model
-from palestra.spec.schedule import warmup_problems
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.schedule import warmup_conflicts
 from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
 
 
 class SingleTurnSpec(Model):
-    """One prompt, one answer."""
+    """One prompt, one completion."""
 
     name: Literal["single_turn"]
-    """The workflow."""
+    """Name of the workflow."""
 
 
 class MultiTurnSpec(Model):
-    """After a wrong answer the model is told so and tries again."""
+    """After a wrong completion the model gets feedback and tries again."""
 
     name: Literal["multi_turn"]
-    """The workflow."""
+    """Name of the workflow."""
     turns: int = Field(default=3, ge=2)
-    """How often it answers at most."""
+    """Maximum number of turns."""
     feedback: str = "That is not right. Try again."
-    """What it is told."""
+    """User message after a wrong completion."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """The reward is multiplied by this for every further turn."""
+    """Factor on the reward for every further turn."""
 
 
 class ToolsSpec(Model):
-    """The model may call tools, whose output it reads; only what it wrote itself is trained."""
+    """The model may call tools and reads their output; only tokens it sampled are trained on."""
 
     name: Literal["tools"]
-    """The workflow."""
+    """Name of the workflow."""
     tools: list[Literal["python", "calculator"]] = Field(default=["calculator"], min_length=1)
-    """The tools there are."""
+    """Available tools."""
     calls: int = Field(default=4, ge=1)
-    """How often it may call them."""
+    """Maximum number of tool calls."""
 
 
 class CustomWorkflowSpec(Model):
     """Your own workflow."""
 
     name: Literal["custom"]
-    """The workflow."""
+    """Name of the workflow."""
     function: Function
     """`async def workflow(episode) -> list[Trajectory]`, as module:function."""
 
@@ -57,160 +58,151 @@ WorkflowSpec = Annotated[SingleTurnSpec | MultiTurnSpec | ToolsSpec | CustomWork
 
 
 class RolloutSpec(Model):
-    """How answers are made: how many, how long, how old they may get."""
+    """How completions are sampled: how many, how long, how stale."""
 
     group: int = Field(default=8, ge=1)
-    """Answers to each prompt."""
+    """Completions per prompt (group size)."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """The most the model writes in one turn."""
+    """Maximum new tokens per turn."""
     temperature: float = Field(default=1.0, gt=0)
-    """The temperature answers are drawn with, and scored with in training."""
+    """Sampling temperature; training scores completions with the same."""
     workflow: WorkflowSpec = SingleTurnSpec(name="single_turn")
-    """What happens between a prompt and its reward."""
+    """From a prompt to a scored trajectory: one turn, several, with tools, or your own."""
     staleness: int = Field(default=0, ge=0)
-    """How many versions of the weights an answer may be behind when it is trained on; 0 is the synchronous loop."""
+    """Maximum staleness: weight versions a completion may be behind when trained on; 0 is the synchronous loop."""
     on_stale: Literal["wait", "drop"] = "wait"
-    """Before answers get too old: wait for them, or train without them and ask their prompts again."""
+    """Completions about to exceed the staleness: wait for them, or drop them and requeue their prompts."""
     keep_cache: bool = True
-    """Answers that are under way when the weights change go on from what they have cached, or compute it again."""
+    """On a weight update, completions in flight continue from their KV cache; false recomputes it."""
     running: int | None = Field(default=None, ge=1)
-    """Prompts at work at the same time at most; null sets no limit besides staleness."""
+    """Maximum prompts in flight; null: limited by staleness alone."""
     failures: int = Field(default=0, ge=0)
-    """Prompts that may fail with an error before the run does."""
+    """Number of prompts that may fail with an error before the run fails."""
     timeout_seconds: float = Field(default=3600.0, gt=0)
-    """The longest that a prompt's workflow may take; then it is cancelled, and another prompt takes its place."""
+    """Time limit of a prompt's workflow; beyond it, it is cancelled and another prompt takes its place."""
     verify_seconds: Execution[float] = Field(default=10.0, gt=0)
-    """The longest that the verifier of a completion may take in a process of its own; then the status is `timeout`."""
+    """Time limit of verifying one completion in a worker process; beyond it the status is `timeout`."""
     on_timeout: Literal["zero", "exclude"] = "zero"
-    """Completions with the status `timeout` have reward 0, or are left out of their group like verifier errors."""
+    """Completions with status `timeout` get reward 0, or are excluded from their group like verifier errors."""
     max_filtered_batches: int | None = Field(default=10, ge=1)
-    """End the run with an error after so many batches of groups without one to train on; null goes on sampling."""
+    """Fail after this many consecutive batches in which every group was filtered out; null: never."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longer prompts are left out and counted; null leaves out those that leave no room for an answer."""
+    """Longer prompts are skipped and counted; null skips those that leave no room for a completion."""
     record: Execution[bool] = True
-    """Write every answer with its verdict to rollouts.jsonl, for people (`palestra rollouts RUN`) and for replay."""
+    """Write every completion with its verdict to rollouts.jsonl (`palestra rollouts RUN`, `replay`)."""
     verifiers: Execution[int | None] = Field(default=None, ge=1)
-    """Processes that judge answers where judging can hang; null takes one a core, at most 16."""
+    """Worker processes for verifiers that may hang; null: one per core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
-    """Train on the rollouts of another run, step for step: the run, or its rollouts.jsonl; null generates."""
+    """Train on the recorded rollouts of another run, step by step: the run or its rollouts.jsonl; null: sample."""
 
 
 class PosttrainTrain(ComputeSpec):
-    """How many batches, of what, in how many optimizer steps."""
+    """Length of the run, batch size and optimizer steps."""
 
     steps: int = Field(ge=1)
-    """Batches; each makes one version of the weights."""
+    """Training steps; each trains on one batch and publishes one weight version."""
     prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts in a batch, each with its group of answers."""
+    """Prompts per batch, each with a group of completions."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps a batch is split into, by prompts."""
+    """Minibatches (optimizer steps) per epoch over the batch, split by prompts."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over a batch."""
+    """Epochs over each batch."""
 
 
 class SftAside(Model):
-    """Conversations trained on beside the rewards, so that the model does not forget them."""
+    """Auxiliary SFT loss on conversations, against forgetting."""
 
     data: ChatData
     """The conversations."""
     weight: float = Field(gt=0)
-    """The weight of their loss, a mean over tokens, beside that of the algorithm."""
+    """Weight of the SFT loss (a token mean), added to the algorithm's."""
     batch: int = Field(default=8, ge=1)
-    """Conversations in a step."""
+    """Conversations per step."""
 
 
 class TaskEval(Model):
     """Evaluation on tasks."""
 
     problems: int = Field(default=256, ge=1)
-    """Problems of each task at most, from the first of its split."""
+    """Maximum problems per task, the first of its split."""
     greedy: bool = True
-    """Score the most likely answer."""
+    """Evaluate greedy decoding."""
     samples: int = Field(default=0, ge=0)
-    """Answers drawn for each problem, for pass@k; 0 draws none."""
+    """Completions sampled per problem for pass@k; 0: none."""
     k: list[int] = Field(default=[1])
-    """Which pass@k to report, from `samples` answers."""
+    """Values of k of the pass@k to report, estimated from `samples` completions."""
     temperature: float = Field(default=1.0, gt=0)
-    """The temperature they are drawn with."""
+    """Sampling temperature of `samples`."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """The most it writes; null takes that of `rollout`."""
+    """Maximum new tokens; null: that of `rollout`."""
 
-    def reasons(self) -> list[Conflict]:
-        """Whether there are enough answers for pass@k, and anything to evaluate."""
-        found = []
+    def conflicts(self) -> Iterator[Conflict]:
+        """Too few samples for pass@k, or nothing to evaluate."""
         if self.samples and max(self.k, default=1) > self.samples:
-            found.append(Conflict(("k",), f"expected at most samples = {self.samples}"))
+            yield Conflict(("k",), f"expected at most samples = {self.samples}")
         if min(self.k, default=1) < 1:
-            found.append(Conflict(("k",), "expected numbers from 1"))
+            yield Conflict(("k",), "expected numbers from 1")
         if not self.greedy and not self.samples:
-            found.append(Conflict(("samples",), "expected at least 1, because `greedy` is false"))
-        return found
+            yield Conflict(("samples",), "expected at least 1, because `greedy` is false")
 
 
 class PosttrainEvery(Every):
-    """How often things happen; a step is one batch and one version of the weights."""
+    """Cadences; a step is one batch and one weight version."""
 
     eval: CountCadence | None = Cadence(20, "steps")
-    """When to evaluate besides before the first step and at the end; null evaluates only then."""
+    """When to evaluate besides before the first step and at the end; null: only then."""
     log: Execution[CountCadence] = Cadence(1, "steps")
     """When to write a row of metrics."""
 
 
 class PosttrainSpec(LanguageModelSpec):
-    """Reinforcement learning with verifiable rewards: draw answers, judge them, make the good ones more likely."""
+    """Reinforcement learning with verifiable rewards: sample completions, verify them, reinforce the good ones."""
 
     tuning: ClassVar[Tuning | None] = Tuning(lr=1e-6, lora_lr=1e-5, weight_decay=0.01)  # as verl
 
     kind: Literal["posttrain"]
-    """The kind of experiment."""
+    """Kind of experiment."""
     tasks: TasksSpec
-    """What to train and evaluate on."""
+    """Tasks to train and evaluate on."""
     rollout: RolloutSpec = RolloutSpec()
-    """How answers are made."""
+    """Sampling of completions."""
     algorithm: AlgorithmSpec
-    """What is learned from them."""
+    """Advantages and loss."""
     train: PosttrainTrain
-    """How long and how to train."""
+    """Length of training and computation."""
     control: Literal["shuffled_rewards"] | None = None
-    """A run that must not learn, to compare with: rewards dealt out at random among a batch's answers; null is none."""
+    """Negative control that must not learn: rewards are shuffled across the batch's completions; null: off."""
     sft: SftAside | None = None
-    """Conversations trained on beside the rewards; null trains on rewards alone."""
+    """Auxiliary SFT loss; null: none."""
     eval: TaskEval = TaskEval()
-    """How to evaluate."""
+    """Evaluation."""
     suites: list[SuiteUse] = Field(default=[])
-    """What it is measured with during training and after it, besides `tasks.eval`."""
+    """Evaluation suites run during and after training, besides `tasks.eval`."""
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
-    def conflicts(self) -> list[Conflict]:
-        """A model that is not trained, tasks that are not there, settings that do not fit together."""
-        found = super().conflicts()
+    def conflicts(self) -> Iterator[Conflict]:
+        """Missing model, unknown tasks, conflicting settings."""
+        yield from super().conflicts()
         if self.model.init is None:
-            found.append(Conflict(("model", "init"), "expected a trained model to start from"))
-        found += [Conflict(("tasks", *path), reason) for path, reason in self.tasks.problems()]
-        found += [Conflict(("eval", *path), reason) for path, reason in self.eval.reasons()]
-        found += suite_conflicts(self.suites, self.counts)
-        found += [Conflict(("algorithm", *path), reason) for path, reason in self.algorithm.problems()]
-        if self.sft is not None:
-            found += [Conflict(("sft", "data", *path), reason) for path, reason in self.sft.data.problems()]
-            if self.sft.data.eval or self.sft.data.holdout:
-                reason = "expected neither `eval` nor `holdout`: evaluation is on tasks"
-                found.append(Conflict(("sft", "data"), reason))
+            yield Conflict(("model", "init"), "expected a trained model to start from")
+        yield from suite_conflicts(self.suites, self.counts)
+        if self.sft is not None and (self.sft.data.eval or self.sft.data.holdout):
+            yield Conflict(("sft", "data"), "expected neither `eval` nor `holdout`: evaluation is on tasks")
         if self.train.minibatches > self.train.prompts_per_step:
             reason = f"expected at most train.prompts_per_step = {self.train.prompts_per_step}"
-            found.append(Conflict(("train", "minibatches"), reason))
+            yield Conflict(("train", "minibatches"), reason)
         if self.rollout.group == 1 and self.algorithm.needs_group:
-            reason = f"expected at least 2, because {self.algorithm.preset} compares answers to one prompt"
-            found.append(Conflict(("rollout", "group"), reason))
+            reason = f"expected at least 2, because {self.algorithm.preset} compares completions of one prompt"
+            yield Conflict(("rollout", "group"), reason)
         updates = self.train.steps * self.train.minibatches * self.train.epochs
-        found += [Conflict(("optim", *path), reason) for path, reason in warmup_problems(self.optim, updates)]
-        return found
+        yield from warmup_conflicts(self.optim, updates, "optim")
 
     def derived(self) -> dict[str, int | float | str]:
-        """Answers and tokens of a step, and of the run."""
-        answers = self.train.prompts_per_step * self.rollout.group
+        """Completions and tokens per step and in total."""
+        completions = self.train.prompts_per_step * self.rollout.group
         return super().derived() | {
-            "answers per step": answers,
-            "new tokens per step, at most": answers * self.rollout.max_new_tokens,
-            "answers in all": answers * self.train.steps,
+            "completions per step": completions,
+            "new tokens per step, at most": completions * self.rollout.max_new_tokens,
+            "completions in total": completions * self.train.steps,
         }

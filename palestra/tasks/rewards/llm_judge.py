@@ -6,16 +6,16 @@ import os
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.types import Request, Sampling
 from palestra.spec.tasks import JudgeSpec
-from palestra.tasks.prompts import text_of
 from palestra.tasks.rewards.reward_model import OpenGenerator
-from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 if TYPE_CHECKING:
     from palestra.data.tokenizers import Tokenizer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Ask = Callable[[str], Awaitable[str]]
-"""A question to a language model, and what it says."""
+"""Sends a message to a language model and returns its reply."""
 
 PROMPT = """You grade answers. Read the question and the answer, then write one number from 0 to 1 and nothing else: \
 1 if the answer is right, 0 if it is wrong, something between if it is right in part.
@@ -43,31 +43,31 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 
 class LlmJudge:
-    """Judges with what a language model says; from 0.5 an answer counts as correct."""
+    """Scores completions with a language model's reply; from 0.5 on a completion counts as correct."""
 
     isolated = False
 
     def __init__(self, ask: Ask, template: str = PROMPT, *, close: Callable[[], None] = lambda: None):
         if "{completion}" not in template:
-            raise UsageError("judge.prompt: expected {completion} in it, or every answer would get the same score")
+            raise UsageError("judge.prompt: expected {completion} in it, or every completion would get the same score")
         self._ask, self._template, self._close = ask, template, close
 
-    async def judge(self, problem: Problem, answer: Answer) -> Verdict:
-        """The score that the model gives an answer; `unparsable` where it says no number from 0 to 1."""
+    async def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        """The score in the model's reply; `unparsable` where it has no number from 0 to 1."""
         from palestra.generate.engine.request import PromptTooLong
 
         try:
-            said = await self._ask(filled(self._template, problem, answer))
-        except PromptTooLong as error:  # no fault of the spec's, and no sign of a bad answer either
+            reply = await self._ask(filled(self._template, problem, completion))
+        except PromptTooLong as error:  # neither the spec's fault nor a sign of a bad completion
             return Verdict(0.0, Status.ERROR, note=f"the judge cannot read it: {error}")
-        score = score_in(said)
+        score = score_in(reply)
         if score is None:
-            return Verdict(0.0, Status.UNPARSABLE, note=f"the judge gave no score: {said!r:.200}")
+            return Verdict(0.0, Status.UNPARSABLE, note=f"the judge gave no score: {reply!r:.200}")
         status = Status.CORRECT if score >= 0.5 else Status.WRONG
-        return Verdict(score, status, {"judge": score}, note=f"the judge said {said!r:.200}")
+        return Verdict(score, status, {"judge": score}, note=f"the judge said {reply!r:.200}")
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Close the model."""
         self._close()
 
 
@@ -86,7 +86,7 @@ def make_judge(spec: JudgeSpec, root: Path, opened: OpenGenerator) -> LlmJudge:
 
 
 def asks(generator: "Generator", tokenizer: "Tokenizer", *, max_new_tokens: int) -> Ask:
-    """Questions to a generator: in its chat template where it has one, else as text to go on from."""
+    """Messages to a generator: in its chat template where it has one, else as plain text."""
     from palestra.data.chat import encode_chat
 
     async def ask(text: str) -> str:
@@ -102,24 +102,22 @@ def asks(generator: "Generator", tokenizer: "Tokenizer", *, max_new_tokens: int)
     return ask
 
 
-def filled(template: str, problem: Problem, answer: Answer) -> str:
+def filled(template: str, problem: Problem, completion: Completion) -> str:
     """The template with {prompt}, {completion} and the row's fields in place; other braces stay as they are.
 
-    In one pass, so that braces in what is put in are never read.
+    In one pass, so that braces in inserted text are never expanded.
     """
-    values: Mapping[str, Any] = {**problem.row, "prompt": text_of(problem), "completion": answer.text}
+    values: Mapping[str, Any] = {**problem.row, "prompt": problem.text, "completion": completion.text}
 
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in values:
-            return found[0]
-        put = values[found[1]]
-        return put if isinstance(put, str) else json.dumps(put, ensure_ascii=False, default=str)
+    def inserted(field: re.Match[str]) -> str:
+        value = values.get(field[1], field[0])
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-    return FIELD.sub(value, template)
+    return FIELD.sub(inserted, template)
 
 
 def score_in(text: str) -> float | None:
-    """The first number from 0 to 1 in what a judge said, after its reasoning where that is marked."""
+    """The first number from 0 to 1 in a judge's reply, after its reasoning where that is marked."""
     for found in SCORE.finditer(text.rpartition("</think>")[2]):
         number, whole, percent = found.groups()
         under = float(whole) if whole else 100.0 if percent else 1.0
@@ -129,30 +127,24 @@ def score_in(text: str) -> float | None:
     return None
 
 
-try:
-    import httpx
-except ImportError as error:
-    from palestra.errors import MissingExtra
-
-    raise MissingExtra("A language model behind a URL", "serve") from error
-
-
 WAITS = (0.5, 2.0, 8.0)  # seconds between attempts
-AGAIN = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
+RETRIED = (408, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
 REFUSED = (401, 403, 404)  # statuses after which none can
-TIMEOUT = httpx.Timeout(300.0, connect=10.0)
+CONNECT_SECONDS, READ_SECONDS = 10.0, 300.0
 
 
 class OpenAiChat:
-    """Asks a model at `http://host:port/v1`, or `…/v1#name` where there are several, with the key `OPENAI_API_KEY`.
+    """A model at `http://host:port/v1`, or `…/v1#name` where there are several, with the key `OPENAI_API_KEY`.
 
-    Each question has a connection of its own: it works on any event loop, and a question that is cancelled is gone.
+    Each request has a connection of its own: it works on any event loop, and cancelling it closes the connection.
     """
 
     def __init__(self, url: str, *, max_new_tokens: int, waits: tuple[float, ...] = WAITS):
+        if find_spec("httpx") is None:
+            raise MissingExtra("A language model behind a URL", "serve")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{url!r} is no address of a server: expected one such as http://localhost:8000/v1")
+            raise UsageError(f"{url!r} is not the address of a server: expected one such as http://localhost:8000/v1")
         self.base = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/") or "/v1", "", ""))
         self.max_new_tokens, self._waits = max_new_tokens, waits
         key = os.environ.get("OPENAI_API_KEY")
@@ -161,7 +153,7 @@ class OpenAiChat:
         self._name = parts.fragment
 
     async def ask(self, text: str) -> str:
-        """The most likely answer to a message."""
+        """The greedy reply to a message."""
         name = self._name or await self._only_model()
         body = {
             "model": name,
@@ -169,43 +161,46 @@ class OpenAiChat:
             "temperature": 0,
             "max_tokens": self.max_new_tokens,
         }
-        said = await self._call("POST", "/chat/completions", json=body)
+        reply = await self._call("POST", "/chat/completions", json=body)
         try:
-            return said["choices"][0]["message"]["content"] or ""
+            return reply["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
-            raise PalestraError(f"{self.base} gave an answer without a message: {said!r:.200}") from error
+            raise PalestraError(f"{self.base} sent a reply without a message: {reply!r:.200}") from error
 
     async def _only_model(self) -> str:
-        said = await self._call("GET", "/models")
+        reply = await self._call("GET", "/models")
         try:
-            names = [one["id"] for one in said["data"]]
+            names = [model["id"] for model in reply["data"]]
         except (KeyError, TypeError) as error:
-            raise PalestraError(f"{self.base}/models gave no list of models: {said!r:.200}") from error
+            raise PalestraError(f"{self.base}/models did not return a list of models: {reply!r:.200}") from error
         if len(names) != 1:
             known = ", ".join(names) or "none"
-            raise UsageError(f"{self.base} has not one model but these: {known}. Name one as {self.base}#NAME")
+            raise UsageError(f"expected one model at {self.base}, which has: {known}. Name one as {self.base}#NAME")
         self._name = names[0]
         return self._name
 
     async def _call(self, method: str, path: str, **options: Any) -> Any:
-        """What the server says; after what may pass it is asked again."""
-        waits = iter(self._waits)
+        """The server's reply; transient errors are retried."""
+        import httpx
+
+        waits, timeout = iter(self._waits), httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
         while True:
             try:
                 async with httpx.AsyncClient(
-                    headers=self._headers, timeout=TIMEOUT, verify=self._trust, trust_env=False
+                    headers=self._headers, timeout=timeout, verify=self._trust, trust_env=False
                 ) as client:
                     response = await client.request(method, self.base + path, **options)
                 if response.status_code == 200:
                     return response.json()
-                said, passing = f"status {response.status_code}: {response.text[:300]}", response.status_code in AGAIN
-                if response.status_code in REFUSED:
-                    raise UsageError(f"{self.base}{path} refuses: {said}. The key is that of OPENAI_API_KEY")
+                status = response.status_code
+                why, transient = f"status {status}: {response.text[:300]}", status in RETRIED
+                if status in REFUSED:
+                    raise UsageError(f"{self.base}{path} refuses: {why}. The key is that of OPENAI_API_KEY")
             except ValueError as error:
-                raise PalestraError(f"{self.base}{path} gave an answer that is no JSON") from error
+                raise PalestraError(f"{self.base}{path} sent a reply that is not valid JSON") from error
             except httpx.HTTPError as error:
-                said, passing = str(error) or type(error).__name__, True
-            wait = next(waits, None) if passing else None
+                why, transient = str(error) or type(error).__name__, True
+            wait = next(waits, None) if transient else None
             if wait is None:
-                raise PalestraError(f"{self.base}{path} does not answer: {said}")
+                raise PalestraError(f"{self.base}{path} does not answer: {why}")
             await asyncio.sleep(wait)

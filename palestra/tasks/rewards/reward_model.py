@@ -1,18 +1,17 @@
-"""A trained reward model as a reward, found by run, checkpoint, folder, URL or name on the Hub."""
+"""A trained reward model as a reward, and how models are found by run, checkpoint, folder, URL or Hub name."""
 
 import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palestra.errors import UsageError
 from palestra.runs.run import open_run
-from palestra.tasks.prompts import messages_of
-from palestra.tasks.task import Answer, Message, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Message, Problem, Status, Verdict
 
 if TYPE_CHECKING:
     from palestra.generate.local import LocalGenerator
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
 
 
 OpenGenerator = Callable[[str, Path], "LocalGenerator"]
-"""Opens a language model by what people call it and the folder of runs; its engine has a tokenizer."""
+"""Opens a language model by its name and the folder of runs; its engine has a tokenizer."""
 
-ROWS = 16  # answers that are judged at the same time: the trainer needs most of the memory for itself
+ROWS = 16  # completions judged at the same time: the trainer needs most of the memory
 
 
 def model_folder(ref: str, root: Path) -> Path:
-    """The model folder that is meant."""
+    """The folder of a model without adapters."""
     folder = _folder(ref, root)
     if (folder / "adapter_config.json").exists():
-        raise UsageError(f"{folder} has adapters without their model: give a model in whose weights they are")
+        raise UsageError(f"{folder} has adapters without their base model: give a model with merged weights")
     return folder
 
 
@@ -64,20 +63,20 @@ def _folder(ref: str, root: Path) -> Path:
 
 def _model_of(checkpoint: Path) -> Path:
     if not (checkpoint / "model").is_dir():
-        raise UsageError(f"{checkpoint} holds no language model")
+        raise UsageError(f"{checkpoint} has no language model")
     return checkpoint / "model"
 
 
 AT_ONCE = 256
-"""Answers that are scored together at most; those that come later wait no longer than for these."""
+"""Largest batch of completions, so that later ones wait for no more than these."""
 
 Waiting = tuple[list[Message], "Future[Verdict]"]
 
 
 class RewardModel:
-    """Scores answers with a reward model in a thread of its own, all that wait together. Above 0 counts as correct.
+    """Scores completions with a reward model in a thread of its own, batched as they arrive. Above 0 is correct.
 
-    Which answers happen to wait together changes no score: `Scorer` sees to that.
+    Batching changes no score: `Scorer` is batch-invariant.
     """
 
     isolated = False
@@ -95,49 +94,47 @@ class RewardModel:
 
         return cls(Scorer.load(model_folder(ref, root)))
 
-    async def judge(self, problem: Problem, answer: Answer) -> Verdict:
-        """The score of the prompt and the answer as a conversation; a plain prompt is one message of the user."""
-        messages = [*messages_of(problem), {"role": "assistant", "content": answer.text}]
+    async def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        messages = [*problem.messages, {"role": "assistant", "content": completion.text}]
         verdict: Future[Verdict] = Future()
         with self._lock:
             self._waiting.append((messages, verdict))
-        self._thread.submit(self._work)  # where others have taken it along by then, there is nothing left to do
+        self._thread.submit(self._work)  # an earlier batch may include it; then there is nothing left to do
         return await asyncio.wrap_future(verdict)
 
     def close(self) -> None:
-        """End the thread; what waits for it is cancelled."""
+        """End the thread; pending verdicts are cancelled."""
         self._thread.shutdown(cancel_futures=True)
         for _, verdict in self._waiting:
             verdict.cancel()
         self._waiting.clear()
 
     def _work(self) -> None:
-        """In the thread: judge what waits."""
+        """In the thread: score what waits."""
         with self._lock:
             taken = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-        taken = [one for one in taken if one[1].set_running_or_notify_cancel()]
-        read: list[tuple[list[int], Future[Verdict]]] = []
+        batch: list[tuple[list[int], Future[Verdict]]] = []
         for messages, verdict in taken:
+            if not verdict.set_running_or_notify_cancel():
+                continue
             try:
                 tokens = self.scorer.encode(messages)
             except Exception as error:  # of this conversation alone: it rises where its verdict is awaited
                 verdict.set_exception(error)
                 continue
-            if len(tokens) > self.scorer.context:  # no fault of the spec's, and no sign of a bad answer either
-                note = f"the conversation has {len(tokens)} tokens, and the reward model reads at most "
-                verdict.set_result(Verdict(0.0, Status.ERROR, note=f"{note}{self.scorer.context}"))
+            if len(tokens) <= self.scorer.context:
+                batch.append((tokens, verdict))
                 continue
-            read.append((tokens, verdict))
-        self._score(read)
-
-    def _score(self, read: Sequence[tuple[list[int], "Future[Verdict]"]]) -> None:
+            # Neither the spec's fault nor a sign of a bad completion.
+            note = f"it has {len(tokens)} tokens, and the reward model reads at most {self.scorer.context}"
+            verdict.set_result(Verdict(0.0, Status.ERROR, note=note))
         try:
-            scores = self.scorer.token_scores([tokens for tokens, _ in read])
+            scores = self.scorer.token_scores([tokens for tokens, _ in batch])
         except Exception as error:  # it rises where the verdicts are awaited
-            for _, verdict in read:
+            for _, verdict in batch:
                 verdict.set_exception(error)
             return
-        for score, (_, verdict) in zip(scores, read, strict=True):
+        for score, (_, verdict) in zip(scores, batch, strict=True):
             verdict.set_result(_verdict(score))
 
 

@@ -1,4 +1,4 @@
-"""What judges answers in place of their task: functions of the user, language models, reward models."""
+"""Rewards in place of a task's verifier: functions of the user, language models as judges, reward models."""
 
 import inspect
 import math
@@ -10,31 +10,26 @@ from typing import Any, Protocol, TypeVar, overload
 from palestra.errors import UsageError
 from palestra.spec.imports import load_function
 from palestra.spec.tasks import RewardSpec
-from palestra.tasks.prompts import text_of
 from palestra.tasks.rewards.reward_model import OpenGenerator, open_generator
-from palestra.tasks.task import Answer, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 ISOLATED = "palestra_isolated"  # the mark that `reward` leaves on a function
 
 
 class Reward(Protocol):
-    """Judges answers as a task does."""
+    """Verifies completions in place of a task."""
 
     isolated: bool
-    """Whether it is made again in a process of its own, and killed there where it hangs."""
+    """Whether it is constructed again in a worker process, which is killed where it hangs."""
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:
-        """Whether an answer is right."""
-        ...
+    def verify(self, problem: Problem, completion: Completion) -> Verdict | Awaitable[Verdict]: ...
 
-    def close(self) -> None:
-        """Let go of what it holds."""
-        ...
+    def close(self) -> None: ...
 
 
 def make_reward(spec: RewardSpec, root: Path, *, opened: OpenGenerator = open_generator) -> Reward:
-    """What a spec asks for; `root` is the folder of runs, `opened` finds and opens a language model that judges."""
+    """The reward of a spec; `root` is the folder of runs, `opened` finds and opens a judge's language model."""
     if spec.function is not None:
         return FunctionReward(spec.function)
     if spec.judge is not None:
@@ -55,9 +50,8 @@ def reward(*, isolated: bool = True) -> Callable[[F], F]: ...
 def reward(function: F | None = None, *, isolated: bool = True) -> F | Callable[[F], F]:
     """Mark a function as a reward, `@reward` or `@reward(isolated=False)`.
 
-    A spec names any function, marked or not. The mark says where it runs: in a process of its own, which is killed
-    where it hangs, or with `isolated=False` on the event loop itself, which suits what takes microseconds and what
-    awaits.
+    A spec names any function, marked or not. The mark says where it runs: in a worker process, which is killed where
+    it hangs, or with `isolated=False` on the event loop itself, for what takes microseconds or awaits.
     """
 
     def mark(marked: F) -> F:
@@ -70,8 +64,8 @@ def reward(function: F | None = None, *, isolated: bool = True) -> F | Callable[
 class FunctionReward:
     """A function of the user: `def reward(prompt, completion, *, prompt_ids, completion_ids, **row)`, sync or async.
 
-    It is passed by name what it asks for and nothing else: these four, of which the first two are text, and fields of
-    the row, whose others are in `**row`. It gives a number, of which 1 and more count as correct, or a `Verdict`.
+    It is passed by name the arguments that it declares: these four, of which the first two are text, and fields of the
+    row, with the rest of them in `**row`. It returns a number, of which 1 and more count as correct, or a `Verdict`.
     """
 
     def __init__(self, name: str):
@@ -79,51 +73,47 @@ class FunctionReward:
         self.function = load_function(name, "reward.function")
         self.isolated: bool = getattr(self.function, ISOLATED, True)
         self._parameters = inspect.signature(self.function).parameters.values()
-        for one in self._parameters:
-            if one.kind is one.POSITIONAL_ONLY:
-                raise UsageError(f"{name}: its argument {one.name!r} cannot be passed by name: take out the '/'")
+        for parameter in self._parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise UsageError(f"{name}: its argument {parameter.name!r} cannot be passed by name: remove the '/'")
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict | Awaitable[Verdict]:
-        """What the function says of an answer, to be awaited where it is async."""
-        given = self.function(**self._arguments(problem, answer))
-        return self._awaited(given) if inspect.isawaitable(given) else self._verdict(given)
+    def verify(self, problem: Problem, completion: Completion) -> Verdict | Awaitable[Verdict]:
+        result = self.function(**self._arguments(problem, completion))
+        return self._awaited(result) if inspect.isawaitable(result) else self._verdict(result)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing is open."""
 
-    async def _awaited(self, given: Awaitable[Any]) -> Verdict:
-        return self._verdict(await given)
+    async def _awaited(self, result: Awaitable[Any]) -> Verdict:
+        return self._verdict(await result)
 
-    def _arguments(self, problem: Problem, answer: Answer) -> dict[str, Any]:
+    def _arguments(self, problem: Problem, completion: Completion) -> dict[str, Any]:
         known: Mapping[str, Any] = {
             **problem.row,
-            "prompt": text_of(problem),
-            "completion": answer.text,
-            "prompt_ids": list(answer.prompt_ids),
-            "completion_ids": list(answer.completion_ids),
+            "prompt": problem.text,
+            "completion": completion.text,
+            "prompt_ids": list(completion.prompt_ids),
+            "completion_ids": list(completion.completion_ids),
         }
-        passed = {}
-        for one in self._parameters:
-            if one.kind is one.VAR_KEYWORD:
-                passed = {**problem.row, **passed}
-            elif one.kind is not one.VAR_POSITIONAL and one.name in known:
-                passed[one.name] = known[one.name]
-            elif one.kind is not one.VAR_POSITIONAL and one.default is one.empty:
+        arguments = {}
+        for parameter in self._parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments = {**problem.row, **arguments}
+            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name in known:
+                arguments[parameter.name] = known[parameter.name]
+            elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.default is parameter.empty:
                 raise UsageError(
-                    f"{self.name} asks for {one.name!r}, which {problem.id} does not have: there is {', '.join(known)}"
+                    f"{self.name} asks for {parameter.name!r}, which {problem.id} does not have: there is "
+                    f"{', '.join(known)}"
                 )
-        return passed
+        return arguments
 
-    def _verdict(self, given: Any) -> Verdict:
-        if isinstance(given, Verdict):
-            return given if math.isfinite(given.score) else self._refused(f"a Verdict with the score {given.score}")
-        if not isinstance(given, Real):
-            return self._refused(repr(given)[:80])
-        score = float(given)
-        if not math.isfinite(score):
-            return self._refused(str(score))
-        return Verdict(score, Status.CORRECT if score >= 1.0 else Status.WRONG)
-
-    def _refused(self, what: str) -> Verdict:
-        note = f"{self.name} gave {what}: expected a finite number or a palestra.tasks.task.Verdict"
-        return Verdict(0.0, Status.ERROR, note=note)
+    def _verdict(self, result: Any) -> Verdict:
+        score = result.score if isinstance(result, Verdict) else result
+        if not isinstance(score, Real) or not math.isfinite(score):
+            shown = f"a Verdict with the score {score}" if isinstance(result, Verdict) else f"{result!r:.80}"
+            note = f"{self.name} returned {shown}: expected a finite number or a palestra.tasks.task.Verdict"
+            return Verdict(0.0, Status.ERROR, note=note)
+        if isinstance(result, Verdict):
+            return result
+        return Verdict(float(score), Status.CORRECT if float(score) >= 1.0 else Status.WRONG)

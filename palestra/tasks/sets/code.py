@@ -1,62 +1,61 @@
-"""The tasks `mbpp` and `humaneval`: Python functions judged by running their tests in the sandbox."""
+"""The tasks `mbpp` and `humaneval`: Python functions verified by running their tests in the sandbox."""
 
 import ast
 import atexit
 import builtins
 import os
 import sys
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
 from palestra.errors import UsageError
 from palestra.tasks.dataset import load_rows, text_of
 from palestra.tasks.sandbox import Sandbox
-from palestra.tasks.task import Answer, Message, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
 
-STATUSES = {
-    "passed": Status.CORRECT,
-    "failed": Status.WRONG,
-    "timeout": Status.TIMEOUT,
-    "error": Status.ERROR,
-}
+STATUSES = {"passed": Status.CORRECT, "failed": Status.WRONG, "timeout": Status.TIMEOUT, "error": Status.ERROR}
 
 BUILT_IN_FUNCTIONS = {name for name in dir(builtins) if callable(getattr(builtins, name))}
 
 
 class CodeArgs(TaskArgs):
-    """What every task of writing code can be told."""
+    """Args of every task of writing code."""
 
     source: str | None = Field(default=None, min_length=1)
     """Where the rows are: a file or folder, a URL such as s3://…, or a name on the Hub; null takes the task's own."""
     format: Literal["plain", "chat"] = "plain"
-    """Prompts as text to go on from, or as a question in a conversation."""
+    """Prompts as text to continue, or as a question in a conversation."""
     timeout: float = Field(default=5.0, gt=0)
-    """Seconds that a program and its tests may take."""
+    """Seconds for a program and its tests."""
     sandbox: Literal["strict", "weak"] = "strict"
-    """`weak` runs code also where this machine cannot lock it in well; else that is refused."""
+    """`weak` runs code even where this machine cannot isolate it well, which is refused otherwise."""
     weak: bool = False
-    """Train also on problems whose tests have to run in the code's own process, where code can cheat."""
+    """Also train on problems whose tests must run in the code's own process, where code can cheat."""
+
+
+C = TypeVar("C", bound=CodeArgs)
 
 
 @dataclass(frozen=True)
 class CodeNeeds:
-    """What tests need of the code that they test."""
+    """What tests need from the code that they test."""
 
     entry_points: tuple[str, ...]
-    """The names that they use of it."""
+    """The names of it that they use."""
     imports: str = ""
     """Import statements for the modules that they use and do not import."""
     weak: str = ""
-    """Why they cannot run in another process than the code; empty where they can."""
+    """Why they cannot run in a separate process; empty where they can."""
 
 
 def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") -> CodeNeeds:
-    """Find what tests need; `reference` is a right solution, which tells its own names from those of the language."""
+    """What tests need; `reference` is a correct solution, whose own names are known from it."""
     tree = syntax_tree("\n".join([setup, *tests]))
     solution = syntax_tree(reference)
     own = top_level_names(solution)
@@ -74,27 +73,34 @@ def inspect_tests(tests: Sequence[str], setup: str = "", reference: str = "") ->
     return CodeNeeds(entry_points, "\n".join(modules.values()), weak or why_weak(tree, entry_points))
 
 
-def judge_code(code: str | None, row: Mapping[str, Any], args: CodeArgs) -> Verdict:
-    """The verdict on code by the tests of a row, in the sandbox of this process."""
-    if code is None:
-        return Verdict(0.0, Status.UNPARSABLE, {"tests": 0.0}, note="there is no code in it")
-    outcome = shared_sandbox(args.sandbox).run_tests(
-        code,
-        row["tests"],
-        row["entry_points"],
-        args.timeout,
-        setup=row["setup"],
-        together=bool(row["weak"]),
-    )
-    share = sum(outcome.passed) / len(outcome.passed)
-    return Verdict(
-        score=float(outcome.status == "passed"),
-        status=STATUSES[outcome.status],
-        parts={"tests": share},
-        seconds=outcome.seconds,
-        sandbox=outcome.level,
-        note=outcome.note,
-    )
+class CodeTask(Task[C]):
+    """A task whose completions are run against the tests of the row, in the sandbox of the process."""
+
+    isolated = True
+
+    @abstractmethod
+    def code(self, problem: Problem, text: str) -> str | None:
+        """The program in a completion; None where there is none."""
+
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        code, row = self.code(problem, completion.text), problem.row
+        if code is None:
+            return Verdict(0.0, Status.UNPARSABLE, {"tests": 0.0}, note="no code in the completion")
+        outcome = shared_sandbox(self.args.sandbox).run_tests(
+            code, row["tests"], row["entry_points"], self.args.timeout, setup=row["setup"], together=bool(row["weak"])
+        )
+        return Verdict(
+            score=float(outcome.status == "passed"),
+            status=STATUSES[outcome.status],
+            parts={"tests": sum(outcome.passed) / len(outcome.passed)},
+            seconds=outcome.seconds,
+            sandbox=outcome.level,
+            note=outcome.note,
+        )
+
+    def warm_up(self) -> None:
+        """Start the sandbox, or raise where there is none, before the first completion."""
+        shared_sandbox(self.args.sandbox).start()
 
 
 def shared_sandbox(kind: Literal["strict", "weak"]) -> Sandbox:
@@ -104,13 +110,13 @@ def shared_sandbox(kind: Literal["strict", "weak"]) -> Sandbox:
 
 @cache
 def _sandbox(kind: Literal["strict", "weak"], process: int) -> Sandbox:
-    made = Sandbox(weakest="weak" if kind == "weak" else "uid")
-    atexit.register(made.close)
-    return made
+    sandbox = Sandbox(weakest="weak" if kind == "weak" else "uid")
+    atexit.register(sandbox.close)
+    return sandbox
 
 
 def why_weak(tree: ast.Module, entry_points: Sequence[str]) -> str:
-    """Why tests cannot call functions of the code from another process, as far as their source shows; else empty."""
+    """Why tests cannot call functions of the code from another process, by their source; empty where they can."""
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     functions |= BUILT_IN_FUNCTIONS - _bound(tree) | set(entry_points)
     for node in ast.walk(tree):
@@ -118,16 +124,16 @@ def why_weak(tree: ast.Module, entry_points: Sequence[str]) -> str:
             return f"the tests have a class of their own, {node.name}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in entry_points:
             for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-                if (given := _function_in(argument, functions)) is not None:
-                    return f"the tests give {node.func.id} a function or a type: {given}"
+                if (passed := _function_in(argument, functions)) is not None:
+                    return f"the tests pass {node.func.id} a function or a type: {passed}"
     return ""
 
 
 def _function_in(argument: ast.expr, functions: Collection[str]) -> str | None:
-    """The source of a function or type in an argument, unless it is called, or given to what is called, there."""
+    """The source of a function or type in an argument, unless it is called, or passed to a call, there."""
     calls = [node for node in ast.walk(argument) if isinstance(node, ast.Call)]
     stays = {id(node.func) for node in calls}
-    stays |= {id(part) for node in calls for given in node.args for part in ast.walk(given)}
+    stays |= {id(part) for node in calls for inner in node.args for part in ast.walk(inner)}
     for node in ast.walk(argument):
         crosses = isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in functions)
         if crosses and id(node) not in stays:
@@ -147,19 +153,19 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _bound(tree: ast.Module) -> set[str]:
     """All names that code binds anywhere."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            found.add(node.name)
+            names.add(node.name)
         else:
-            found.update(name for name, _ in _imported(node))
-    return found
+            names.update(name for name, _ in _imported(node))
+    return names
 
 
 NUMBERS = {"prompt": range(1, 11), "test": range(11, 511), "validation": range(511, 601), "train": range(601, 975)}
@@ -169,42 +175,36 @@ MBPP_FILES = ("mbpp.jsonl", "mbpp.jsonl.gz", "full/*.parquet", "*.parquet", "san
 
 
 class MbppArgs(CodeArgs):
-    """Which problems of MBPP, and how they are asked."""
+    """Args of `mbpp`."""
 
     few_shot: int = Field(default=0, ge=0, le=3)
-    """How many solved problems come before each, as in lm-eval, which takes 3."""
+    """How many solved problems precede each, as in lm-eval, which takes 3."""
 
 
-class Mbpp(Task[MbppArgs]):
-    """Mostly Basic Python Problems, the full or the sanitised rows, in the format of lm-eval.
+class Mbpp(CodeTask[MbppArgs]):
+    """Mostly Basic Python Problems, the full or the sanitized rows, in the format of lm-eval.
 
-    An answer is right if its code passes all tests of the row. Four rows have tests that need the code's own classes
-    or give it a type; they are `weak`, judged beside the code, and left out of `train` unless the args say otherwise.
+    A completion is correct if its code passes all tests of the row. Four rows have tests that need the code's own
+    classes or pass it a type; they are `weak`, run in the code's process, and not in `train` unless the args say so.
     """
 
     Args = MbppArgs
     splits = ("train", "validation", "test", "prompt")
-    isolated = True
     stop = (DONE,)
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems of a split, by their task ids."""
         rows = [self._rows[number] for number in NUMBERS[split] if number in self._rows]
-        kept = [row for row in rows if split != "train" or self.args.weak or not row["weak"]]
-        return [Problem(self.id(split, row["task_id"]), self._prompt(row), row) for row in kept]
+        rows = [row for row in rows if split != "train" or self.args.weak or not row["weak"]]
+        return [Problem(self.id(split, row["task_id"]), self._prompt(row), row) for row in rows]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
-        """Whether the code passes the tests."""
-        return judge_code(extract_code(answer.text, problem.row["entry_points"]), problem.row, self.args)
-
-    def warm_up(self) -> None:
-        """Start the sandbox, or say why there is none, before the first answer."""
-        shared_sandbox(self.args.sandbox).start()
+    def code(self, problem: Problem, text: str) -> str | None:
+        return extract_code(text, problem.row["entry_points"])
 
     @cached_property
     def _rows(self) -> dict[int, dict[str, Any]]:
         raw = load_rows(self.args.source, default="google-research-datasets/mbpp", files=MBPP_FILES)
-        return {row["task_id"]: row for row in (_row(given, place) for place, given in enumerate(raw, 1))}
+        rows = [_row(row, place) for place, row in enumerate(raw, 1)]
+        return {row["task_id"]: row for row in rows}
 
     def _prompt(self, row: Mapping[str, Any]) -> str | tuple[Message, ...]:
         missing = [str(number) for number in SHOWN[: self.args.few_shot] if number not in self._rows]
@@ -212,13 +212,14 @@ class Mbpp(Task[MbppArgs]):
             raise UsageError(f"few_shot shows the problems {', '.join(missing)}, which the source does not have")
         shown = [self._rows[number] for number in SHOWN[: self.args.few_shot]]
         if self.args.format == "plain":
-            return "".join(f"{_question(one)}{one['solution']}\n{DONE}\n\n" for one in shown) + _question(row)
-        turns = [(_asked(one), f"```python\n{one['solution']}\n```") for one in shown]
-        texts = [*(text for turn in turns for text in turn), _asked(row)]
+            solved = [f"{_question(shot)}{BEGIN}\n{shot['solution']}\n{DONE}\n\n" for shot in shown]
+            return "".join(solved) + f"{_question(row)}{BEGIN}\n"
+        turns = [(_question(shot), f"```python\n{shot['solution']}\n```") for shot in shown]
+        texts = [*(text for turn in turns for text in turn), _question(row)]
         return tuple({"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts))
 
 
-def _asked(row: Mapping[str, Any]) -> str:
+def _question(row: Mapping[str, Any]) -> str:
     tests = "\n".join(row["tests"])
     return (
         f"You are an expert Python programmer, and here is your task: {row['text']} Your code should pass these tests:"
@@ -226,24 +227,20 @@ def _asked(row: Mapping[str, Any]) -> str:
     )
 
 
-def _question(row: Mapping[str, Any]) -> str:
-    return f"{_asked(row)}{BEGIN}\n"
-
-
 def _row(given: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """A row of the full or the sanitised data, in one form."""
+    """A row of the full or the sanitized data, in one form."""
     text = given.get("text", given.get("prompt"))
     tests, code = given.get("test_list"), given.get("code", "")
     if not isinstance(given.get("task_id"), int) or not isinstance(text, str) or not tests:
         raise UsageError(
-            f"row {place} is no row of MBPP: expected task_id, text or prompt, test_list; it has {', '.join(given)}"
+            f"row {place} is not a row of MBPP: expected task_id, text or prompt, test_list; it has {', '.join(given)}"
         )
     setup = "\n".join([*(given.get("test_imports") or []), given.get("test_setup_code") or ""]).strip()
     try:
         needs = inspect_tests(tests, setup, code)
     except SyntaxError as error:
         raise UsageError(
-            f"row {place}, task_id {given['task_id']}: its tests or code are no Python: {error}"
+            f"row {place}, task_id {given['task_id']}: its tests or code are not Python: {error}"
         ) from error
     return {
         "task_id": given["task_id"],
@@ -266,49 +263,43 @@ HUMANEVAL_FILES = (
 )
 
 
-class HumanEval(Task[CodeArgs]):
-    """HumanEval's 164 problems: the rest of a function, judged by the row's `check`.
+class HumanEval(CodeTask[CodeArgs]):
+    """HumanEval's 164 problems: the rest of a function, verified by the row's `check`.
 
-    A plain prompt is the row's own and ends at the next statement that begins a line, as in lm-eval. An answer may
-    also be the whole function, or stand in a Markdown fence.
+    A plain prompt is the row's own, and its completion ends at the next statement that begins a line, as in lm-eval. It
+    may also be the whole function, or in a Markdown fence.
     """
 
     Args = CodeArgs
     splits = ("test",)
-    isolated = True
     stop = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer; in a conversation it has a function in it, which they would cut."""
+        """None in a conversation: they would truncate the function."""
         return () if self.args.format == "chat" and self.args.stop is None else super().stops
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """The problems, in the order of the rows."""
         raw = load_rows(self.args.source, default="openai/openai_humaneval", files=HUMANEVAL_FILES, folder="humaneval")
         return [self._problem(split, given, place) for place, given in enumerate(raw)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
-        """Whether the completed function passes the check."""
-        code = complete_code(problem.row["prompt"], answer.text, problem.row["entry_points"][0])
-        return judge_code(code, problem.row, self.args)
-
-    def warm_up(self) -> None:
-        """Start the sandbox, or say why there is none, before the first answer."""
-        shared_sandbox(self.args.sandbox).start()
+    def code(self, problem: Problem, text: str) -> str | None:
+        return complete_code(problem.row["prompt"], text, problem.row["entry_points"][0])
 
     def _problem(self, split: str, given: Mapping[str, Any], place: int) -> Problem:
         prompt, test, entry_point, number = (
             text_of(given, column, place, self.name) for column in ("prompt", "test", "entry_point", "task_id")
         )
         check = f"{test}\ncheck({entry_point})"
-        # The tests may use the prompt's other functions: those are taken from the prompt, not from the answer.
+        # The tests may use the prompt's other functions, which come from the prompt, not from the completion.
         setup = f"{prompt}    pass\n"
         try:
             syntax_tree(setup)
             weak = why_weak(syntax_tree(test), ["candidate"])
         except SyntaxError as error:
-            raise UsageError(f"{self.name}, row {place + 1}: its prompt or test is no Python: {error}") from error
+            raise UsageError(
+                f"{self.name}, row {place + 1}: its prompt or test is not valid Python: {error}"
+            ) from error
         row = {
             "prompt": prompt,
             "tests": [check],
@@ -321,5 +312,5 @@ class HumanEval(Task[CodeArgs]):
             "Complete this Python function. Answer with the whole function in one code block.\n\n"
             f"```python\n{prompt.rstrip()}\n```"
         )
-        shown = prompt if self.args.format == "plain" else ({"role": "user", "content": asked},)
-        return Problem(self.id(split, number), shown, row)
+        messages = prompt if self.args.format == "plain" else ({"role": "user", "content": asked},)
+        return Problem(self.id(split, number), messages, row)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from palestra.data.mixture import stream_key
 from palestra.errors import UsageError
 from palestra.tasks.sets.synthetic import GeneratedArgs, prompt
-from palestra.tasks.task import Answer, Problem, Status, Task, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, Verdict
 
 Operation = Literal["+", "-", "*", "/"]
 
@@ -95,9 +95,9 @@ class Countdown(Task[CountdownArgs]):
             raise UsageError(f"{self.name}: there are no puzzles with these args for the split '{split}'; allow more")
         return list(found.values())
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Whether an expression uses numbers and operations as it may, and has the target's value."""
-        text = _candidate(answer.text) if self.args.format == "chat" else answer.text.strip()
+        text = _candidate(completion.text) if self.args.format == "chat" else completion.text.strip()
         parsed = parse(text)
         if parsed is None:
             return Verdict(0.0, Status.UNPARSABLE, {"valid": 0.0}, note=text[:LONGEST])

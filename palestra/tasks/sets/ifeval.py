@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from palestra.data.languages import language_of
 from palestra.errors import UsageError
 from palestra.tasks.dataset import files_of, load_rows
-from palestra.tasks.task import Answer, Message, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.instructions import BadInstruction, instructions_of
 
 PLACES = {
@@ -43,14 +43,14 @@ class IfEval(Task[IfEvalArgs]):
         rows = load_rows(self.args.source, default=default, files=files, folder=folder)
         return [self._problem(split, number, row) for number, row in enumerate(rows)]
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Which instructions the answer follows."""
         try:
             instructions = instructions_of(problem.row)
         except BadInstruction as error:
             return Verdict(0.0, Status.ERROR, note=str(error))
-        strict = [one.strict(answer.text) for one in instructions]
-        loose = [followed or one.loose(answer.text) for one, followed in zip(instructions, strict, strict=True)]
+        strict = [one.strict(completion.text) for one in instructions]
+        loose = [followed or one.loose(completion.text) for one, followed in zip(instructions, strict, strict=True)]
         parts = {
             "prompt_strict": float(all(strict)),
             "prompt_loose": float(all(loose)),
@@ -59,7 +59,7 @@ class IfEval(Task[IfEvalArgs]):
         }
         score = parts[self.args.score]
         missed = [one.name for one, followed in zip(instructions, strict, strict=True) if not followed]
-        status = Status.CORRECT if score == 1.0 else Status.WRONG if answer.text.strip() else Status.UNPARSABLE
+        status = Status.CORRECT if score == 1.0 else Status.WRONG if completion.text.strip() else Status.UNPARSABLE
         return Verdict(score, status, parts, note=f"not followed: {', '.join(missed)}" if missed else "")
 
     def warm_up(self) -> None:

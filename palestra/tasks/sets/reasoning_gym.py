@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from palestra.errors import MissingExtra, UsageError
-from palestra.tasks.task import Answer, Problem, Status, Task, TaskArgs, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 HELD_OUT_PART = 10
 """One problem in so many, by a hash of the question, is held out."""
@@ -78,10 +78,10 @@ class ReasoningGym(Task[ReasoningGymArgs]):
             )
         return list(found.values())
 
-    def judge(self, problem: Problem, answer: Answer) -> Verdict:
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """As the package scores it."""
-        tagged = re.findall(r"<answer>(.*?)</answer>", answer.text, re.DOTALL)
-        text = tagged[-1].strip() if tagged else answer.text.strip()
+        tagged = re.findall(r"<answer>(.*?)</answer>", completion.text, re.DOTALL)
+        text = tagged[-1].strip() if tagged else completion.text.strip()
         if not text or (self.args.format == "chat" and not tagged):
             return Verdict(0.0, Status.UNPARSABLE, {"score": 0.0})
         score = float(self._scorer.score_answer(text, ast.literal_eval(problem.row["entry"])))

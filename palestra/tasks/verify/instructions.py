@@ -1,13 +1,13 @@
 """The 25 checkable instructions of IFEval (arXiv:2311.07911), also under AllenAI's names, strict and loose.
 
-Each does what Google's published checker does, but for these points. Words are words, never patterns. A "letter" such
-as "#" is counted, not replaced by one drawn at random. English in capitals is recognised in small letters, because the
-detector takes it for German. A text in which no language can be told is in none. Sentences are counted by
+Each does what Google's published checker does, with these exceptions. Words are words, never patterns. A "letter" such
+as "#" is counted, not replaced by a random one. English in capitals is detected in lower case, because the detector
+takes it for German. A text whose language cannot be detected is in none. Sentences are counted by
 `palestra.tasks.verify.text`. Time is linear in the length of the text.
 
-There "the word X should appear 3 times" means exactly 3. Where AllenAI's functions and the instruction that the model
-reads differ, the instruction counts: letters count in capitals or not, an answer may have blanks around it, options
-are words of their own.
+In AllenAI's functions "the word X should appear 3 times" means exactly 3. Where a function and the instruction that the
+model reads differ, the instruction counts: letters count in either case, a completion may have blanks around it,
+options are whole words.
 """
 
 import inspect
@@ -25,7 +25,9 @@ from palestra.data.languages import known_languages, language_of
 from palestra.errors import PalestraError
 from palestra.tasks.verify.text import count_capital_words, count_sentences
 
+Check = Callable[..., bool]
 Relation = Literal["at least", "less than"]
+Quantifier = Literal["at least", "at most", "around", "exactly", "at_least", "at_most"]
 Letter = Annotated[str, Field(min_length=1, max_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
@@ -46,12 +48,12 @@ POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 
 
 def existence(text: str, *, keywords: Texts) -> bool:
-    """All keywords occur, in capitals or not."""
+    """All keywords occur, in either case."""
     return all(occurrences(text, keyword) for keyword in keywords)
 
 
 def frequency(text: str, *, keyword: Text, frequency: Count, relation: Relation) -> bool:
-    """A keyword occurs so often."""
+    """A keyword occurs that often."""
     return compare(occurrences(text, keyword), relation, frequency)
 
 
@@ -61,7 +63,7 @@ def forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
 
 
 def letter_frequency(text: str, *, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
-    """A letter occurs so often, in capitals or not."""
+    """A letter occurs that often, in either case."""
     return compare(count_letter(text, letter), let_relation, let_frequency)
 
 
@@ -71,23 +73,23 @@ def response_language(text: str, *, language: Language) -> bool:
 
 
 def number_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
-    """It has so many sentences."""
+    """It has that many sentences."""
     return compare(count_sentences(text), relation, num_sentences)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: Count) -> bool:
-    """It has so many paragraphs with `***` between them."""
+    """It has that many paragraphs with `***` between them."""
     given = [bool(paragraph.strip()) for paragraph in text.split("***")]
     return all(given[1:-1]) and sum(given) == num_paragraphs
 
 
 def number_words(text: str, *, num_words: Count, relation: Relation) -> bool:
-    """It has so many words, runs of letters and digits."""
+    """It has that many words, runs of letters and digits."""
     return compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def nth_paragraph_first_word(text: str, *, num_paragraphs: Count, nth_paragraph: Ordinal, first_word: Text) -> bool:
-    """It has so many paragraphs with empty lines between them, and one of them begins with that word."""
+    """It has that many paragraphs with empty lines between them, and one of them begins with that word."""
     paragraphs = [paragraph.split() for paragraph in text.split("\n\n")]
     count = sum(map(bool, paragraphs))
     if count != num_paragraphs or nth_paragraph > count or not paragraphs[nth_paragraph - 1]:
@@ -97,7 +99,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: Count, nth_paragraph:
 
 
 def number_placeholders(text: str, *, num_placeholders: Count) -> bool:
-    """It has at least so many placeholders, such as [name]."""
+    """It has at least that many placeholders, such as [name]."""
     return count_placeholders(text) >= num_placeholders
 
 
@@ -107,22 +109,22 @@ def postscript(text: str, *, postscript_marker: Text) -> bool:
 
 
 def number_bullet_lists(text: str, *, num_bullets: Count) -> bool:
-    """It has exactly so many bullet points."""
+    """It has exactly that many bullet points."""
     return count_bullets(text) == num_bullets
 
 
 def constrained_response(text: str) -> bool:
-    """It has one of the three answers that are offered."""
+    """It has one of the three offered answers."""
     return any(option in text for option in OPTIONS)
 
 
 def number_highlighted_sections(text: str, *, num_highlights: Count) -> bool:
-    """It has at least so many *highlighted* or **highlighted** parts."""
+    """It has at least that many *highlighted* or **highlighted** parts."""
     return count_highlights(text) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: Text, num_sections: Count) -> bool:
-    """It has at least so many sections that begin with a word and a number."""
+    """It has at least that many sections that begin with a word and a number."""
     return len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections
 
 
@@ -162,7 +164,7 @@ def end_checker(text: str, *, end_phrase: Text) -> bool:
 
 
 def capital_word_frequency(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """It has so many words in capitals."""
+    """It has that many words in capitals."""
     return compare(count_capital_words(text), capital_relation, capital_frequency)
 
 
@@ -172,7 +174,7 @@ def english_capital(text: str) -> bool:
 
 
 def english_lowercase(text: str) -> bool:
-    """It is English in small letters."""
+    """It is English in lower case."""
     return text.islower() and language_of(text) == "en"
 
 
@@ -187,49 +189,51 @@ def quotation(text: str) -> bool:
     return len(stripped) > 1 and stripped[0] == stripped[-1] == '"'
 
 
-INSTRUCTIONS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": existence,
-    "keywords:frequency": frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
-    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
-    "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
-    "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+GROUPS: dict[str, tuple[Check, ...]] = {
+    "keywords": (existence, frequency, forbidden_words, letter_frequency),
+    "language": (response_language,),
+    "length_constraints": (number_sentences, number_paragraphs, number_words, nth_paragraph_first_word),
+    "detectable_content": (number_placeholders, postscript),
+    "detectable_format": (
+        number_bullet_lists,
+        constrained_response,
+        number_highlighted_sections,
+        multiple_sections,
+        json_format,
+        title,
+    ),
+    "combination": (two_responses, repeat_prompt),
+    "startend": (end_checker, quotation),
+    "change_case": (capital_word_frequency, english_capital, english_lowercase),
+    "punctuation": (no_comma,),
 }
-"""Google's names for them."""
+INSTRUCTIONS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.items() for check in checks}
+"""By Google's names, such as `keywords:existence`."""
 
 
-def compare(found: int, relation: Relation, wanted: int) -> bool:
-    """Whether a count is as it should be."""
-    return found >= wanted if relation == "at least" else found < wanted
+def compare(count: int, relation: Relation | Quantifier, wanted: int, around: int = 0) -> bool:
+    """Whether a count is as it should be; `around` is the tolerance of the relation of that name."""
+    match relation.replace("_", " "):
+        case "at least":
+            return count >= wanted
+        case "less than":
+            return count < wanted
+        case "at most":
+            return count <= wanted
+        case "around":
+            return abs(count - wanted) <= around
+        case _:
+            return count == wanted
 
 
 def occurrences(text: str, words: str, *, whole: bool = False) -> int:
-    """How often words occur, in capitals or not; `whole` leaves out those inside longer words."""
+    """How often words occur, in either case; `whole` leaves out those inside longer words."""
     pattern = re.escape(words)
     return len(re.findall(rf"(?<!\w){pattern}(?!\w)" if whole else pattern, text, re.IGNORECASE))
 
 
 def count_letter(text: str, letter: str) -> int:
-    """How often a character occurs, in capitals or not."""
+    """How often a character occurs, in either case."""
     return text.lower().count(letter.lower())
 
 
@@ -250,8 +254,6 @@ def count_highlights(text: str) -> int:
     return sum(bool(inside.strip()) for inside in found)
 
 
-Quantifier = Literal["at least", "at most", "around", "exactly", "at_least", "at_most"]
-
 # The sentence that asks for a repetition. Rows count it to what is to be repeated, although it says of itself not to.
 REPEAT = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
@@ -265,7 +267,7 @@ def verify_keywords(text: str, *, keyword_list: Texts) -> bool:
 
 
 def verify_keyword_frequency(text: str, *, word: Text, N: Count) -> bool:
-    """A word occurs exactly so often."""
+    """A word occurs exactly that often."""
     return occurrences(text, word, whole=True) == N
 
 
@@ -275,28 +277,28 @@ def validate_forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
 
 
 def verify_letter_frequency(text: str, *, letter: Letter, N: Count) -> bool:
-    """A letter occurs exactly so often."""
+    """A letter occurs exactly that often."""
     return count_letter(text, letter) == N
 
 
 def verify_paragraph_count(text: str, *, N: Count) -> bool:
-    """It has so many paragraphs with `* * *` or `***` between them."""
+    """It has that many paragraphs with `* * *` or `***` between them."""
     paragraphs = re.split(r"\*\*\*|\* \* \*", text)
     return len(paragraphs) == N and all(paragraph.strip() for paragraph in paragraphs)
 
 
 def validate_word_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """It has so many words, runs without blanks; around means within a tenth."""
-    return quantified(len(text.split()), quantifier, N, max(round(N * 0.1), 1))
+    """It has that many words, runs without blanks; around means within a tenth."""
+    return compare(len(text.split()), quantifier, N, max(round(N * 0.1), 1))
 
 
 def verify_sentence_constraint(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """It has so many sentences; around means one more or less."""
-    return quantified(count_sentences(text), quantifier, N, 1)
+    """It has that many sentences; around means one more or less."""
+    return compare(count_sentences(text), quantifier, N, 1)
 
 
 def validate_paragraphs(text: str, *, N: Count, i: Ordinal, first_word: Text) -> bool:
-    """It has so many paragraphs with empty lines between them, and the i-th begins with that word."""
+    """It has that many paragraphs with empty lines between them, and the i-th begins with that word."""
     paragraphs = text.strip().split("\n\n")
     if len(paragraphs) != N or i > N:
         return False
@@ -310,12 +312,12 @@ def verify_postscript(text: str, *, postscript_marker: Text) -> bool:
 
 
 def validate_placeholders(text: str, *, N: Count) -> bool:
-    """It has at least so many placeholders."""
+    """It has at least that many placeholders."""
     return count_placeholders(text) >= N
 
 
 def verify_bullet_points(text: str, *, N: Count) -> bool:
-    """It has exactly so many bullet points."""
+    """It has exactly that many bullet points."""
     return count_bullets(text) == N
 
 
@@ -327,12 +329,12 @@ def validate_choice(text: str, *, options: Texts | Text) -> bool:
 
 
 def validate_highlighted_sections(text: str, *, N: Count) -> bool:
-    """It has at least so many highlighted parts."""
+    """It has at least that many highlighted parts."""
     return count_highlights(text) >= N
 
 
 def validate_sections(text: str, *, N: Count, section_splitter: Text) -> bool:
-    """It has at least so many sections that begin with a word and a number."""
+    """It has at least that many sections that begin with a word and a number."""
     return len(re.findall(re.escape(section_splitter) + r"\s?\d+", text, re.IGNORECASE)) >= N
 
 
@@ -349,13 +351,13 @@ def validate_uppercase(text: str) -> bool:
 
 
 def validate_lowercase(text: str) -> bool:
-    """It is in small letters."""
+    """It is in lower case."""
     return text.islower()
 
 
 def validate_frequency_capital_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """It has so many words in capitals; around means within a tenth."""
-    return quantified(count_capital_words(text), quantifier, N, max(round(N * 0.1), 1))
+    """It has that many words in capitals; around means within a tenth."""
+    return compare(count_capital_words(text), quantifier, N, max(round(N * 0.1), 1))
 
 
 def validate_end(text: str, *, end_phrase: Text) -> bool:
@@ -363,54 +365,20 @@ def validate_end(text: str, *, end_phrase: Text) -> bool:
     return text.rstrip().endswith(end_phrase.strip())
 
 
-FUNCTIONS: dict[str, Callable[..., bool]] = {
-    "verify_keywords": verify_keywords,
-    "verify_keyword_frequency": verify_keyword_frequency,
-    "validate_forbidden_words": validate_forbidden_words,
-    "verify_letter_frequency": verify_letter_frequency,
+FUNCTIONS: dict[str, Check] = {
+    **{name: check for name, check in globals().items() if name.startswith(("verify_", "validate_"))},
     "validate_response_language": response_language,
-    "verify_paragraph_count": verify_paragraph_count,
-    "validate_word_constraint": validate_word_constraint,
-    "verify_sentence_constraint": verify_sentence_constraint,
-    "validate_paragraphs": validate_paragraphs,
-    "verify_postscript": verify_postscript,
-    "validate_placeholders": validate_placeholders,
-    "verify_bullet_points": verify_bullet_points,
     "validate_title": title,
-    "validate_choice": validate_choice,
-    "validate_highlighted_sections": validate_highlighted_sections,
-    "validate_sections": validate_sections,
     "validate_json_format": json_format,
-    "validate_repeat_prompt": validate_repeat_prompt,
     "validate_two_responses": two_responses,
-    "validate_uppercase": validate_uppercase,
-    "validate_lowercase": validate_lowercase,
-    "validate_frequency_capital_words": validate_frequency_capital_words,
-    "validate_end": validate_end,
     "validate_quotation": quotation,
     "validate_no_commas": no_comma,
 }
-"""AllenAI's names for them."""
-
-
-def quantified(found: int, quantifier: Quantifier, wanted: int, around: int) -> bool:
-    """Whether a count is as it should be."""
-    match quantifier.replace("_", " "):
-        case "at least":
-            return found >= wanted
-        case "at most":
-            return found <= wanted
-        case "around":
-            return abs(found - wanted) <= around
-        case _:
-            return found == wanted
-
-
-Check = Callable[..., bool]
+"""By AllenAI's names: the functions above that begin with `verify_` or `validate_`, and those that are Google's."""
 
 
 class BadInstruction(PalestraError):
-    """A row asks for something that no answer can be judged by."""
+    """A row whose instructions cannot be checked."""
 
 
 @dataclass(frozen=True)
@@ -421,11 +389,11 @@ class Instruction:
     check: Callable[[str], bool]
 
     def strict(self, text: str) -> bool:
-        """Whether the text as it is follows it."""
+        """Whether the text follows it as it is."""
         return bool(text.strip()) and self.check(text)
 
     def loose(self, text: str) -> bool:
-        """Whether the text follows it once its first line, its last line or its asterisks are left out."""
+        """Whether the text follows it without its first line, its last line or its asterisks."""
         return any(self.strict(variant) for variant in variants(text))
 
 
@@ -442,16 +410,16 @@ def instructions_of(row: Mapping[str, Any]) -> list[Instruction]:
         names, arguments = row["instruction_id_list"], row.get("kwargs")
         if not _is_list(names) or not _is_list(arguments) or len(names) != len(arguments):
             raise BadInstruction("expected `instruction_id_list` and `kwargs` to be two lists of the same length")
-        found = [_bound(INSTRUCTIONS, *pair) for pair in zip(names, arguments, strict=True)]
+        instructions = [_bound(INSTRUCTIONS, *pair) for pair in zip(names, arguments, strict=True)]
     elif "ground_truth" in row:
-        found = [_of_function(one) for one in _ground_truths(row["ground_truth"])]
+        instructions = [_of_function(truth) for truth in _ground_truths(row["ground_truth"])]
     else:
         raise BadInstruction(
             f"expected `instruction_id_list` and `kwargs`, or `ground_truth`; the row has {', '.join(row) or 'nothing'}"
         )
-    if not found:
-        raise BadInstruction("the row names no instruction, so every answer would follow it")
-    return found
+    if not instructions:
+        raise BadInstruction("the row has no instruction, so every completion would follow it")
+    return instructions
 
 
 def _ground_truths(value: Any) -> Sequence[Any]:
@@ -466,11 +434,12 @@ def _ground_truths(value: Any) -> Sequence[Any]:
 def _of_function(value: Any) -> Instruction:
     if not isinstance(value, Mapping) or "func_name" not in value:
         raise BadInstruction(f"expected `ground_truth` to be a record with a `func_name`, got {value!r:.80}")
-    return _bound(FUNCTIONS, value["func_name"], {name: one for name, one in value.items() if name != "func_name"})
+    arguments = dict(value)
+    return _bound(FUNCTIONS, arguments.pop("func_name"), arguments)
 
 
 def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction:
-    """An instruction with its arguments; those that are null are as good as not there."""
+    """An instruction with its arguments; null ones are ignored."""
     if not isinstance(name, str) or name not in table:
         near = get_close_matches(str(name), table, n=1)
         raise BadInstruction(f"unknown instruction {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
@@ -480,17 +449,16 @@ def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction
     try:
         checked = _arguments_of(table[name]).model_validate(given)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise BadInstruction(f"{name}: {'; '.join(problems)}") from error
     return Instruction(name, partial(table[name], **{key: getattr(checked, key) for key in given}))
 
 
 @cache
 def _arguments_of(check: Check) -> type[BaseModel]:
-    """What a check takes besides the text, as a model that refuses all else."""
-    fields = {
-        name: (one.annotation, ...) for name, one in inspect.signature(check).parameters.items() if name != "text"
-    }
+    """The arguments of a check besides the text, as a model that refuses all others."""
+    parameters = inspect.signature(check).parameters
+    fields = {name: (parameter.annotation, ...) for name, parameter in parameters.items() if name != "text"}
     return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)  # pyrefly: ignore
 
 

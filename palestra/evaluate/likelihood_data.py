@@ -1,4 +1,4 @@
-"""Rows with given answers: what is asked, which answers there are and which is right, in the forms that people use."""
+"""What is scored by likelihood: rows with given answers, in the column layouts in use, and whole texts."""
 
 import ast
 import hashlib
@@ -6,23 +6,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
-import numpy as np
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from palestra.data.mixture import Permutation, stream_key
+from palestra.data.mixture import permutation, stream_key
 from palestra.data.readers import Row
 from palestra.errors import UsageError
-from palestra.spec.kinds.evaluate import LikelihoodUse
-from palestra.tasks.dataset import load_rows
+from palestra.spec.kinds.evaluate import LikelihoodUse, TextUse
+from palestra.tasks.dataset import load_rows, text_of
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-FORMS = (("query", "choices", "gold"), ("context_options", "continuation", "gold"), ("context", "continuation"))
+LAYOUTS = (("query", "choices", "gold"), ("context_options", "continuation", "gold"), ("context", "continuation"))
 """The columns of llm-foundry's and CORE's tasks: choices, contexts to choose from, a text to be written."""
 SHOT_END = "\n\n"
-"""What ends an example that stands before the question."""
+"""What separates few-shot examples from each other and from the question."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Item:
 
     options: tuple[Option, ...]
     gold: int
-    """The number of the right one."""
+    """Index of the right option."""
 
     @property
     def choice(self) -> bool:
@@ -52,14 +50,18 @@ class Item:
         return len({option.context for option in self.options}) == 1
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The items of one file."""
+Use = TypeVar("Use", LikelihoodUse, TextUse)
+Content = TypeVar("Content", Item, str)
 
-    use: LikelihoodUse
-    items: tuple[Item, ...]
+
+@dataclass(frozen=True)
+class ScoredSet(Generic[Use, Content]):
+    """The rows or documents of one source."""
+
+    use: Use
+    items: tuple[Content, ...]
     total: int
-    """How many rows the file has."""
+    """How many the source has."""
 
     @property
     def label(self) -> str:
@@ -67,70 +69,80 @@ class Suite:
         return self.use.label
 
     def identity(self) -> dict[str, Any]:
-        """What makes a score on these items comparable with another; plain data."""
+        """What makes two scores on these items comparable; plain data."""
         digest = hashlib.sha256()
         for item in self.items:
-            digest.update(json.dumps([[(o.context, o.answer) for o in item.options], item.gold]).encode())
+            if isinstance(item, str):
+                digest.update(hashlib.sha256(item.encode()).digest())
+            else:
+                digest.update(json.dumps([[(o.context, o.answer) for o in item.options], item.gold]).encode())
         use = self.use.model_dump(mode="json", exclude={"name", "items"})
         return {**use, "items": len(self.items), "of": self.total, "items_sha256": digest.hexdigest()}
 
 
-def load_suite(use: LikelihoodUse, seed: int) -> Suite:
-    """Read the rows of a file; examples that stand before a question are drawn from the other rows by the seed."""
+Choices = ScoredSet[LikelihoodUse, Item]
+Texts = ScoredSet[TextUse, str]
+
+
+def load_texts(use: TextUse) -> Texts:
+    """Read the documents of a source; empty ones have nothing to score and are left out."""
+    files = (f"{use.label}.*", "*.jsonl", "*.parquet", "*.txt")
+    rows = load_rows(use.path, default=use.path, files=files, split=use.split)
+    documents = [text for number, row in enumerate(rows) if (text := text_of(row, use.key, number, use.path))]
+    if not documents:
+        raise UsageError(f"{use.path} has no texts")
+    return Texts(use, tuple(documents[: use.items]), len(documents))
+
+
+def load_choices(use: LikelihoodUse, seed: int) -> Choices:
+    """Read the rows of a file; few-shot examples are sampled from the other rows, by the seed."""
     rows = load_rows(use.path, default=use.path, files=(f"{use.label}.*", "*.jsonl", "*.parquet"))
-    read = [_read(use, row, number) for number, row in enumerate(rows, 1)]
+    read = [_read(use, row, f"{use.path}, row {number}") for number, row in enumerate(rows, 1)]
     if not read:
         raise UsageError(f"{use.path} has no rows")
     if use.shots >= len(read):
         raise UsageError(f"likelihood: {use.shots} shots, but {use.path} has only {len(read) - 1} other rows to take")
-    kinds = {item.choice for item in read}
-    if len(kinds) > 1:
+    if len({item.choice for item in read}) > 1:
         raise UsageError(f"{use.path} has rows with several answers and rows with one: score them as two files")
-    count = min(use.items or len(read), len(read))
-    items = [_with_shots(read, index, use.shots, seed) for index in range(count)]
-    return Suite(use, tuple(items), len(read))
+    items = [_with_shots(read, index, use.shots, seed) for index in range(min(use.items or len(read), len(read)))]
+    return Choices(use, tuple(items), len(read))
 
 
 def _with_shots(read: Sequence[Item], index: int, shots: int, seed: int) -> Item:
-    """The item with examples before its question: others of the same file, never itself."""
+    """The item with examples before its question: other rows of the same file, never itself."""
     if not shots:
         return read[index]
-    places = Permutation(len(read) - 1, stream_key(seed, "shots", index))(np.arange(shots))
-    others = (read[place + (place >= index)] for place in places.tolist())
-    shown = "".join(one.options[one.gold].context + one.options[one.gold].answer + SHOT_END for one in others)
+    places = permutation(len(read) - 1, stream_key(seed, "shots", index), shots)
+    others = [read[place + (place >= index)] for place in places.tolist()]
+    right = [other.options[other.gold] for other in others]
+    shown = "".join(option.context + option.answer + SHOT_END for option in right)
     item = read[index]
     return Item(tuple(Option(shown + option.context, option.answer) for option in item.options), item.gold)
 
 
-def _read(use: LikelihoodUse, row: Row, number: int) -> Item:
-    where = f"{use.path}, row {number}"
-    if use.doc_to_text is not None:
-        item = _from_templates(use, row, where)
-    else:
-        item = _from_columns(use, row, where)
-    for option in item.options:
-        if not option.answer:
-            raise UsageError(f"{where}: an answer is empty, and nothing is as likely as nothing")
+def _read(use: LikelihoodUse, row: Row, where: str) -> Item:
+    item = _from_columns(use, row, where) if use.doc_to_text is None else _from_templates(use, row, where)
+    if not all(option.answer for option in item.options):
+        raise UsageError(f"{where}: an answer is empty, so it has no tokens to score")
     return item
 
 
 def _from_columns(use: LikelihoodUse, row: Row, where: str) -> Item:
-    form = next((form for form in FORMS if all(column in row for column in form)), None)
-    if form is None:
-        known = "; ".join(", ".join(form) for form in FORMS)
+    layout = next((layout for layout in LAYOUTS if all(column in row for column in layout)), None)
+    if layout is None:
+        known = "; ".join(", ".join(columns) for columns in LAYOUTS)
         raise UsageError(
-            f"{where} has the columns {', '.join(row) or '(none)'}: expected {known}; else say with doc_to_text and "
-            "doc_to_target how a row is read"
+            f"{where} has the columns {', '.join(row) or '(none)'}: expected {known}; for other columns, "
+            "doc_to_text and doc_to_target say how a row is read"
         )
     # White space at the ends is an accident of the files, as llm-foundry has it: the delimiter is what separates.
-    if form[0] == "query":
-        context, answers = _text(row["query"], where), [_text(one, where) for one in _list(row["choices"], where)]
-        return _choice(use, [context] * len(answers), answers, row["gold"], where)
-    if form[0] == "context_options":
-        contexts = [_text(one, where) for one in _list(row["context_options"], where)]
+    if layout[0] == "query":
+        answers = [_text(answer, where) for answer in _list(row["choices"], where)]
+        return _choice(use, [_text(row["query"], where)] * len(answers), answers, row["gold"], where)
+    if layout[0] == "context_options":
+        contexts = [_text(context, where) for context in _list(row["context_options"], where)]
         return _choice(use, contexts, [_text(row["continuation"], where)] * len(contexts), row["gold"], where)
-    option = Option(_text(row["context"], where) + use.delimiter, _text(row["continuation"], where))
-    return Item((option,), 0)
+    return Item((Option(_text(row["context"], where) + use.delimiter, _text(row["continuation"], where)),), 0)
 
 
 def _from_templates(use: LikelihoodUse, row: Row, where: str) -> Item:
@@ -143,7 +155,7 @@ def _from_templates(use: LikelihoodUse, row: Row, where: str) -> Item:
     if isinstance(use.doc_to_choice, list):
         answers = [str(_rendered(template, row, where, columns=False)) for template in use.doc_to_choice]
     else:
-        answers = [str(one) for one in _list(_rendered(use.doc_to_choice, row, where), where)]
+        answers = [str(answer) for answer in _list(_rendered(use.doc_to_choice, row, where), where)]
     if isinstance(target, str) and use.doc_to_target in row and target in answers:
         target = answers.index(target)
     return _choice(use, [context] * len(answers), answers, target, where)
@@ -158,7 +170,7 @@ def _choice(use: LikelihoodUse, contexts: list[str], answers: list[str], gold: A
         gold = answers.index(gold)
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(answers):
         raise UsageError(
-            f"{where}: the right answer is {gold!r}, expected one of them or a number from 0 on: {answers}"
+            f"{where}: the right answer is {gold!r}, expected one of the answers or its index from 0: {answers}"
         )
     pairs = zip(contexts, answers, strict=True)
     return Item(tuple(Option(context + use.delimiter, answer) for context, answer in pairs), gold)
@@ -170,33 +182,27 @@ def _rendered(template: str, row: Row, where: str, *, columns: bool = True) -> A
         return row[template]
     if columns and "{" not in template:
         raise UsageError(f"{where} has no column {template!r}, only {', '.join(row) or 'nothing'}")
-    import jinja2
-
     try:
         return _compiled(template).render(**row)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise UsageError(f"{where}: the template {template!r} failed: {error}") from error
 
 
 @cache
-def _compiled(template: str) -> "Template":
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    # As lm-eval has it: a name that is no column is an error, and a line break at the end stays.
+def _compiled(template: str) -> Template:
+    # As in lm-eval: a name that is not a column is an error, and a line break at the end stays.
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(template)
 
 
 def _list(value: Any, where: str) -> list[Any]:
     """A list, also one that a template or a file has as text."""
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError) as error:
-            raise UsageError(f"{where}: expected a list of answers, got {value!r:.80}") from error
-    if not isinstance(value, list | tuple):
+    try:
+        items = ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        items = None
+    if not isinstance(items, list | tuple):
         raise UsageError(f"{where}: expected a list of answers, got {value!r:.80}")
-    return list(value)
+    return list(items)
 
 
 def _text(value: Any, where: str) -> str:

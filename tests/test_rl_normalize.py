@@ -1,4 +1,4 @@
-"""Normalisers: against NumPy over everything seen, masks, groups of any size, equal values, saved and loaded state."""
+"""Normalizers: against NumPy over everything seen, masks, groups of any size, equal values, saved and loaded state."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from torch import Tensor
 from palestra.rl.normalize import (
     RewardScale,
     RunningMeanStd,
-    batch_normalise,
-    group_normalise,
+    batch_normalize,
+    group_normalize,
     group_std,
     leave_one_out,
 )
@@ -32,9 +32,9 @@ def test_running_mean_std_odd_batches_large_mean_equals_numpy():
     assert statistics.count == len(seen)
     np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-12)
     np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-9)
-    normalised = statistics.normalise(data)
-    assert normalised.dtype == torch.float32
-    np.testing.assert_allclose(normalised.double().std(0, correction=0), np.ones(3), rtol=1e-3)
+    normalized = statistics.normalize(data)
+    assert normalized.dtype == torch.float32
+    np.testing.assert_allclose(normalized.double().std(0, correction=0), np.ones(3), rtol=1e-3)
 
 
 def test_running_mean_std_masked_rows_do_not_count():
@@ -52,25 +52,25 @@ def test_running_mean_std_scalar_statistics_subtract_in_full_precision():
     data = torch.tensor([1e7, 1e7 + 1, 1e7 + 1])
     statistics.update(data)
     expected = torch.tensor([-(2**0.5), 0.5**0.5, 0.5**0.5])
-    torch.testing.assert_close(statistics.normalise(data), expected)
-    torch.testing.assert_close(statistics.normalise(data, clip=1.0), expected.clamp(min=-1.0))
+    torch.testing.assert_close(statistics.normalize(data), expected)
+    torch.testing.assert_close(statistics.normalize(data, clip=1.0), expected.clamp(min=-1.0))
 
 
 def test_running_mean_std_unseen_is_identity_and_constant_is_zero():
     statistics = RunningMeanStd((2,))
-    torch.testing.assert_close(statistics.normalise(randn(4, 2)), randn(4, 2))
+    torch.testing.assert_close(statistics.normalize(randn(4, 2)), randn(4, 2))
     statistics.update(torch.full((8, 2), 3.7))
-    assert torch.equal(statistics.normalise(torch.full((8, 2), 3.7)), torch.zeros(8, 2))
+    assert torch.equal(statistics.normalize(torch.full((8, 2), 3.7)), torch.zeros(8, 2))
 
 
 def test_running_mean_std_evaluation_and_reload_leave_it_unchanged():
     statistics, loaded = RunningMeanStd((3,)), RunningMeanStd((3,))
     statistics.update(randn(10, 3))
     saved = statistics.state_dict()
-    first = statistics.normalise(5 * randn(10, 3, seed=1))
-    assert torch.equal(statistics.normalise(5 * randn(10, 3, seed=1)), first)
+    first = statistics.normalize(5 * randn(10, 3, seed=1))
+    assert torch.equal(statistics.normalize(5 * randn(10, 3, seed=1)), first)
     loaded.load_state_dict(saved)
-    assert torch.equal(loaded.normalise(5 * randn(10, 3, seed=1)), first)
+    assert torch.equal(loaded.normalize(5 * randn(10, 3, seed=1)), first)
     loaded.update(randn(5, 3, seed=2))
     statistics.update(randn(5, 3, seed=2))
     assert all(torch.equal(loaded.state_dict()[key], value) for key, value in statistics.state_dict().items())
@@ -121,32 +121,32 @@ def test_reward_scale_saved_and_loaded_in_mid_episode_continues_the_same():
     assert all(torch.equal(second.state_dict()[key], value) for key, value in whole.state_dict().items())
 
 
-def test_batch_normalise_has_mean_zero_and_population_std_one():
+def test_batch_normalize_has_mean_zero_and_population_std_one():
     x = 5 * randn(8, 16) + 100
-    normalised = batch_normalise(x)
-    torch.testing.assert_close(normalised, (x - x.mean()) / x.std(correction=0))
-    torch.testing.assert_close(batch_normalise(x, torch.ones(8, 16, dtype=torch.bool)), normalised)
+    normalized = batch_normalize(x)
+    torch.testing.assert_close(normalized, (x - x.mean()) / x.std(correction=0))
+    torch.testing.assert_close(batch_normalize(x, torch.ones(8, 16, dtype=torch.bool)), normalized)
     sample = (x - x.mean()) / x.std(correction=1)
-    torch.testing.assert_close(batch_normalise(x, correction=1), sample)
-    torch.testing.assert_close(batch_normalise(x, torch.ones(8, 16, dtype=torch.bool), correction=1), sample)
+    torch.testing.assert_close(batch_normalize(x, correction=1), sample)
+    torch.testing.assert_close(batch_normalize(x, torch.ones(8, 16, dtype=torch.bool), correction=1), sample)
 
 
-def test_batch_normalise_padding_changes_nothing_and_comes_out_zero():
+def test_batch_normalize_padding_changes_nothing_and_comes_out_zero():
     x = randn(20)
     padded = torch.cat((x, torch.tensor([torch.nan, 1e9, -torch.inf], dtype=torch.float64)))
-    normalised = batch_normalise(padded, torch.arange(23) < 20)
-    torch.testing.assert_close(normalised[:20], batch_normalise(x))
-    assert torch.equal(normalised[20:], torch.zeros(3, dtype=torch.float64))
+    normalized = batch_normalize(padded, torch.arange(23) < 20)
+    torch.testing.assert_close(normalized[:20], batch_normalize(x))
+    assert torch.equal(normalized[20:], torch.zeros(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 3, 7, 1000])
-def test_batch_normalise_equal_values_are_exactly_zero(dtype: torch.dtype, count: int):
+def test_batch_normalize_equal_values_are_exactly_zero(dtype: torch.dtype, count: int):
     x = torch.full((count,), 0.1, dtype=dtype)
-    assert torch.equal(batch_normalise(x), torch.zeros_like(x))
-    assert torch.equal(batch_normalise(x, correction=1), torch.zeros_like(x))
-    assert torch.equal(batch_normalise(x, torch.ones(count, dtype=torch.bool)), torch.zeros_like(x))
-    assert torch.equal(batch_normalise(x, torch.zeros(count, dtype=torch.bool)), torch.zeros_like(x))
+    assert torch.equal(batch_normalize(x), torch.zeros_like(x))
+    assert torch.equal(batch_normalize(x, correction=1), torch.zeros_like(x))
+    assert torch.equal(batch_normalize(x, torch.ones(count, dtype=torch.bool)), torch.zeros_like(x))
+    assert torch.equal(batch_normalize(x, torch.zeros(count, dtype=torch.bool)), torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def grouped_rewards(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @settings(max_examples=80, deadline=None)
 def test_group_baselines_partial_groups_equal_each_group_alone(batch: tuple[Tensor, Tensor], random):
     rewards, ids = batch
-    centred, scaled = group_normalise(rewards, ids, scale="none"), group_normalise(rewards, ids, scale="std")
+    centred, scaled = group_normalize(rewards, ids, scale="none"), group_normalize(rewards, ids, scale="std")
     others = leave_one_out(rewards, ids)
     sampled = group_std(rewards, ids, correction=1)
     for i, (reward, group) in enumerate(zip(rewards.tolist(), ids.tolist(), strict=True)):
@@ -191,14 +191,14 @@ def test_group_baselines_partial_groups_equal_each_group_alone(batch: tuple[Tens
             assert centred[i] == scaled[i] == others[i] == 0.0
     order = list(range(len(rewards)))
     random.shuffle(order)
-    torch.testing.assert_close(group_normalise(rewards[order], ids[order], scale="std"), scaled[order])
+    torch.testing.assert_close(group_normalize(rewards[order], ids[order], scale="std"), scaled[order])
     torch.testing.assert_close(leave_one_out(rewards[order], ids[order]), others[order])
 
 
-def test_group_normalise_two_groups_equal_hand_numbers():
+def test_group_normalize_two_groups_equal_hand_numbers():
     """Population std: [0, 1] has 0.5, so ±1; float32 in, float32 out."""
     rewards, ids = torch.tensor([0.0, 10.0, 1.0, 30.0]), torch.tensor([4, 9, 4, 9])
-    actual = group_normalise(rewards, ids, scale="std")
+    actual = group_normalize(rewards, ids, scale="std")
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-5, rtol=0)
-    assert group_normalise(rewards, ids, scale="none").tolist() == [-0.5, -10.0, 0.5, 10.0]
+    assert group_normalize(rewards, ids, scale="none").tolist() == [-0.5, -10.0, 0.5, 10.0]
