@@ -48,7 +48,7 @@ class Shipped:
 
 
 @dataclass(frozen=True)
-class Found:
+class SpecSessions:
     """The sessions of one spec by seed, and the number of sessions of other versions of it."""
 
     done: dict[int, Path]
@@ -63,7 +63,7 @@ def identity(spec: ExperimentSpec) -> str:
     return spec_hash(spec.model_copy(update=NEUTRAL))
 
 
-def find(root: Path, name: str, wanted: str) -> Found:
+def find(root: Path, name: str, wanted: str) -> SpecSessions:
     """The sessions under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
     done: dict[int, Path] = {}
     begun: dict[int, Trial] = {}
@@ -82,7 +82,7 @@ def find(root: Path, name: str, wanted: str) -> Found:
             else:
                 begun.setdefault(session.seed, trial)
     # A run whose seed another run has finished, or is running, is not resumed.
-    return Found(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
+    return SpecSessions(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
 
 
 def log_points(session: Path) -> Iterator[dict[str, float]]:

@@ -20,21 +20,20 @@ HISTORY = ("spec", "spec hash", "seeds", "mean", "IQM", "SLM-Lab", "verdict", "d
 INTRODUCTION = f"""\
 # Benchmarks
 
-Generated from `benchmarks.jsonl` beside it by `palestra bench --table`; do not edit. `palestra bench classic` runs a
-suite first.
+Generated from `benchmarks.jsonl` by `palestra bench --table`; do not edit. `palestra bench classic` runs a suite first.
 
 - A seed's *score* is SLM-Lab's: the mean, over the log points of the *window*, of the return of the last 100 finished
-  training episodes. The window is the one of SLM-Lab's table, its last 100 log points, where our budget is not smaller
-  than its; else the last quarter of our frames.
+  training episodes. The window is that of SLM-Lab's table, its last 100 log points, if our budget is at least its
+  budget; else the last quarter of our frames.
 - *mean* and *standard error* are over seeds. *IQM* is their interquartile mean, with a 95 % bootstrap interval
   (10,000 resamples, seeded).
-- The *verdict* is **above** where mean and IQM reach SLM-Lab's figure, else **below**; **tied** where the mean is less
+- The *verdict* is **above** if mean and IQM reach SLM-Lab's score, else **below**; **tied** if the mean is less
   than two standard errors away from it, which does not count as reached. A row with too few seeds is *incomplete*.
 - Seeds {SEEDS[0]} to {SEEDS[-1]} are for this table alone: specs are tuned on seeds from 1000 on. A row that takes less
-  than ten minutes a seed needs all ten, another one the first four.
-- A run enters the table once, from a commit without changes, and stays: the file only grows. What a spec scored before
-  it was changed stands in the [history](#history).
-- A run counts only where its spec is, but for the seed, the shipped one of today: the *spec hash* is over all fields.
+  than ten minutes per seed needs all ten, another one the first four.
+- A run enters the table once, from a clean commit, and stays: the file is append-only. The scores of a spec before
+  it was changed are in the [history](#history).
+- A run counts only if its spec is, except for the seed, the shipped one: the *spec hash* is over all fields.
 """
 
 
@@ -55,31 +54,29 @@ def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, r
     """The cells of a shipped spec; removes its result from `known`, which then holds only earlier versions."""
     shipped = Shipped.read(specs, entry.spec)
     result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
-    published = [f"{entry.published:g}"]
-    if shipped is None or result is None:
-        note = "no spec" if shipped is None else "not run"
-        env, hash = ("–", "–") if shipped is None else (shipped.spec.env.id, f"`{shipped.hash[:8]}`")
-        cells = [env, "–", note, "–", "–", "–", *published, "–", "–", f"{entry.published_frames:,}", "–", entry.differs]
-        return [f"`{entry.spec}`", *cells, "–", "–", "–", hash, "–"]
-    last, (low, high) = result.records[-1], result.interval
-    return [
-        f"`{entry.spec}`",
-        last.env,
-        _seeds(sorted(result.scores)),
-        f"{result.mean:.2f}",
-        f"{result.standard_error:.2f}",
-        f"{result.iqm:.2f}",
-        f"{low:.2f} to {high:.2f}",
-        *published,
-        verdict(entry, result),
-        f"{last.frames:,}",
-        f"{entry.published_frames:,}",
-        f"{last.window:,.0f}",
-        entry.differs,
-        *_provenance(result),
-        f"`{last.hash[:8]}`",
-        _curve(entry, shipped, sorted(result.scores), root, plots),
-    ]
+    cells = dict.fromkeys(COLUMNS, "–") | {
+        "spec": f"`{entry.spec}`",
+        "mean": "no spec" if shipped is None else "not run",
+        "SLM-Lab": f"{entry.published:g}",
+        "SLM-Lab's frames": f"{entry.published_frames:,}",
+        "differs from SLM-Lab's in": entry.differs,
+    }
+    if shipped is not None:
+        cells |= {"environment": shipped.spec.env.id, "spec hash": f"`{shipped.hash[:8]}`"}
+    if shipped is not None and result is not None:
+        low, high = result.interval
+        cells |= dict(zip(("date", "commit", "machine"), _provenance(result), strict=True)) | {
+            "seeds": _seeds(sorted(result.scores)),
+            "mean": f"{result.mean:.2f}",
+            "standard error": f"{result.standard_error:.2f}",
+            "IQM": f"{result.iqm:.2f}",
+            "95 % interval": f"{low:.2f} to {high:.2f}",
+            "verdict": verdict(entry, result),
+            "frames": f"{result.records[-1].frames:,}",
+            "window": f"{result.records[-1].window:,.0f}",
+            "curve": _curve(entry, shipped, sorted(result.scores), root, plots),
+        }
+    return list(cells.values())
 
 
 def _past(entry: Entry, result: BenchResult) -> list[str]:
@@ -89,7 +86,7 @@ def _past(entry: Entry, result: BenchResult) -> list[str]:
 
 
 def verdict(entry: Entry, result: BenchResult) -> str:
-    """What a row says of its result."""
+    """The verdict of a row."""
     return result.verdict(entry.published) if len(result.scores) >= len(entry.seeds) else "incomplete"
 
 

@@ -82,8 +82,8 @@ class Study:
         shown = optuna.create_study(direction=self.direction, sampler=self._sampler(number, attempt))
         trials = self._study.get_trials(deepcopy=False)
         shown.add_trials([_shown(trial, self.search.sampler) for trial in trials])
-        asked = shown.ask(self.distributions)
-        assert asked.number == number, "trials are numbered in the order in which they are added"
+        new = shown.ask(self.distributions)
+        assert new.number == number, "trials are numbered in the order in which they are added"
         trial = shown.get_trials(deepcopy=False)[number]
         return Proposal(_values(trial.params, self.search.space), trial)
 
