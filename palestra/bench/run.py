@@ -80,17 +80,17 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
         shipped = Shipped.read(specs, entry.spec)
         if shipped is None:
             raise UsageError(f"no spec {source}: give the folder of the suite's specs with --specs")
-        found = find(root, shipped.spec.name, shipped.hash)
-        if found.stale:
-            tell(f"{entry.spec}: {found.stale} runs of another version of the spec are ignored")
-        for what, those in (("done", found.done), ("running already", found.running)):
+        sessions = find(root, shipped.spec.name, shipped.hash)
+        if sessions.stale:
+            tell(f"{entry.spec}: {sessions.stale} runs of another version of the spec are ignored")
+        for what, those in (("done", sessions.done), ("running already", sessions.running)):
             if kept := [seed for seed in seeds if seed in those]:
                 tell(f"{entry.spec}: seed {', '.join(map(str, kept))} {what}")
-        left = [seed for seed in seeds if seed not in found.done and seed not in found.running]
+        left = [seed for seed in seeds if seed not in sessions.done and seed not in sessions.running]
         begun: dict[Path, list[int]] = {}
         for seed in left:
-            if seed in found.open:
-                begun.setdefault(found.open[seed].path, []).append(seed)
+            if seed in sessions.open:
+                begun.setdefault(sessions.open[seed].path, []).append(seed)
             else:
                 jobs.append(BenchRun(entry.spec, (seed,), source, None))
         jobs += [BenchRun(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
