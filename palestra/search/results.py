@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,7 +142,7 @@ def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSp
     }
     with clear_write_errors(experiment.path):
         write_json(experiment.path / "summary.json", summary)
-        write_bytes(experiment.path / "trials.csv", _csv(summary, list(search.space)).encode())
+        write_bytes(experiment.path / "trials.csv", csv_bytes(_rows(summary, list(search.space))))
         if order:
             write_bytes(experiment.best, best_yaml(experiment, spec, order[0], metric).encode())
             plots = experiment.path / "plots"
@@ -162,15 +162,19 @@ def best_yaml(experiment: Experiment, spec: ExperimentSpec, best: TrialRecord, m
     return comment + write_text(escape(with_values(given_data(spec), best.values)))
 
 
-def _csv(summary: Mapping[str, Any], keys: list[str]) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["trial", *keys, summary["metric"], summary["by"], "state"])
+def _rows(summary: Mapping[str, Any], keys: list[str]) -> Iterator[list[Any]]:
+    yield ["trial", *keys, summary["metric"], summary["by"], "state"]
     for row in summary["trials"]:
         values = [row["values"][key] for key in keys]
         cells = [json.dumps(v) if isinstance(v, list | dict) or v is None else v for v in values]
-        writer.writerow([row["trial"], *cells, row["score"], row["counted"], row["state"]])
-    return file.getvalue()
+        yield [row["trial"], *cells, row["score"], row["counted"], row["state"]]
+
+
+def csv_bytes(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Rows as a CSV file."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue().encode()
 
 
 def _delete_checkpoints(experiment: Experiment, records: Sequence[TrialRecord], kept: Sequence[TrialRecord]) -> None:
