@@ -230,7 +230,7 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
         ({"suite": "clasic"}, "the suites are classic, box2d"),
         ({"suite": "classic", "seeds": "3-0"}, "expected seeds"),
         ({"suite": "classic", "only": "("}, "regular expression"),
-        ({"suite": "classic", "only": "nothing"}, "finds none"),
+        ({"suite": "classic", "only": "nothing"}, "matches none"),
         ({"suite": "classic"}, "--specs"),
     ],
 )

@@ -84,7 +84,7 @@ def test_best_yaml_is_a_spec_without_the_search_that_names_its_seeds(done):
     assert spec.algorithm.lr.start == values["algorithm.lr"]
     assert spec.net.hidden == values["net.hidden"]
     assert "seeds 0." in text
-    assert "no benchmark" in text
+    assert "not a benchmark" in text
 
 
 def test_folder_has_table_plots_and_cost(done):
