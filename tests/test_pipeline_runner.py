@@ -76,7 +76,9 @@ def test_run_of_a_graph_fills_inputs_anywhere_and_the_second_run_does_nothing(ou
     assert noted(journal) == [["total"]]
 
 
-@pytest.mark.parametrize("given", ["file", "folder", "pattern", "a bare name"])
+@pytest.mark.parametrize(
+    "given", ["file", "folder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pattern", "a bare name"))]
+)
 def test_step_that_reads_a_file_runs_again_when_its_content_changes_alone(
     outputs, journal, tmp_path, monkeypatch, given
 ):
