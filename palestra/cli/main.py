@@ -1,4 +1,7 @@
-"""`palestra`: the command line, and how errors become one paragraph and an exit code."""
+"""`palestra`: the command line, and how errors become one paragraph and an exit code.
+
+The parameters of a command have the names of the API function that it calls, so that `locals()` can be handed on.
+"""
 
 import logging
 import signal
@@ -62,7 +65,7 @@ def _options(
 
 @app.command(rich_help_panel=options.EXPERIMENTS)
 def new(
-    example: Annotated[str | None, Argument(help="A kind, as sft, or an example, as control/ppo_cartpole.")] = None,
+    example: Annotated[str | None, Argument(help="A kind (sft) or an example (control/ppo_cartpole).")] = None,
     to: Annotated[Path, Option(metavar="FOLDER", help="The folder to write into.")] = Path(),
     schema: Annotated[bool, Option("--schema", help="Also write palestra.schema.json for editors.")] = False,
     list_all: Annotated[bool, Option("--list", help="List kinds and examples; write nothing.")] = False,
