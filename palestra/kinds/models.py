@@ -10,6 +10,7 @@ import torch
 
 from palestra.data.chat import end_of_turn
 from palestra.data.mixture import stream_key
+from palestra.data.sources import model_folder
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
