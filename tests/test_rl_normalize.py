@@ -1,4 +1,4 @@
-"""Normalisers: against NumPy over everything seen, masks, groups of any size, equal values, saved and loaded state."""
+"""Normalizers: against NumPy over everything seen, masks, groups of any size, equal values, saved and loaded state."""
 
 import numpy as np
 import pytest
