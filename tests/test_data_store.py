@@ -90,7 +90,7 @@ def test_store_holds_every_row_in_order_with_its_mask_and_bytes(whole):
 
 def test_store_document_is_a_view_of_the_file(whole):
     assert whole[1].base is not None
-    assert isinstance(whole.tokens, np.memmap)
+    assert isinstance(whole.tokens.base, np.memmap)
     assert whole.tokens.dtype == np.uint16
     with pytest.raises(ValueError, match="read-only"):
         whole[1][0] = 3

@@ -156,7 +156,8 @@ def _mapped(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
             f"{path} has {size} bytes and should have {length * dtype.itemsize}: it was truncated or changed; "
             "copy the store again, or remove it and build it"
         )
-    return np.memmap(path, dtype, mode="r", shape=(length,))
+    # A plain array over the map: slices of the subclass cost three times as much.
+    return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def pumped(
 
 
 @dataclass(frozen=True)
-class Question:
+class EvalProblem:
     """A problem and its prompt in tokens."""
 
     problem: Problem
@@ -65,14 +65,14 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Questions:
+class EvalTask:
     """The problems of one task, with their prompts."""
 
     use: TaskUse
     stops: tuple[str, ...]
     args: Mapping[str, Any]
     """All args of the task, defaults included."""
-    questions: tuple[Question, ...]
+    questions: tuple[EvalProblem, ...]
     total: int
     """How many problems the split has."""
 
@@ -106,7 +106,7 @@ class Questions:
         }
 
 
-def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer, problems: int) -> list[Questions]:
+def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer, problems: int) -> list[EvalTask]:
     """The first `problems` of each task's split, tokenized; `tasks` are by label, as `Verifiers` has them."""
     asked = []
     for use in uses:
@@ -116,8 +116,8 @@ def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer
         chosen = [split[index] for index in range(min(problems, len(split)))]
         if twice := [id for id, count in Counter(problem.id for problem in chosen).items() if count > 1]:
             raise UsageError(f"{use.label}: {len(twice)} ids are shared by several problems, such as {twice[0]}")
-        questions = tuple(Question(problem, encode_problem(problem, tokenizer)) for problem in chosen)
-        asked.append(Questions(use, task.stops, task.args.model_dump(mode="json"), questions, len(split)))
+        questions = tuple(EvalProblem(problem, encode_problem(problem, tokenizer)) for problem in chosen)
+        asked.append(EvalTask(use, task.stops, task.args.model_dump(mode="json"), questions, len(split)))
     return asked
 
 
@@ -143,7 +143,7 @@ async def evaluate_tasks(
     generator: Generator,
     tokenizer: Tokenizer,
     judge: Verify,
-    asked: Sequence[Questions],
+    asked: Sequence[EvalTask],
     settings: TaskEval,
     *,
     context: int,
@@ -248,7 +248,7 @@ async def _answered(
 
 
 def _evaluation(
-    records: list[EvaluationRecord], asked: Sequence[Questions], modes: Sequence[Mode], k: Sequence[int]
+    records: list[EvaluationRecord], asked: Sequence[EvalTask], modes: Sequence[Mode], k: Sequence[int]
 ) -> Evaluation:
     outcomes: dict[str, dict[Mode, ProblemOutcome]] = {}
     metrics: dict[str, float] = {}
@@ -288,7 +288,7 @@ def evaluate_model(
     tokenizer: Tokenizer,
     eos: Iterable[int],
     judge: Verify,
-    asked: Sequence[Questions],
+    asked: Sequence[EvalTask],
     settings: AnswerEval,
     *,
     device: torch.device,

@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.evaluate.completions import Evaluation, Questions, ask, evaluate_model
+from palestra.evaluate.completions import EvalTask, Evaluation, ask, evaluate_model
 from palestra.evaluate.likelihood import (
     LikelihoodOutcome,
     TextOutcome,
@@ -42,7 +42,7 @@ class Suite:
     spec: EvaluateSpec
     choices: tuple[Choices, ...]
     texts: tuple[Texts, ...]
-    questions: tuple[Questions, ...]
+    questions: tuple[EvalTask, ...]
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """What makes two results comparable; plain data."""

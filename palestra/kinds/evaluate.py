@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.completions import Evaluation, Questions, ask, evaluate_model
+from palestra.evaluate.completions import EvalTask, Evaluation, ask, evaluate_model
 from palestra.evaluate.likelihood import (
     ScoredChoice,
     TextScore,
@@ -56,7 +56,7 @@ class Workload:
     """What a model is evaluated on; known before its weights are loaded."""
 
     start: Start
-    questions: list[Questions]
+    questions: list[EvalTask]
     suites: list[Choices]
     texts: list[Texts]
     modes: int

@@ -108,13 +108,12 @@ class NextToken(_Batches[Example]):
 
 def pack(examples: Sequence[Example]) -> Batch:
     """Examples end to end; the segments of each are sequences of their own."""
-    tokens, masks = [], []
-    for example in examples:
-        ends = np.cumsum(example.segments)
-        tokens += np.split(example.tokens, ends[:-1])
-        loss = np.ones(len(example.tokens), bool) if example.loss is None else example.loss
-        masks += np.split(loss, ends[:-1])
-    return Batch.pack(tokens, masks)
+    losses = [np.ones(len(example.tokens)) if example.loss is None else example.loss for example in examples]
+    return Batch.flat(
+        np.concatenate([example.tokens for example in examples], dtype=np.int64),
+        np.concatenate([example.segments for example in examples]).tolist(),
+        np.concatenate(losses),
+    )
 
 
 class Preferences(_Batches[Pair]):
