@@ -188,7 +188,7 @@ def test_replay_that_cannot_be_is_refused_before_there_is_a_folder(lab):
     row["trajectories"][0]["tokens"][0] = 10**6
     other = lab.path / "other.jsonl"
     other.write_text(json.dumps(row) + "\n")
-    with pytest.raises(PalestraError, match="hold tokens that this model does not have"):
+    with pytest.raises(PalestraError, match="have tokens that this model does not have"):
         lab.run(name="other", rollout__replay=str(other), train__steps=1)
 
 
