@@ -333,7 +333,7 @@ def test_spec_says_what_is_wrong_with_its_suites():
     }
     assert [use.label for use in uses] == ["cores", "mine", "mine"]
     assert SuiteUse(suite="x/many.yaml:second").label == "second"
-    assert not suite_conflicts([SuiteUse(suite="core"), SuiteUse(suite="x.yml")], ("steps",))
+    assert not list(suite_conflicts([SuiteUse(suite="core"), SuiteUse(suite="x.yml")], ("steps",)))
 
 
 def test_suite_file_of_another_kind_or_with_a_reserved_name_is_refused(tmp_path):
