@@ -90,7 +90,7 @@ def test_classify_writes_scores_and_leaves_out_what_is_below_the_bound(model: Pa
     assert expected > 190
     with pytest.raises(UsageError, match="'fish' is not a class"):
         classify(tmp_path / "bad", source=source, model=model, keep="fish", workers=1)
-    with pytest.raises(UsageError, match="holds no classifier"):
+    with pytest.raises(UsageError, match="is not a classifier"):
         classify(tmp_path / "bad", source=source, model=tmp_path, workers=1)
 
 

@@ -182,7 +182,7 @@ def test_download_with_another_checksum_is_refused_and_leaves_no_file(
 def test_download_of_what_is_not_there_says_so(tmp_path: Path, web: tuple[str, type[Web]]) -> None:
     with pytest.raises(PalestraError, match="HTTP 404"):
         download(tmp_path / "a", url=web[0].replace("file", "other"))
-    with pytest.raises(UsageError, match="no URL, no file or folder in"):
+    with pytest.raises(UsageError, match="not a URL, a file or folder in"):
         download(tmp_path / "b", url="no/such/thing")
     with pytest.raises(PalestraError, match="does not exist"):
         download(tmp_path / "c", url=f"file://{tmp_path}/nothing")

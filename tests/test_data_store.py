@@ -130,7 +130,7 @@ def test_text_encoder_with_a_real_tokenizer_round_trips_and_closes_documents(tmp
     assert opened.num_bytes == sum(len(text.encode()) for text in texts)
     bare = build_store(tmp_path / "bare", found, replace(encoder, closing=None))
     assert bare.num_tokens == store.num_tokens - 3
-    with pytest.raises(UsageError, match=r"closing = \d+, and None"):
+    with pytest.raises(UsageError, match=r"closing = \d+, not None"):
         build_store(store.folder, found, replace(encoder, closing=None))
 
 
