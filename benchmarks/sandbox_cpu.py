@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from palestra.tasks.sandbox import Sandbox
+from palestra.tasks.sandbox.sandbox import Sandbox
 
 CODE = "import re\ndef snake(text):\n    return re.sub(r'(?<!^)(?=[A-Z])', '_', text).lower()\n"
 TESTS = [f"assert snake({given!r}) == {wanted!r}" for given, wanted in (("A", "a"), ("AbCd", "ab_cd"), ("aB", "a_b"))]

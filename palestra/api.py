@@ -1,4 +1,4 @@
-"""The Python API: run a spec, open what came of it, load a trained policy. The commands only call this."""
+"""The Python API: run a spec, load a trained policy, evaluate, chat, serve. The commands only call this."""
 
 import hashlib
 import json
@@ -41,15 +41,15 @@ def run(
     hooks: Sequence[Callable[..., Any] | str] = (),
     **fields: Any,
 ) -> Run:
-    """Run a spec to its end, or resume a run, and return what came of it.
+    """Run a spec to its end, or resume a run, and return the run.
 
     Args:
         spec: A file ("spec.yaml" or "spec.yaml:name"), a dict or a spec; may be left out when resuming.
         resume: A run to continue, by path, name, name/id or id.
         allow: Dotted paths of fields that may differ from the resumed run's spec.
         variables: Values of the `${…}` in the spec.
-        root: The folder of all runs.
-        quiet: Show no progress.
+        root: The folder that holds all runs.
+        quiet: Do not show progress.
         overrides: Fields of the spec as on the command line: `["algorithm.lr=1e-3"]`, or a mapping of paths to values.
         reward: A function that verifies completions in place of all training tasks: see docs/recipes/add_reward.md.
         data: Rows to train on, such as a list of dicts or a `datasets.Dataset`; or the spec's field `data`.
@@ -60,7 +60,7 @@ def run(
     """
     overrides = [overrides] if isinstance(overrides, str) else overrides
     allow = [allow] if isinstance(allow, str) else list(allow)
-    given = {**dict(parse(overrides)), **{path.replace("__", "."): value for path, value in fields.items()}}
+    given = dict(parse(overrides)) | {path.replace("__", "."): value for path, value in fields.items()}
     spec, given, objects = _without_env(spec, given)
     spec, given, reward, hooks = (_named(value, objects) for value in (spec, given, reward, hooks))
     trial = None
@@ -68,9 +68,11 @@ def run(
         if resume is not None:
             existing = resume if isinstance(resume, Run) else open_run(resume, root)
             trial = resumed_trial(existing)
-            if spec is None:
-                _require_whole(existing)
-                spec = resolved(existing.spec)
+            if spec is None and REDACTED in json.dumps(existing.spec):  # it would run with something else instead
+                raise UsageError(
+                    f"the spec in {existing.path} was stored without its secrets: give the spec again, with --resume"
+                )
+            spec = resolved(existing.spec) if spec is None else spec
         if spec is None:
             raise UsageError("give a spec to run, or a run to resume")
         if data is not None:
@@ -78,7 +80,7 @@ def run(
         loaded = _load_to_run(spec, variables, given)
         if added := _added_fields(loaded, reward, hooks):
             loaded = _load_to_run(spec, variables, given | added)
-        if len(getattr(loaded.spec, "seeds", ())) > 1:  # what other processes cannot take is refused before anything
+        if len(getattr(loaded.spec, "seeds", ())) > 1:  # objects that cannot be pickled are refused first
             pack({name: value for name, value in objects.items() if name != "env"})
         launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
         with _missing_extra():
@@ -87,7 +89,7 @@ def run(
 
 
 def _load_to_run(data: Source, variables: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Loaded:
-    """The spec of one run; blocks that describe many runs are not used, so nothing that is wrong with them matters."""
+    """The spec of one run; its blocks `search` and `sweep` are not used, so errors in them do not matter."""
     try:
         return load_spec(data, variables=variables, overrides=given)
     except SpecError as error:
@@ -95,17 +97,11 @@ def _load_to_run(data: Source, variables: Mapping[str, Any] | None, given: Mappi
         if not wrong <= {"search", "sweep"}:
             raise
         problems = "; ".join(map(str, error.problems))
-        log.warning("%s: not used by a single run, and ignored because it is not valid: %s", ", ".join(wrong), problems)
+        log.warning(
+            "%s: ignored, because it is invalid and a single run does not use it: %s", ", ".join(wrong), problems
+        )
     kept = {path: value for path, value in given.items() if path.partition(".")[0] not in wrong}
     return load_spec(data, variables=variables, overrides=kept | dict.fromkeys(wrong))
-
-
-def _require_whole(run: Run) -> None:
-    """Refuse a stored spec from which secrets were left out: it would run with something else in their place."""
-    if REDACTED in json.dumps(run.spec):
-        raise UsageError(
-            f"the spec in {run.path} is without the secrets that were in it: give the spec again, with --resume"
-        )
 
 
 def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Any = ()) -> Loaded:
@@ -115,10 +111,10 @@ def check(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides
 
 def load(run: str | Path | Run, which: str = "best", *, root: str | Path = "runs") -> Any:
     """The trained policy of a run: `palestra.load("ppo_cartpole").act(observation)`."""
-    found = run if isinstance(run, Run) else open_run(run, root)
+    opened = run if isinstance(run, Run) else open_run(run, root)
     with _missing_extra():
-        loads = loader(found.spec["kind"])
-    return loads(found, which)
+        loads = loader(opened.spec["kind"])
+    return loads(opened, which)
 
 
 def enjoy(
@@ -131,14 +127,14 @@ def enjoy(
     env: Any = None,
     root: str | Path = "runs",
 ) -> str:
-    """Show the trained policy of a run in a window, or write a video where there is none or `out` is given.
+    """Show the trained policy of a run in a window, or write a video if there is no display or `out` is given.
 
-    `env` is the environment's class or function where the run was given one. Returns a sentence of what was seen.
+    `env` is the environment's class or function if the run was given one. Returns a sentence with the returns.
     """
-    found = run if isinstance(run, Run) else open_run(run, root)
+    opened = run if isinstance(run, Run) else open_run(run, root)
     with _missing_extra():
         from palestra.kinds.control import enjoy as play
-    return play(found, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
+    return play(opened, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
 
 
 def chat(model: str | Path, *, root: str | Path = "runs", **settings: Any) -> None:
@@ -156,21 +152,21 @@ def serve(model: str | Path, *, root: str | Path = "runs", **settings: Any) -> N
 
 
 def evaluate(model: str | Path, *, root: str | Path = "runs", quiet: bool = False, **settings: Any) -> Run:
-    """Evaluate a model on tasks, or on rows with given answers; `settings` are those of `palestra eval`."""
+    """Evaluate a model on tasks, or on rows with given answers; `settings` are the options of `palestra eval`."""
     from palestra.spec.kinds.evaluate import evaluation  # here, because no other call needs it
 
     return run(evaluation(model, **settings), root=root, quiet=quiet)
 
 
 def fetch_model(name: str, target: str | Path) -> Path:
-    """Download a small real model into a Hugging Face folder; one that is there already is kept."""
+    """Download a small pretrained model into a Hugging Face folder; an existing one is kept."""
     with _missing_extra("fetching a model"):
         from palestra.lm.convert import fetch
     return fetch(name, Path(target))
 
 
 def convert_model(source: str | Path, target: str | Path, *, dtype: str | None = None) -> None:
-    """Write a GGUF file, a llama2.c file or a Hugging Face folder as a Hugging Face folder."""
+    """Convert a GGUF file, a llama2.c file or a Hugging Face folder to a Hugging Face folder."""
     with _missing_extra("converting a model"):
         from palestra.kinds.models import named_dtype
         from palestra.lm.convert import convert
@@ -179,7 +175,7 @@ def convert_model(source: str | Path, target: str | Path, *, dtype: str | None =
 
 @contextmanager
 def _missing_extra(what: str = "training") -> Iterator[None]:
-    """The base install has neither torch nor gymnasium, nor what language models need: say so, before any work."""
+    """Name the extra to install if a package is missing that the base install does not have."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -189,7 +185,7 @@ def _missing_extra(what: str = "training") -> Iterator[None]:
 
 
 def _named(value: Any, objects: dict[str, Any]) -> Any:
-    """The value with names for the functions and classes in it, which `objects` gets by name."""
+    """The value with its functions and classes replaced by names, under which `objects` gets them."""
     if isinstance(value, Mapping):
         return {key: _named(item, objects) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -198,7 +194,7 @@ def _named(value: Any, objects: dict[str, Any]) -> Any:
         return value
     name = OBJECT + re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__))
     names = [name, *(f"{name}_{number}" for number in range(2, len(objects) + 2))]  # two lambdas have one name
-    name = next(one for one in names if objects.get(one, value) is value)
+    name = next(free for free in names if objects.get(free, value) is value)
     objects[name] = value
     return name
 
@@ -209,20 +205,20 @@ def _added_fields(loaded: Loaded, reward: str | None, hooks: Sequence[str]) -> d
     if reward is not None:
         uses = getattr(getattr(loaded.spec, "tasks", None), "train", None)
         if uses is None:
-            raise UsageError(f"reward: kind {loaded.spec.kind} trains on no tasks whose completions it could verify")
+            raise UsageError(f"reward: kind {loaded.spec.kind} has no training tasks whose completions it could verify")
         fields |= {f"tasks.train.{number}.reward": {"function": reward} for number in range(len(uses))}
     return fields
 
 
 def _data_fields(spec: Source, given: Mapping[str, Any], rows: Iterable[Any], root: Path) -> dict[str, Any]:
-    """The overrides for training on rows. They become a file named by its content, which a resume finds again."""
+    """The overrides for training on rows, written to a file named by its hash, so that a resume finds it again."""
     tree, listed = read(spec).data, list(rows)
     kind = given.get("kind", tree.get("kind"))
     on_rows = "data" in spec_type(kind).model_fields
-    if not listed or not (on_rows or kind in ("posttrain", "distill")):
-        raise UsageError(
-            "data: there are no rows to train on" if not listed else f"data: kind {kind} trains on no rows"
-        )
+    if not listed:
+        raise UsageError("data: there are no rows to train on")
+    if not on_rows and kind not in ("posttrain", "distill"):
+        raise UsageError(f"data: kind {kind} does not train on rows")
     content = "".join(_json_line(row, number) for number, row in enumerate(listed, 1)).encode()
     path = root.absolute() / ".data" / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     write_bytes(path, content)
@@ -238,11 +234,11 @@ def _data_fields(spec: Source, given: Mapping[str, Any], rows: Iterable[Any], ro
 
 def _json_line(row: Any, number: int) -> str:
     if not isinstance(row, Mapping):
-        raise UsageError(f"data: row {number} is of type {type(row).__name__}: expected dicts, one a row")
+        raise UsageError(f"data: row {number} is of type {type(row).__name__}: expected a dict for each row")
     try:
         return json.dumps(plain(row), ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise UsageError(f"data: row {number} has what JSON cannot hold: {error}") from error
+        raise UsageError(f"data: row {number} cannot be written as JSON: {error}") from error
 
 
 def _without_env(spec: Source | None, given: dict[str, Any]) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:

@@ -1,14 +1,14 @@
-"""The errors a person sees: one clear paragraph each, with the exit code the command ends with."""
+"""The errors that users see: one paragraph each, with the exit code of the command."""
 
 
 class PalestraError(Exception):
-    """Something went wrong that a message can explain; the command exits with `exit_code`."""
+    """An error that its message explains; the command exits with `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(PalestraError):
-    """The command or the spec asks for something that cannot be done as written."""
+    """The command or the spec is invalid."""
 
     exit_code = 2
 
@@ -21,7 +21,7 @@ class MissingExtra(UsageError):
 
 
 class Interrupted(PalestraError):
-    """A run was asked to stop (SIGINT, SIGTERM), saved its state and did."""
+    """A run stopped on request (SIGINT, SIGTERM) after saving its state."""
 
     exit_code = 130
 
@@ -31,4 +31,4 @@ class RunBusy(UsageError):
 
 
 class LeaseLost(PalestraError):
-    """Another process took the lease over while this one held it."""
+    """Another process took over the lease."""

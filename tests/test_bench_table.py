@@ -15,7 +15,7 @@ from conftest import SHORT
 
 from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure, read
 from palestra.bench.run import BenchRun, bench, plan
-from palestra.bench.suites import SEEDS, SUITES, Entry, chosen, parse_seeds, suite
+from palestra.bench.suites import SEEDS, SUITES, Entry, entries, parse_seeds
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
 from palestra.errors import UsageError
@@ -137,7 +137,7 @@ def test_bench_results_of_a_changed_spec_stand_in_the_history(finished, tmp_path
     ("git", "said"),
     [
         (None, "seed 100, 101, 102: not entered in the table"),
-        ({"commit": "012345", "dirty": True, "untracked": ["palestra/new.py"]}, "not from a commit without changes"),
+        ({"commit": "012345", "dirty": True, "untracked": ["palestra/new.py"]}, "not from a clean commit"),
         ({"commit": "012345", "dirty": True, "untracked": ["docs/benchmarks.jsonl"]}, None),
     ],
 )
@@ -169,7 +169,7 @@ def test_bench_broken_line_of_results_names_file_and_line(tmp_path):
     ],
 )
 def test_verdict_needs_mean_and_iqm_and_two_standard_errors(scores, expected):
-    entry = Entry("x", 499.5, 200_000, 500, "–")
+    entry = Entry("x", 499.5, "–", 200_000, 500)
     record = BenchRecord("x", "h", "e", 1, 1, dict(enumerate(scores)), "c", "m", "2026-01-01", {})
     assert verdict(entry, BenchResult((record,))) == expected
 
@@ -181,12 +181,12 @@ def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tm
     (record,) = measured(copy)
     assert sorted(record.scores) == [100, 102]  # an unfinished seed does not count
     told: list[str] = []
-    entries, source = chosen(suite("classic").entries, "ppo_c"), copy / "specs/ppo_cartpole.yaml"
-    jobs = plan(entries, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
+    chosen, source = entries("classic", "ppo_c"), copy / "specs/ppo_cartpole.yaml"
+    jobs = plan(chosen, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
     trial = status.parents[2]
     assert jobs == [BenchRun("ppo_cartpole", (105,), source, None), BenchRun("ppo_cartpole", (101,), source, trial)]
     assert told == ["ppo_cartpole: seed 100 done"]
-    every = plan(entries, None, copy / "specs", copy / "runs/bench", told.append)
+    every = plan(chosen, None, copy / "specs", copy / "runs/bench", told.append)
     assert sorted(seed for job in every for seed in job.seeds) == [101, *range(103, 110)]
 
 
@@ -230,7 +230,7 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
         ({"suite": "clasic"}, "the suites are classic, box2d"),
         ({"suite": "classic", "seeds": "3-0"}, "expected seeds"),
         ({"suite": "classic", "only": "("}, "regular expression"),
-        ({"suite": "classic", "only": "nothing"}, "finds none"),
+        ({"suite": "classic", "only": "nothing"}, "matches none"),
         ({"suite": "classic"}, "--specs"),
     ],
 )
@@ -242,7 +242,7 @@ def test_bench_bad_arguments_are_usage_errors(tmp_path, given, said):
 
 
 def test_window_is_slm_labs_own_at_its_budget_and_a_quarter_of_a_smaller_one():
-    entry = Entry("x", 0, 300_000, 1000, "–")
+    entry = Entry("x", 0, "–", 300_000, 1000)
     assert entry.window(300_000) == 100_000
     assert entry.window(60_000) == 15_000
     assert score(range(6), [10, 20, 30, 40, 50, 60], entry.window(60)) == 4.5
@@ -258,7 +258,7 @@ def test_parse_seeds_ranges_and_lists():
 
 
 def test_chosen_entries_are_those_whose_name_is_found():
-    assert [e.spec for e in chosen(suite("box2d").entries, "continuous")] == [
+    assert [e.spec for e in entries("box2d", "continuous")] == [
         "ppo_lunar_continuous",
         "crossq_lunar_continuous",
     ]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probe_envs import Scripted, Walk, learner_on, sync
 
-from palestra.control.algorithms.a2c import A2C, A2cRates
-from palestra.control.algorithms.on_policy import OnPolicy, SelfImitation
-from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
+from palestra.control.algorithms.a2c import A2C
+from palestra.control.algorithms.on_policy import OnPolicy, Rates, SelfImitation
+from palestra.control.algorithms.ppo import METRICS, PPO
 from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.envs.make import make_vector
 from palestra.control.episodes import WholeEpisodes
@@ -45,7 +45,7 @@ def disturbed(learner: Any) -> Any:
 def test_a2c_loss_equals_the_formula_row_by_row():
     a2c = disturbed(made("a2c", value_coef=0.7))
     batch = a2c.prepare(a2c.collect())
-    loss, metrics = a2c.loss(a2c.net, batch, A2cRates(torch.tensor(0.1), torch.tensor(0.02)))
+    loss, metrics = a2c.loss(a2c.net, batch, Rates(torch.tensor(0.1), None, torch.tensor(0.02)))
     distribution, values = a2c.net(batch.obs)
     policy, value, entropy = [], [], []
     for i in range(36):
@@ -127,17 +127,18 @@ def test_reinforce_learns_from_rows_of_whole_episodes_alone(mode):
     learner = made("reinforce", sync(lambda: Walk([1.0, 0.0, 0.0, 0.0, 2.0]), 2, mode), horizon=3, gamma=0.5)
     seen = []
     learn = learner.learn
-    learner.learn = lambda found, rates: seen.append(found) or learn(found, rates)
+    learner.learn = lambda rows, progress: seen.append(rows) or learn(rows, progress)
     first = learner.step(0.0)
     assert first["updates"] == 0
     assert "policy_loss" not in first
     for _ in range(20):
         learner.step(0.0)
-    for found in seen:
+    assert seen.pop(0) is None
+    for found in filter(None, seen):
         assert len(found["obs"]) % 5 == 0
         assert found["obs"][:5, 0].tolist() == [0, 1, 2, 3, 4]
         assert found["returns"][:5].tolist() == [1 + 2 / 16, 2 / 8, 2 / 4, 1.0, 2.0]
-    assert sum(len(found["obs"]) for found in seen) == learner.episodes.finished * 5
+    assert sum(len(found["obs"]) for found in filter(None, seen)) == learner.episodes.finished * 5
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -148,7 +149,7 @@ def test_reinforce_loss_equals_the_formula(normalize):
     update = learner._update
 
     def recorded(adam: Any, rows: Any, rates: Any) -> Any:
-        captured.append((rows, learner.loss(learner.net, rows, rates)[0].detach(), learner.net.policy(rows.obs)))
+        captured.append((rows, learner.loss(learner.net, rows, rates)[0].detach(), learner.net.policy(rows["obs"])))
         return update(adam, rows, rates)
 
     learner._update = recorded
@@ -160,7 +161,7 @@ def test_reinforce_loss_equals_the_formula(normalize):
     if normalize:
         returns = (returns - returns.mean()) / (returns.std(correction=0) + 1e-8)
     logprobs = distribution.logprobs.detach().double()
-    chosen = logprobs[torch.arange(len(rows.actions)), rows.actions]
+    chosen = logprobs[torch.arange(len(rows["actions"])), rows["actions"]]
     entropy = -(logprobs.exp() * logprobs).sum(1).mean()
     assert float(loss) == pytest.approx(float(-(chosen * returns).mean() - 0.03 * entropy), abs=1e-5)
 
@@ -312,7 +313,7 @@ def test_obs_scale_ratio_of_the_first_minibatch_is_exactly_one():
     assert isinstance(ppo, PPO)
     ppo.step(0.0)
     batch = ppo.prepare(ppo.collect())
-    rates = PpoRates(torch.tensor(1e-3), torch.tensor(0.2), torch.tensor(0.0))
+    rates = Rates(torch.tensor(1e-3), torch.tensor(0.2), torch.tensor(0.0))
     _, _, metrics = ppo.update(ppo.adam, ppo._minibatches(batch)[0], rates)
     assert dict(zip(METRICS, metrics.tolist(), strict=True))["approx_kl"] == 0.0
 

@@ -208,7 +208,7 @@ def test_single_game_to_watch_shows_what_the_vector_shows():
     ("given", "said"),
     [
         ({"kwargs": {"episodic_life": True}}, "life_loss_info"),
-        ({"kwargs": {"autoreset_mode": "NextStep"}}, "not to be set"),
+        ({"kwargs": {"autoreset_mode": "NextStep"}}, "cannot be set"),
         ({"kwargs": {"stack_num": 2}, "frame_stack": 4}, "give one of them"),
         ({"kwargs": {"no_such": 1}}, "could not be made with"),
         ({"id": "ALE/Nothing-v5"}, "there is no environment"),

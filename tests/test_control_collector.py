@@ -227,7 +227,7 @@ def cartpole_trace(seed: int) -> np.ndarray:
     return collector.collect(act, torch.zeros(200, 1), lambda a: a.numpy()).obs.numpy().copy()
 
 
-def test_seed_environments_and_neighbouring_seeds_give_different_traces():
+def test_seed_environments_and_neighboring_seeds_give_different_traces():
     trace, again, neighbor = cartpole_trace(3), cartpole_trace(3), cartpole_trace(4)
     assert trace.tobytes() == again.tobytes()
     starts = [tuple(row) for row in np.concatenate([trace[0], neighbor[0]])]

@@ -10,7 +10,8 @@ from gymnasium.vector import AutoresetMode
 from probe_envs import Walk, ppo_on, sync
 from torch._dynamo.utils import counters
 
-from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
+from palestra.control.algorithms.on_policy import Rates
+from palestra.control.algorithms.ppo import METRICS, PPO
 from palestra.control.nets.trunks import THIN, affine, product
 
 torch.set_num_threads(1)
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="compiling needs a C++ compiler"),
 ]
 
-RATES = PpoRates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
+RATES = Rates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
 
 
 def identity_ppo(compile: bool, **spec: object) -> PPO:
@@ -67,7 +68,7 @@ def test_rates_that_move_take_effect_without_compiling_again(compiled):
     graphs = counters["stats"]["unique_graphs"]
     moved = {}
     for lr in (1e-3, 1e-2, 0.0, 0.5e-3):
-        rates = PpoRates(torch.tensor(lr), torch.tensor(0.1 + lr), torch.tensor(lr))
+        rates = Rates(torch.tensor(lr), torch.tensor(0.1 + lr), torch.tensor(lr))
         vector, _, _ = compiled._update(compiled.adam, batch, rates)
         moved[lr] = float((vector - compiled.flat.vector).norm())
     compiled.step(0.5)

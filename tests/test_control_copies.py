@@ -180,7 +180,7 @@ def test_process_that_dies_is_named_and_the_others_end():
     family = set(psutil.Process().children()) - set(before)
     env.reset(seed=0)
     env.step(np.zeros(4, np.int64))
-    with closing(env), pytest.raises(EnvironmentFailed, match=r"environments 2 to 3 ended \(exit code 3\) in step"):
+    with closing(env), pytest.raises(EnvironmentFailed, match=r"environments 2 to 3 died \(exit code 3\) during step"):
         env.step(np.zeros(4, np.int64))
     assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
@@ -198,7 +198,7 @@ def test_environment_that_hangs_is_named_with_where(way, when, how):
 
     with closing(env), pytest.raises(EnvironmentHung) as hung:
         both()
-    assert f"environment 2 did not come back from {when} within 0.6 s" in str(hung.value)
+    assert f"environment 2 did not return from {when} within 0.6 s" in str(hung.value)
     assert "hanging_envs.py" in str(hung.value)
 
 
@@ -209,7 +209,7 @@ def test_reset_of_an_ended_episode_that_hangs_is_told_from_a_step():
         with closing(make_vector(spec, 2)) as env:
             env.reset(seed=0)
             env.step(np.zeros(2, np.int64))
-            with pytest.raises(EnvironmentHung, match="environment 1 did not come back from reset"):
+            with pytest.raises(EnvironmentHung, match="environment 1 did not return from reset"):
                 env.step(np.zeros(2, np.int64))
 
 
@@ -253,7 +253,7 @@ def test_compiled_code_that_never_returns_ends_the_process_with_the_message():
     process = started(script)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1, err
-    assert "palestra: object:x hangs: environment 0 did not come back from reset within 0.5 s" in err
+    assert "palestra: object:x hangs: environment 0 did not return from reset within 0.5 s" in err
     assert "in reset" in err
 
 

@@ -23,7 +23,7 @@ from palestra.control.nets.values import (
     renormalized,
     warmth_after,
 )
-from palestra.control.optim import Shaped, Trained, gradient, pace, products, put_back, taken
+from palestra.control.optim import FunctionalNet, Trained, copied, gradient, pace, products, restore
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import NetSpec
 
@@ -81,7 +81,7 @@ def test_soft_actor_begins_with_the_spec_log_std_and_no_preference():
 
 
 def test_check_bounds_without_bounds_says_so():
-    with pytest.raises(UsageError, match="sac acts within the bounds"):
+    with pytest.raises(UsageError, match="sac needs an action space with finite bounds"):
         check_bounds(ActionHead.of(gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)), "sac")
 
 
@@ -160,20 +160,20 @@ def test_trained_steps_equal_torch_adam():
 def test_shaped_network_of_a_vector_equals_the_network_and_differentiates():
     torch.manual_seed(0)
     net = SoftActor((5,), DISCRETE, NET)
-    shaped, obs = Shaped(net), torch.randn(4, 5)
+    shaped, obs = FunctionalNet(net), torch.randn(4, 5)
     assert torch.equal(shaped(shaped.start())(obs).logprobs, net(obs).logprobs)
     slope, _ = gradient(lambda v: (shaped(v)(obs).logprobs[:, 0].sum(), None), shaped.start())
     net(obs).logprobs[:, 0].sum().backward()
     torch.testing.assert_close(slope, torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None]))
 
 
-def test_taken_and_put_back_keep_the_same_tensors():
+def test_copied_and_restore_keep_the_same_tensors():
     trained = Trained.of(torch.arange(3.0))
-    saved = taken((trained, [running()]))
+    saved = copied((trained, [running()]))
     statistics, view = running(seed=9), trained.vector[1:]
     trained.vector.zero_()
     assert not torch.equal(statistics.mean, saved[1][0][0])
-    put_back((trained, [statistics]), saved)
+    restore((trained, [statistics]), saved)
     assert view.tolist() == [1.0, 2.0]
     assert torch.equal(statistics.mean, running().mean)
     assert math.isclose(saved[0][0][2].item(), 2.0)

@@ -3,6 +3,7 @@
 import shutil
 from functools import partial
 from itertools import pairwise, product
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 from conftest import fast_only
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from probe_envs import OneStep, Scripted, Walk, learner_on, sync
 
 from palestra.control.algorithms.dqn import DQN
 from palestra.control.algorithms.sarsa import SARSA
 from palestra.control.envs.snapshot import Snapshot
+from palestra.control.envs.values import decode, encode
 from palestra.control.episodes import NotFinite
 from palestra.control.memory.replay import ReplayBatch
 from palestra.errors import UsageError
@@ -237,7 +239,7 @@ def test_step_rewards_clipped_and_normalized_as_the_spec_says():
     algorithm = dqn(sync(lambda: Walk([100.0] * 5), 2), given={"normalize_reward": True})
     algorithm.step(0.0)
     assert float(algorithm.memory.columns["rewards"].tensor[0, 0]) == 100.0
-    assert float(next(iter(algorithm.batches(1))).rewards.max()) < 20
+    assert float(next(iter(algorithm.batches(1)))[0].rewards.max()) < 20
 
 
 class Broken(Walk):
@@ -397,6 +399,22 @@ def test_step_same_seed_gives_the_same_numbers_and_another_seed_others(variant):
     assert run(1) != run(2)
 
 
+class SavedSync(SyncVectorEnv):
+    """A vector environment that saves its own state, in any autoreset mode."""
+
+    INTERNALS = ("_env_obs", "_observations", "_rewards", "_terminations", "_truncations", "_autoreset_envs")
+
+    def get_state(self) -> dict[str, Any]:
+        internals = {name: encode(getattr(self, name)) for name in self.INTERNALS}
+        return {"envs": [env.get_state() for env in self.envs], "internals": internals}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            assert env.set_state(saved)
+        for name, value in state["internals"].items():
+            setattr(self, name, decode(value))
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     fast_only(
@@ -411,7 +429,7 @@ def test_state_round_trip_next_steps_are_identical(name, mode):
     """Point 62: networks, optimizer, target, replay, priorities, environments."""
 
     def make():
-        env = sync(lambda: Snapshot(Scripted(9)), 3, mode)
+        env = SavedSync([lambda: Snapshot(Scripted(9))] * 3, autoreset_mode=mode)
         given = {"normalize_obs": True, "normalize_reward": True}
         if name == "sarsa":
             return learner_on(env, "sarsa", given=given, horizon=8)

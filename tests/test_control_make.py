@@ -103,6 +103,6 @@ def test_run_whose_environment_hangs_in_reset_fails_and_names_it(tmp_path, way):
         "train": {"frames": 1000, "compile": "off"},
         "eval": {"episodes": 1, "num_envs": 1},
     }
-    with pytest.raises(EnvironmentHung, match="hanging_envs:Hanging hangs: environment 0 did not come back from res"):
+    with pytest.raises(EnvironmentHung, match="hanging_envs:Hanging hangs: environment 0 did not return from res"):
         palestra.run(spec, root=tmp_path, quiet=True)
     assert palestra.open_run("hangs", tmp_path).state == "failed"

@@ -72,7 +72,19 @@ def test_learner_and_evaluation_never_do_what_is_forbidden(name, sizes, form, mo
     evaluate(learner.policy, Stepper(forbidding(sizes, form, mode)), 12, seed=1)
 
 
-@pytest.mark.parametrize("recurrent", [None, {"cell": "gru", "size": 16}])
+GRU = {"cell": "gru", "size": 16}
+
+
+def test_recurrent_learner_and_evaluation_never_do_what_is_forbidden():
+    learner = learner_on(
+        forbidding((3, 2)), "ppo", minibatch=64, **(QUICK | {"net": {"hidden": [8], "recurrent": GRU}})
+    )
+    for _ in range(2):
+        assert np.isfinite(list(learner.step(0.0).values())).all()
+    evaluate(learner.policy, Stepper(forbidding((3, 2))), 6, seed=1)
+
+
+@pytest.mark.parametrize("recurrent", [None, pytest.param(GRU, marks=pytest.mark.slow)])
 def test_learner_masked_environment_is_learned(recurrent):
     net = {"hidden": [32], "recurrent": recurrent}
     learner = learner_on(forbidding((3, 2)), "ppo", minibatch=64, **(QUICK | {"net": net}))

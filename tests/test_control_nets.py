@@ -11,8 +11,9 @@ import torch
 from gymnasium import spaces
 from probe_envs import ppo_on, sync
 
-from palestra.control.nets.actor_critic import ActorCritic, Flat
+from palestra.control.nets.actor_critic import ActorCritic
 from palestra.control.nets.heads import ActionHead
+from palestra.control.optim import FlatNet
 from palestra.control.policy import Policy
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import NetSpec
@@ -60,7 +61,7 @@ def test_net_orthogonal_weights_have_their_gains_at_their_layers(kind, shared):
 @pytest.mark.parametrize("shared", [False, True])
 def test_flat_vector_and_parameters_are_the_same_numbers(shared):
     policy = policy_for(ACTIONS["box"], shared=shared)
-    flat = Flat(policy.net)
+    flat = FlatNet(policy.net)
     assert len(flat.vector) == sum(p.numel() for p in policy.net.parameters())
     obs = torch.randn(3, 6)
     before = policy.net.value(obs)

@@ -11,10 +11,9 @@ from envs import Identity
 from gymnasium.vector import AutoresetMode
 from probe_envs import Scripted, ppo_on, sync
 
-from palestra.control.algorithms.on_policy import RolloutBatch
-from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
-from palestra.control.nets.actor_critic import Flat
-from palestra.control.optim import Adam, adam_step, clip_norm
+from palestra.control.algorithms.on_policy import Rates, RolloutBatch
+from palestra.control.algorithms.ppo import METRICS, PPO
+from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm
 from palestra.control.trainer import ControlTrainer
 from palestra.rl.distributions import Categorical
 from palestra.spec.kinds.control import ControlSpec
@@ -22,8 +21,8 @@ from palestra.spec.kinds.control import ControlSpec
 torch.set_num_threads(1)
 
 KINDS = ("discrete", "multi_discrete", "multi_binary", "box")
-RATES = PpoRates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
-LOOSE = PpoRates(torch.tensor(1e-2), torch.tensor(0.2), torch.tensor(0.01))
+RATES = Rates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
+LOOSE = Rates(torch.tensor(1e-2), torch.tensor(0.2), torch.tensor(0.01))
 
 
 def disturbed(ppo: PPO, size: float = 0.3) -> PPO:
@@ -37,11 +36,11 @@ def identity_ppo(kind: str, shared: bool = False, horizon: int = 16, **spec) -> 
     return disturbed(ppo_on(sync(partial(Identity, kind), 6), horizon=horizon, net={"shared": shared}, **spec))
 
 
-def in_float64(ppo: PPO, batch: RolloutBatch, rates: PpoRates) -> tuple[RolloutBatch, PpoRates]:
+def in_float64(ppo: PPO, batch: RolloutBatch, rates: Rates) -> tuple[RolloutBatch, Rates]:
     """Makes the learner's network compute in double precision; gives the batch and the rates for it."""
-    ppo.flat = Flat(ppo.policy.net.double())
+    ppo.flat = FlatNet(ppo.policy.net.double())
     wide = RolloutBatch(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
-    return wide, PpoRates(*(rate.double() for rate in rates))
+    return wide, Rates(*(rate.double() for rate in rates))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -13,7 +13,8 @@ from on_policy_envs import Cue, TwoStep
 from probe_envs import Scripted, learner_on, sync
 from pydantic import ValidationError
 
-from palestra.control.algorithms.ppo import METRICS, PPO, PpoRates
+from palestra.control.algorithms.on_policy import Rates
+from palestra.control.algorithms.ppo import METRICS, PPO
 from palestra.control.envs.make import make_vector
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate
@@ -27,7 +28,7 @@ torch.set_num_threads(1)
 
 CELLS = ["lstm", "gru"]
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED]
-RATES = PpoRates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
+RATES = Rates(torch.tensor(3e-4), torch.tensor(0.2), torch.tensor(0.01))
 
 
 def spec(cell: str = "lstm", size: int = 8, **given: Any) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def test_minibatches_hold_whole_environments_each_exactly_once_an_epoch():
     assert all(set(seen[i : i + 4]) == columns for i in (0, 4, 8))
 
 
-@pytest.mark.parametrize(("cell", "name"), fast_only(product(CELLS, ["ppo", "a2c"]), ("lstm", "ppo"), ("gru", "a2c")))
+@pytest.mark.parametrize(("cell", "name"), fast_only(product(CELLS, ["ppo", "a2c"]), ("lstm", "ppo")))
 def test_cue_shown_before_is_remembered(name, cell):
     given: dict[str, Any] = {"minibatch": 64, "lr": 5e-3} if name == "ppo" else {"lr": 1e-2}
     learner = learner_on(sync(Cue, 16), name, net=spec(cell, 16), horizon=16, gamma=0.9, **given)
@@ -255,7 +256,7 @@ def test_gradient_of_the_whole_loss_equals_finite_differences():
     ppo.net.double()
     parameters = list(ppo.net.parameters())
     wide = type(batch)(*(x if x is None or not x.is_floating_point() else x.double() for x in batch))
-    rates = PpoRates(*(rate.double() for rate in RATES))
+    rates = Rates(*(rate.double() for rate in RATES))
     loss, _ = ppo.loss(ppo.net, wide, rates)
     gradients = torch.autograd.grad(loss, parameters)
     generator = torch.Generator().manual_seed(0)

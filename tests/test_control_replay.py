@@ -151,9 +151,9 @@ def test_sample_truncated_episode_is_not_terminal():
     assert batch.next_obs[:, 0].tolist() == list(range(10))
 
 
-def test_sample_many_is_the_same_draw_as_one():
+def test_sample_of_several_batches_is_the_same_as_one_large():
     held, truth, _ = filled(AutoresetMode.NEXT_STEP, 2, 20, 50, 1, 6, n_step=3)
-    many = held.sample_many(4, 8, torch.Generator().manual_seed(7))
+    many = held.sample(8, torch.Generator().manual_seed(7), batches=4)
     one = held.sample(32, torch.Generator().manual_seed(7))
     assert many.obs.shape == (32, 4)
     assert many.weights is None

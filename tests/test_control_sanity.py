@@ -8,7 +8,7 @@ from torch import nn
 from palestra.control import smoke_test as sanity
 from palestra.control.algorithms import ALGORITHMS
 from palestra.control.episodes import NotFinite
-from palestra.control.smoke_test import Insane, check_learning, tiny, try_out
+from palestra.control.smoke_test import SmokeTestFailed, check_learning, tiny, try_out
 from palestra.control.trainer import ControlTrainer
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec
@@ -54,7 +54,7 @@ def ppo(**algorithm: object) -> ControlSpec:
 
 
 def test_dev_parameters_that_never_change_fail():
-    with pytest.raises(Insane, match=r"policy\.policy_head .* did not change"):
+    with pytest.raises(SmokeTestFailed, match=r"policy\.policy_head .* did not change"):
         check_learning(ppo(lr=0.0), tell=lambda line: None)
 
 
@@ -66,13 +66,13 @@ def test_dev_part_without_gradients_that_never_changes_fails(monkeypatch):
         self.algorithm.forgotten = nn.Linear(2, 2)  # a network that nothing trains
 
     monkeypatch.setattr(ControlTrainer, "__init__", with_a_dead_part)
-    with pytest.raises(Insane, match=r"forgotten\.weight .* did not change"):
+    with pytest.raises(SmokeTestFailed, match=r"forgotten\.weight .* did not change"):
         check_learning(ppo(), tell=lambda line: None)
 
 
 def test_dev_exploding_gradients_fail(monkeypatch):
     monkeypatch.setattr(sanity, "LARGEST_NORM", 1e-3)
-    with pytest.raises(Insane, match=r"expected between 0 and 0\.001"):
+    with pytest.raises(SmokeTestFailed, match=r"expected between 0 and 0\.001"):
         check_learning(ppo(), tell=lambda line: None)
 
 
@@ -84,7 +84,7 @@ def test_dev_loss_that_is_not_finite_fails():
 def test_parts_of_counts_every_parameter_once():
     learner = ControlTrainer(tiny(ppo()), 0, None, compile=False)
     try:
-        counted = sum(p.numel() for _, now in sanity.parts_of(learner) for p in now())
+        counted = sum(p.numel() for parts in sanity.parts_of(learner).values() for p in parts)
         assert counted == sum(p.numel() for p in learner.policy.net.parameters())
     finally:
         learner.env.close()
@@ -93,8 +93,7 @@ def test_parts_of_counts_every_parameter_once():
 def test_parts_of_critics_are_the_vectors_that_learn():
     learner = ControlTrainer(tiny(spec_of("sac")), 0, None, compile=False)
     try:
-        names = [name for name, _ in sanity.parts_of(learner)]
-        assert {"critics.weights", "target.weights"} <= set(names)
+        assert {"critics.weights", "target.weights"} <= sanity.parts_of(learner).keys()
     finally:
         learner.env.close()
 
@@ -102,15 +101,15 @@ def test_parts_of_critics_are_the_vectors_that_learn():
 def test_parts_of_dqn_has_the_target_network_too():
     learner = ControlTrainer(tiny(spec_of("dqn")), 0, None, compile=False)
     try:
-        assert any(name.startswith("target.") for name, _ in sanity.parts_of(learner))
+        assert any(name.startswith("target.") for name in sanity.parts_of(learner))
     finally:
         learner.env.close()
 
 
-def test_taken_gradients_sees_each_and_is_gone_after():
+def test_recorded_gradient_norms_sees_each_and_is_gone_after():
     x = torch.tensor([3.0, 4.0], requires_grad=True)
     original = torch.autograd.grad
-    with sanity.taken_gradients() as norms:
+    with sanity.recorded_gradient_norms() as norms:
         torch.autograd.grad((x * x).sum() / 2, x)
     assert norms == [5.0]
     assert torch.autograd.grad is original

@@ -131,7 +131,7 @@ def test_rewards_constant_1_scale_is_std_of_the_running_sum():  # point 20
 def test_rewards_clip_alone_clips_each_reward_before_sums():
     rewards = Rewards(env(clip_reward=1.0), 2, 0.99)
     raw = np.array([5.0, -0.5])
-    assert rewards.kept(raw).tolist() == [1.0, -0.5]
+    assert rewards.storable(raw).tolist() == [1.0, -0.5]
     assert raw.tolist() == [5.0, -0.5]  # logged returns add up the raw ones
     assert rewards.scaled(torch.tensor([1.9])).tolist() == pytest.approx([1.9])  # a sum of clipped ones stays
     assert rewards.learned(torch.tensor([[5.0, -0.5]]), torch.zeros(1, 2, dtype=torch.bool)).tolist() == [[1.0, -0.5]]
@@ -139,7 +139,7 @@ def test_rewards_clip_alone_clips_each_reward_before_sums():
 
 def test_rewards_normalized_and_clipped_are_stored_raw_and_clipped_after_scaling():  # point 18
     rewards = Rewards(env(normalize_reward=True, clip_reward=2.0), 1, 0.0)
-    assert rewards.kept(torch.tensor([50.0])).item() == 50.0
+    assert rewards.storable(torch.tensor([50.0])).item() == 50.0
     rewards.update(torch.tensor([[10.0], [-10.0]]), torch.zeros(2, 1, dtype=torch.bool))
     assert rewards.scaled(torch.tensor([15.0, 50.0, -50.0])).tolist() == pytest.approx([1.5, 2.0, -2.0])
     assert rewards.scaled(torch.tensor([10.0])).dtype == torch.float32

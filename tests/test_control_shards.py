@@ -119,7 +119,7 @@ def test_load_state_file_missing_or_changed_is_named(tmp_path):
     victim = sorted(tmp_path.iterdir())[3]
     content = victim.read_bytes()
     victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(DamagedShard, match=rf"{victim.name} is not what was written"):
+    with pytest.raises(DamagedShard, match=rf"{victim.name} is damaged"):
         memory().load_state(state, tmp_path)
     victim.unlink()
     with pytest.raises(DamagedShard, match=rf"{victim.name} is missing"):

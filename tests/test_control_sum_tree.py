@@ -76,7 +76,7 @@ def test_sample_frequencies_are_the_priorities_to_the_power_of_alpha():
     chances = (errors.double().numpy() + 1e-6) ** 0.6
     chances /= chances.sum()
     generator = torch.Generator().manual_seed(1)
-    rows = memory.sample_many(20_000, 1, generator, 0.4).rows  # batches of one are independent
+    rows = memory.sample(1, generator, 0.4, batches=20_000).rows  # batches of one are independent
     counts = np.bincount(rows.numpy(), minlength=64)
     expected = chances * 20_000
     seen = expected > 5
@@ -87,11 +87,11 @@ def test_sample_frequencies_are_the_priorities_to_the_power_of_alpha():
     assert float(batch.weights.max()) == 1.0
 
 
-def test_sample_many_by_priority_is_one_draw_a_part_of_the_sum_in_every_batch():
+def test_sample_by_priority_is_stratified_in_every_batch():
     memory = held()
     memory.sample(8, torch.Generator().manual_seed(0), 0.4)
     memory.update_priorities(torch.arange(64), torch.linspace(0.5, 5, 64))
-    many = memory.sample_many(5, 16, torch.Generator().manual_seed(3), 0.7)
+    many = memory.sample(16, torch.Generator().manual_seed(3), 0.7, batches=5)
     assert many.obs.shape == (5 * 16, 1)
     assert many.weights.view(5, 16).max(dim=1).values.tolist() == [1.0] * 5
     priorities = memory.tree.weights(np.arange(64))

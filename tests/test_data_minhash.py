@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from palestra.data import duplicates as shingles_module
 from palestra.data.duplicates import (
     BLOCK,
-    Components,
     MinHash,
     Shingles,
     candidates,
+    connected,
     first_of_equal,
     first_of_similar,
     jaccard,
@@ -151,19 +151,17 @@ def brute_components(count: int, edges: list[tuple[int, int]]) -> list[int]:
 def test_components_of_any_graph_equal_brute_force(data):
     count = data.draw(st.integers(1, 30))
     edges = data.draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=40))
-    components = Components(count)
+    roots = np.arange(count)
     cut = data.draw(st.integers(0, len(edges)))
     for some in (edges[:cut], edges[cut:]):
         if some:
-            components.join(*(np.array(side) for side in zip(*some, strict=True)))
-    assert components.roots.tolist() == brute_components(count, edges)
+            roots = connected(roots, *(np.array(side) for side in zip(*some, strict=True)))
+    assert roots.tolist() == brute_components(count, edges)
 
 
 def test_components_of_long_paths_in_any_order_are_one():
     order = np.random.default_rng(0).permutation(20_000)
-    components = Components(len(order))
-    components.join(order[:-1], order[1:])
-    assert not components.roots.any()
+    assert not connected(np.arange(len(order)), order[:-1], order[1:]).any()
 
 
 @settings(max_examples=150, deadline=None)

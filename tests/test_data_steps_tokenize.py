@@ -88,5 +88,5 @@ def test_steps_of_the_table_are_all_there() -> None:
     for name in STEPS:
         step = data_step(name)
         assert step.__doc__
-    with pytest.raises(UsageError, match="there is no data step 'nothing'"):
+    with pytest.raises(UsageError, match="no data step 'nothing'"):
         data_step("nothing")

@@ -282,10 +282,10 @@ def test_build_over_changed_shards_is_refused_by_name(tmp_path, finished):
     os.utime(folder / "0.jsonl", (1, 1))  # touched, the same content
     (folder / "1.jsonl").write_text('{"text": "TWO"}\n')  # other content of the same size
     os.utime(folder / "1.jsonl", (1, 1))
-    with pytest.raises(UsageError, match=r"1\.jsonl was changed since"):
+    with pytest.raises(UsageError, match=r"made from .*1\.jsonl .* has other content"):
         build_store(store, shards(folder), BYTES)
     (folder / "1.jsonl").write_text('{"text": "longer"}\n')
-    with pytest.raises(UsageError, match=r"1\.jsonl was changed since .*\(from 16 to 19 bytes\)"):
+    with pytest.raises(UsageError, match=r"1\.jsonl \(16 bytes.*1\.jsonl \(19 bytes"):
         build_store(store, shards(folder), BYTES)
     (folder / "1.jsonl").write_text('{"text": "two"}\n')
     assert documents(build_store(store, shards(folder), BYTES))[1] == [*b"two", 256]
@@ -298,7 +298,7 @@ def test_build_over_other_shards_is_refused_by_name(tmp_path):
         build_store(tmp_path / "store", write_shards(tmp_path / "a", [["one"], ["two"], ["three"]]), BYTES)
     with pytest.raises(UsageError, match=r"holds .*1\.jsonl, which is not among the 1"):
         build_store(tmp_path / "store", found[:1], BYTES)
-    with pytest.raises(UsageError, match=r"has .*0\.jsonl where .*1\.jsonl is given"):
+    with pytest.raises(UsageError, match=r"made from .*0\.jsonl .*, and .*1\.jsonl .* has other content"):
         build_store(tmp_path / "store", found[::-1], BYTES)
     (tmp_path / "a").rename(tmp_path / "moved")
     build_store(tmp_path / "store", shards(f"{tmp_path}/moved/[01].jsonl"), BYTES)
@@ -307,7 +307,7 @@ def test_build_over_other_shards_is_refused_by_name(tmp_path):
 def test_build_with_other_splitting_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a\nb\n")
     assert len(build_store(tmp_path / "store", shards(tmp_path / "a.txt", split="\n"), BYTES)) == 2
-    with pytest.raises(UsageError, match=r"split by '\\n' .* None now"):
+    with pytest.raises(UsageError, match=r"split by '\\n'.*split by None"):
         build_store(tmp_path / "store", shards(tmp_path / "a.txt"), BYTES)
 
 

@@ -144,7 +144,7 @@ def parsed(arguments: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def pairs(params: dict[str, Any]) -> dict[str, str]:
-    return dict(text.split("=", 1) for text in params.get("set_") or [])
+    return dict(text.split("=", 1) for text in params.get("variables") or [])
 
 
 def test_site_strict_build_gives_no_warning(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_run_of_a_spec_whose_search_does_not_fit_ignores_it_and_says_so(tmp_path
     spec = {**TINY, "env": "CartPole-v1", "search": search}
     done = run(spec, root=tmp_path, search__trials=3)
     assert done.state == "done"
-    assert "search: not used by a single run, and ignored because it is not valid:" in caplog.text
+    assert "search: ignored, because it is invalid and a single run does not use it:" in caplog.text
     assert "fewer than the 256 frames" in caplog.text
     with pytest.raises(UsageError, match="fewer than the 256 frames"):
         palestra.check({**spec, "env": {"id": "CartPole-v1"}})

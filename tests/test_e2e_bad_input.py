@@ -107,7 +107,10 @@ def test_hook_and_environment_modules_that_do_not_exist_are_refused(scratch):
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("raise", "Faulty-v0 raised ValueError in vector step 1000"), ("nan_reward", "Faulty-v0 gave a reward of nan")],
+    [
+        ("raise", "Faulty-v0 raised ValueError in vector step 1000"),
+        ("nan_reward", "Faulty-v0 returned a reward of nan"),
+    ],
 )
 def test_environment_that_fails_in_step_1000_fails_the_run_which_resumes_once_it_is_fixed(scratch, fault, said):
     broken = scratch.path / "broken"

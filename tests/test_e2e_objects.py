@@ -92,7 +92,7 @@ def test_run_with_a_reward_resumes_with_it_and_says_so_without(lab):
 
 
 def test_reward_of_a_kind_without_tasks_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="reward: kind control trains on no tasks"):
+    with pytest.raises(UsageError, match="reward: kind control has no training tasks"):
         run(CONTROL, root=tmp_path, reward=len)
 
 
@@ -184,13 +184,13 @@ def test_rows_of_post_training_are_prompts_and_columns_of_the_reward(lab):
     [
         ([], "data: there are no rows"),
         ([{"prompt": "1", "completion": "2"}, "text"], "data: row 2 is of type str"),
-        ([{"prompt": object()}], "data: row 1 has what JSON cannot hold"),
+        ([{"prompt": object()}], "data: row 1 cannot be written as JSON"),
     ],
 )
 def test_rows_that_are_none_are_refused(tmp_path, rows, told):
     with pytest.raises(UsageError, match=told):
         run(SFT, root=tmp_path, data=rows)
-    with pytest.raises(UsageError, match="kind control trains on no rows"):
+    with pytest.raises(UsageError, match="kind control does not train on rows"):
         run(CONTROL, root=tmp_path, data=[{"prompt": "1"}])
     assert not list(tmp_path.iterdir())
 

@@ -274,7 +274,7 @@ def test_engine_that_fails_ends_the_evaluation_with_its_error():
     engine = engine_of()
     broken = small_model().state_dict() | {"norm.weight": torch.full((32,), 3e38)}
     engine.publish(broken, 1)
-    with pytest.raises(PalestraError, match="no numbers"):
+    with pytest.raises(PalestraError, match="non-finite"):
         evaluated(use(), engine=engine)
 
 

@@ -116,12 +116,12 @@ def test_weights_laid_out_anew_are_those_published_last():
     """Matrices of real size are kept in the library's own order as well."""
     sizes = {"width": 384, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 512}
     old, new = small_model(0, deviation=0.05, **sizes), small_model(1, deviation=0.05, **sizes)
-    runner = Runner(old, torch.bfloat16, CPU, 64, None, 2)
+    runner = Runner(old, torch.bfloat16, CPU, 64, None, 2, 8)
     assert sum(matrix._packed is not None for matrix in runner.tiles._matrices) > 4
     hidden = drawn(5, 384).bfloat16()
     before = runner.tiles.head(hidden)
     runner.load(new.state_dict())
-    fresh = Runner(new, torch.bfloat16, CPU, 64, None, 2)
+    fresh = Runner(new, torch.bfloat16, CPU, 64, None, 2, 8)
     assert torch.equal(runner.tiles.head(hidden), fresh.tiles.head(hidden))
     assert torch.equal(
         runner.model.layers[1].mlp.down.forward(drawn(5, 512).bfloat16()),

@@ -145,7 +145,7 @@ def raises_once(work: Callable[[HttpGenerator], Coroutine[Any, Any, Any]], answe
 
 
 def test_generation_that_broke_off_is_not_asked_for_again() -> None:
-    assert "does not answer" in raises_once(lambda g: g.generate(Request(PROMPT)), b"", times=1)
+    assert "does not respond" in raises_once(lambda g: g.generate(Request(PROMPT)), b"", times=1)
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"
     assert "broke off" in raises_once(lambda g: g.generate(Request(PROMPT)), half, times=1)
 

@@ -74,7 +74,7 @@ def test_mixture_of_experts_gives_the_same_bits_whatever_others_choose(dtype):
         assert among_others(model, request, other_requests(others, 60), max_running=64) == alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_request_after_caches_were_computed_again_gives_the_same_bits(dtype):
     model = small_model(deviation=0.05, dtype=dtype, **REAL)
     request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6))

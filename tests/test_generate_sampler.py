@@ -13,7 +13,7 @@ INF = float("inf")
 
 def rows(batch, **values):
     """Settings in which only the given values do something."""
-    plain = {"temperature": 1.0, "top_k": 2**40, "top_p": 1.0, "min_p": 0.0, "seed": 0, "draws": 0, "minimum": 0}
+    plain = {"temperature": 1.0, "top_k": 2**40, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sampled": 0, "minimum": 0}
     types = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32}
     filled = {
         name: torch.as_tensor(values.get(name, value), dtype=types.get(name, torch.int64)).expand(batch).clone()
@@ -73,7 +73,7 @@ def test_filters_of_other_rows_leave_a_row_bit_for_bit():
 def test_draws_many_follow_the_distribution_and_report_its_logprobs(values):
     scores = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     expected, count = distribution(scores, **values), 20_000
-    drawn = sample(scores.expand(count, -1), rows(count, draws=torch.arange(count), seed=11, **values), Needs())
+    drawn = sample(scores.expand(count, -1), rows(count, sampled=torch.arange(count), seed=11, **values), Needs())
     torch.testing.assert_close(drawn.logprobs, expected[drawn.tokens], rtol=1e-5, atol=1e-5)
     possible = expected > -INF
     observed = drawn.tokens.bincount(minlength=12)[possible].double()
@@ -101,7 +101,7 @@ def test_draw_at_any_number_never_gives_a_token_of_probability_zero(u, seed, hea
 def test_draw_peaked_distribution_gives_the_peak_for_all_numbers():
     scores = torch.full((1000, 500), -200.0)
     scores[:, 321] = 0.0
-    drawn = sample(scores, rows(1000, draws=torch.arange(1000)), Needs())
+    drawn = sample(scores, rows(1000, sampled=torch.arange(1000)), Needs())
     assert (drawn.tokens == 321).all()
     assert (drawn.logprobs == 0).all()
 
@@ -118,7 +118,7 @@ def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one():
 def test_needs_that_all_rows_share_change_no_bit():
     scores = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     for values, needs in (
-        ({"temperature": 0.0}, Needs(drawn=False, tempered=False, filtered=False, min_tokens=False)),
+        ({"temperature": 0.0}, Needs(stochastic=False, tempered=False, filtered=False, min_tokens=False)),
         ({"temperature": 1.0}, Needs(greedy=False, tempered=False, filtered=False, min_tokens=False)),
         ({"temperature": 0.7}, Needs(greedy=False, filtered=False, min_tokens=False)),
     ):
@@ -149,7 +149,7 @@ def test_minimum_not_reached_makes_end_tokens_impossible():
     scores = torch.randn(2, 10, generator=torch.Generator().manual_seed(2))
     scores[:, [4, 0]] = 20.0
     ends = [[0, 4, 0, 0], [0, 4, 0, 0]]
-    found = sample(scores, rows(2, minimum=[3, 3], draws=[2, 3], ends=ends), Needs(top=10))
+    found = sample(scores, rows(2, minimum=[3, 3], sampled=[2, 3], ends=ends), Needs(top=10))
     early = dict(zip(found.top_tokens[0].tolist(), found.top_logprobs[0].tolist(), strict=True))
     assert early[0] == early[4] == -INF
     assert sum(map(math.exp, early.values())) == pytest.approx(1, abs=1e-5)

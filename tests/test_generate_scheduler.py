@@ -74,7 +74,7 @@ def test_queue_is_first_come_first_served():
     engine, ended = engine_of(max_running=1), []
     for i in range(4):
         listener = Listener()
-        listener.finish = lambda result, i=i: ended.append(i)
+        listener.put = lambda item, i=i: ended.append(i)
         engine.submit(Request(prompt_of(3, i), Sampling(max_new_tokens=2)), listener)
     while engine.burst():
         pass

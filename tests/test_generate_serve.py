@@ -101,7 +101,7 @@ def test_sigterm_lets_a_stream_end_and_then_the_server_exits_with_0(folder: Path
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert code == 0
-    assert re.search("warning: whoever reaches 0.0.0.0 .*--api-key", said)
+    assert re.search("warning: anyone who can reach 0.0.0.0 .*--api-key", said)
     assert "Traceback" not in said
 
 

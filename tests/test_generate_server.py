@@ -231,7 +231,7 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
 @pytest.mark.parametrize(
     ("path", "body", "status", "named"),
     [
-        ("/v1/completions", b"{not json", 400, "no JSON"),
+        ("/v1/completions", b"{not json", 400, "not valid JSON"),
         ("/v1/completions", b"", 400, "body"),
         ("/v1/completions", b"\xff\xfe", 400, "body"),
         ("/v1/completions", b"[" * 100_000, 400, "body"),

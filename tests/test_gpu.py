@@ -84,20 +84,20 @@ def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, 
 
 
 def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible():
-    from palestra.generate.engine.decode_kernel import draw
+    from palestra.generate.engine.decode_kernel import sample_tokens
 
     draws = torch.Generator("cuda").manual_seed(0)
     scores = (torch.randn(1, 5000, device="cuda", generator=draws) * 3).repeat(4096, 1)
     scores[:, 100:4300] = -math.inf
     u = torch.rand(4096, device="cuda", generator=draws)
     u[:2] = torch.tensor([0.0, 1.0])
-    tokens, logprobs = draw(scores, torch.full((4096,), 0.7, device="cuda"), u)
+    tokens, logprobs = sample_tokens(scores, torch.full((4096,), 0.7, device="cuda"), u)
     p = (scores[0].double() / 0.7).softmax(-1)
     expected = torch.searchsorted(p.cumsum(0), u.double(), right=True).clamp(max=4999)
     assert (tokens != expected).sum() <= 4  # FP32 sums round at the borders
     assert bool((p[tokens] > 0).all())
     assert torch.allclose(logprobs.double(), p.log()[tokens], atol=1e-5)
-    greedy, _ = draw(scores, torch.zeros(4096, device="cuda"), u)
+    greedy, _ = sample_tokens(scores, torch.zeros(4096, device="cuda"), u)
     assert bool((greedy == scores[0].argmax()).all())
 
 

@@ -48,7 +48,7 @@ def refused(lab: Lab, kind: str, **changes: Any) -> str:
         ("sft", {"model__init": "runs/nobody"}, ["no run 'runs/nobody'"]),
         ("sft", {"model__init": "nobody"}, ["found no model 'nobody'", "no file or folder nobody"]),
         ("sft", {"model__init": "some/body"}, ["found no model 'some/body'", "PALESTRA_MIRROR is not set", "Hub"]),
-        ("sft", {"model__init": "."}, [". is not a model: neither a run, nor a checkpoint, nor a folder"]),
+        ("sft", {"model__init": "."}, [". is not a model: it is neither a run, nor a checkpoint, nor a folder"]),
         ("sft", {"model__tokenizer": "/no/tokenizer"}, ["/no/tokenizer"]),
         ("pretrain", {"model__shape": {**SHAPE, "vocab": 8}}, ["model.shape.vocab: 8 tokens, fewer than the"]),
         ("sft", {"data__train": {"x": {"path": "x.jsonl"}}}, ["there is no file x.jsonl in"]),

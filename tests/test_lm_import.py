@@ -163,11 +163,11 @@ def test_llama2c_file_cut_off_or_of_another_kind_is_refused(tmp_path: Path) -> N
     llama2c_file(path, tied=True)
     whole = path.read_bytes()
     for content, message in (
-        (whole[:-4], "cut off"),
-        (whole + bytes(4), "cut off"),
+        (whole[:-4], "truncated"),
+        (whole + bytes(4), "truncated"),
         (b"short", "5 bytes"),
         (struct.pack("<II", 0x616B3432, 1) + whole, "version 1"),
-        (b"PK\x03\x04" + whole, "is not a model of llama2.c|cut off"),
+        (b"PK\x03\x04" + whole, "is not a model of llama2.c|truncated"),
     ):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=message):
@@ -435,10 +435,10 @@ def test_gguf_that_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
 def test_gguf_cut_off_or_something_else_is_refused(tmp_path: Path) -> None:
     path = hf_as_gguf(tmp_path / "model.gguf", tiny_checkpoint("llama2", tmp_path / "source", vocab_size=300), "llama")
     path.write_bytes(path.read_bytes()[:-5000])
-    with pytest.raises(UsageError, match="cut off"):
+    with pytest.raises(UsageError, match="truncated"):
         convert(path, tmp_path / "out")
     path.write_bytes(b"GGUF and then nothing of the kind" * 10)
-    with pytest.raises(UsageError, match="cut off"):
+    with pytest.raises(UsageError, match="truncated"):
         convert(path, tmp_path / "out")
     path.write_bytes(b"something else")
     with pytest.raises(UsageError, match="not a model that can be converted"):

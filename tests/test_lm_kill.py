@@ -98,7 +98,7 @@ def assert_equal_trees(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
-@pytest.mark.parametrize("case", fast_only(CASES, "experts", "sft_adapters_average", "dpo"))
+@pytest.mark.parametrize("case", fast_only(CASES, "experts", "sft_adapters_average"))
 def test_run_killed_equals_one_that_was_not(lab, case, again):
     kind, changes = case_of(lab, case)
     reference = lab.run(kind, **changes, name="reference")

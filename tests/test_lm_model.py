@@ -393,5 +393,5 @@ def test_pack_of_what_does_not_fit_says_so(arguments, message):
 
 
 def test_split_into_groups_that_do_not_come_out_even_says_so():
-    with pytest.raises(ValueError, match="no whole groups of 2"):
+    with pytest.raises(ValueError, match="do not divide into groups of 2"):
         micro_batches(Batch.pack([[1], [2], [3]]), 10, group=2)

@@ -227,7 +227,7 @@ def test_a_cache_that_cannot_be_written_and_a_compiler_that_hangs_are_survived(t
         assert native.library() is None
     finally:
         native.library.cache_clear()
-    assert "could not be built" in caplog.text
+    assert "could not be compiled" in caplog.text
 
 
 @needs_compiler
@@ -248,7 +248,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_sampler(vocab, monkeypatc
     scores = drawn(rows, vocab, dtype=torch.float32)
     scores[:, : vocab // 3] = float("-inf")
 
-    tokens, logprobs = native.draw(scores, heats, seeds, draws)
+    tokens, logprobs = native.sample_tokens(scores, heats, seeds, draws)
 
     nothing, whole = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 2**62)
     settings = Settings(heats, whole, torch.ones(rows), torch.zeros(rows), seeds, draws, nothing, nothing[:, None] - 1)
@@ -265,7 +265,7 @@ def test_scores_that_are_no_numbers_give_log_probabilities_that_are_none():
     scores[0, 200] = float("nan")
     one = torch.ones(1, dtype=torch.int64)
 
-    assert native.draw(scores, torch.ones(1), one, one)[1].isnan().all()
+    assert native.sample_tokens(scores, torch.ones(1), one, one)[1].isnan().all()
 
 
 @needs_compiler

@@ -83,7 +83,7 @@ def test_scores_of_conversations_are_those_of_each():
 
 def test_score_of_more_than_the_model_reads_raises():
     scorer = scorer_of()
-    with pytest.raises(UsageError, match=f"has {CONTEXT + 1} tokens, and the reward model reads at most {CONTEXT}"):
+    with pytest.raises(UsageError, match=f"has {CONTEXT + 1} tokens; the reward model reads at most {CONTEXT}"):
         scorer.token_scores([[1], [1] * (CONTEXT + 1)])
 
 

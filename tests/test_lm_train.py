@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
-from palestra.lm.objectives import NextToken, Preferences, dpo_loss, pack, pack_pairs, reward_loss
+from palestra.lm.objectives import NextToken, Preferences, dpo_loss, pack, reward_loss
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
@@ -134,7 +135,7 @@ def test_preference_gradient_split_and_shuffled_is_the_same(kind):
         model, loss = ScalarModel(random_model(0)), reward_loss(RewardLossSpec(margin=0.1, center=0.01))
         nn.init.normal_(model.value.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     objective = Preferences(Mixture({"a": pairs}, {"a": 1}, seed=0), {}, loss, batch=8, eval_examples=1)
-    batch = pack_pairs(pairs)
+    batch = pack(list(chain.from_iterable(pairs)))
     assert objective.denominator(batch) == 8
     assert_gradient_depends_on_the_batch_alone(model, loss, batch, 8.0, 2)
 
@@ -156,7 +157,11 @@ def test_dpo_loss_of_a_batch_equals_the_closed_form_of_each_pair():
         return [chosen - rejected for chosen, rejected in ratios]
 
     with torch.no_grad():
-        totals, means, batch = deltas(torch.sum), deltas(torch.mean), pack_pairs(pairs)
+        totals, means, batch = (
+            deltas(torch.sum),
+            deltas(torch.mean),
+            pack(list(chain.from_iterable(pairs))),
+        )
         sigmoid, ipo = dpo_loss(DpoLossSpec(), reference)(model, batch), DpoLossSpec(type="ipo")
         averaged = dpo_loss(ipo, reference)(model, batch)
         summed = dpo_loss(ipo.model_copy(update={"average_logprobs": False}), reference)(model, batch)
@@ -387,7 +392,7 @@ def test_resume_on_changed_data_is_refused_by_name_and_on_a_touched_file_is_not(
 def test_reward_loss_of_experts_has_their_router_terms():
     model = ScalarModel(random_model(moe={**EXPERTS, "balance": 0.1}))
     pairs = list(zip(random_examples(3, 3), random_examples(3, 4), strict=True))
-    routed = reward_loss(RewardLossSpec())(model, pack_pairs(pairs)).routed
+    routed = reward_loss(RewardLossSpec())(model, pack(list(chain.from_iterable(pairs)))).routed
     assert routed is not None
     assert float(routed.load.sum()) == 2 * 2 * sum(len(example.tokens) for pair in pairs for example in pair)
     assert float(routed.total.detach()) > 0
@@ -395,7 +400,7 @@ def test_reward_loss_of_experts_has_their_router_terms():
 
 def test_conversation_longer_than_the_reward_model_reads_is_refused(trained):
     chat = [{"role": "user", "content": "red cat " * 20}, {"role": "assistant", "content": "yes"}]
-    with pytest.raises(UsageError, match=r"the conversation has \d+ tokens, and the reward model reads at most 48"):
+    with pytest.raises(UsageError, match=r"the conversation has \d+ tokens; the reward model reads at most 48"):
         palestra.load(trained.root / "reward_model").score(chat)
 
 

@@ -429,7 +429,7 @@ def test_import_of_what_cannot_be_read_is_a_usage_error(tmp_path):
     (tmp_path / "slm.json").write_text(as_json())
     with pytest.raises(UsageError, match="Did you mean 'a2c_gae'"):
         import_spec(tmp_path / "slm.json", "a2c_gea")
-    with pytest.raises(UsageError, match="not possible here"):
+    with pytest.raises(UsageError, match="not valid here"):
         convert(changed("agent.algorithm.gamma", 2), "x")
     with pytest.raises(UsageError, match="HydraDQN"):
         convert(spec({"name": "HydraDQN"}, {}, net()), "x")

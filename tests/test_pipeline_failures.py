@@ -81,7 +81,7 @@ def test_killed_runner_leaves_a_step_that_the_next_goes_on_with(outputs, journal
     target = counting(upto=60, journal=str(journal), seconds=0.0)
     assert outputs.done(address(target)) is None
     assert [(each.action, each.reason) for each in plan(Graph([target]), outputs)] == [
-        ("run", "not done yet: its process is gone")
+        ("run", "not done yet: its process died")
     ]
     run([target], outputs)
     counted = [int(line[0]) for line in noted(journal)]
@@ -102,7 +102,7 @@ def test_stopped_runner_notes_it_keeps_what_is_there_and_frees_the_step(outputs,
     name = partial.name.partition(".partial")[0]
     assert (partial / "half.txt").read_text() == "half"
     assert outputs.attempt(name)["state"] == "stopped"
-    assert outputs.owner(name) is None
+    assert outputs.lease(name).holder() is None
     assert outputs.done(name) is None
 
 
@@ -114,7 +114,7 @@ def test_half_commit_is_finished_and_its_step_not_run_again(outputs, journal):
     )  # as if killed between status and name
     assert outputs.done(address(target)) is None
     (planned,) = plan(Graph([target]), outputs)
-    assert planned.reason == "done before, but for the name of its folder"
+    assert planned.reason == "done before, except for the final rename of its folder"
     run([target], outputs)
     assert value(outputs, target) == 1
     assert len(noted(journal)) == 1
@@ -129,7 +129,7 @@ def write_status(out, fails):
 def test_status_that_a_step_wrote_itself_is_neither_done_nor_accepted(outputs):
     with pytest.raises(PipelineFailed, match="half way"):
         run([Step("own", write_status, {"fails": True}, resumes=True)], outputs)
-    with pytest.raises(PipelineFailed, match="that name is the runner's"):
+    with pytest.raises(PipelineFailed, match="that name is reserved"):
         run([Step("own", write_status, {"fails": False})], outputs)
     assert not list(outputs.prefix.glob("own-*/status.json")) or not outputs.earlier("own")
 
@@ -152,8 +152,8 @@ def test_lease_that_is_taken_over_ends_the_step_here_and_waits_for_the_other(out
     def watch(outcome):
         nonlocal stolen
         if not stolen and outcome.states[name] == "running":
-            found = json.loads(outputs.store.get(f"{name}/lease.json"))
-            outputs.store.put(
+            found = json.loads(outputs.steps.get(f"{name}/lease.json"))
+            outputs.steps.put(
                 f"{name}/lease.json", json.dumps(found | {"machine": "elsewhere", "token": "other"}).encode()
             )
             stolen = True

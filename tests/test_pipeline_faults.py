@@ -113,8 +113,8 @@ def test_commit_by_one_who_has_lost_the_lease_is_refused_and_leaves_nothing(tmp_
     lease = outputs.lease(name)
     lease.acquire()
     outputs.begin(name, lease.token, resumes=False)
-    found = json.loads(outputs.store.get(f"{name}/lease.json"))
-    outputs.store.put(f"{name}/lease.json", json.dumps(found | {"token": "another"}).encode())
+    found = json.loads(outputs.steps.get(f"{name}/lease.json"))
+    outputs.steps.put(f"{name}/lease.json", json.dumps(found | {"token": "another"}).encode())
     with pytest.raises(LeaseLost), lease.fenced():
         outputs.commit(name, lease.token, {"address": name})
     assert outputs.done(name) is None

@@ -152,7 +152,7 @@ def test_output_in_a_bucket_without_status_or_with_other_bytes_is_refused(s3, tm
     with pytest.raises(PalestraError, match=r"value.txt is damaged"):
         elsewhere.fetch(address(source))
     assert elsewhere.done(address(number(value=2))) is None
-    with pytest.raises(PalestraError, match=r"is needed and not there, or not whole"):
+    with pytest.raises(PalestraError, match=r"is missing or incomplete"):
         elsewhere.fetch(address(number(value=2)))
 
 

@@ -295,9 +295,9 @@ def test_python_file_makes_steps_by_its_function_by_name_or_at_its_top(folder):
     [
         (PYTHON, ":absent", {}, [], "has no 'absent'"),
         (PYTHON, "", {"size": "1"}, [], "unexpected keyword argument 'size'"),
-        (PYTHON, "", {}, ["a.b=1"], "has no keys to override"),
-        ("x = 1\n", "", {}, [], "makes no steps"),
-        ("x = 1\n", ":x", {}, [], "makes no steps"),
+        (PYTHON, "", {}, ["a.b=1"], "without keys to override"),
+        ("x = 1\n", "", {}, [], "defines no steps"),
+        ("x = 1\n", ":x", {}, [], "defines no steps"),
         ("x = 1\n", "", {"n": "1"}, [], "no `def pipeline"),
     ],
 )

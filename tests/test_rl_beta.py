@@ -40,7 +40,7 @@ def test_log_prob_integrates_to_one(alpha, beta):
 def test_sample_of_many_has_the_distribution_of_the_density(alpha, beta):
     a, b = torch.full((100_000, 1), alpha), torch.full((100_000, 1), beta)
     ours = Beta(a, b)
-    noise = Beta.draw(torch.Generator().manual_seed(0), ours.noise_shape)
+    noise = Beta.noise(torch.Generator().manual_seed(0), (100_000, 1, 2, Beta.ATTEMPTS, 2))
     drawn = ours.sample(noise)
     assert torch.equal(ours.sample(noise), drawn)  # a function of the noise alone
     assert drawn.shape == (100_000, 1)

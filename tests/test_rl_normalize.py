@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from palestra.rl.normalize import (
+    Moments,
     RewardScale,
-    RunningMeanStd,
     batch_normalize,
     group_normalize,
     group_std,
@@ -21,60 +21,25 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def test_running_mean_std_odd_batches_large_mean_equals_numpy():
-    data = (randn(100_000, 3, dtype=torch.float32) * torch.tensor([1.0, 0.1, 5.0]) + 1e4).float()
-    statistics, start = RunningMeanStd((3,)), 0
+def test_moments_of_odd_batches_with_a_large_mean_equal_numpy():
+    data = (1e4 + randn(100_000, 3)).float()
+    moments, start = Moments.start((3,)), 0
     sizes = torch.randint(1, 5000, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     for size in sizes:
-        statistics.update(data[start : start + size])
+        moments = moments.merged(data[start : start + size])
         start += size
     seen = data[:start].double().numpy()
-    assert statistics.count == len(seen)
-    np.testing.assert_allclose(statistics.mean, seen.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(statistics.var, seen.var(0), rtol=1e-9)
-    normalized = statistics.normalize(data)
-    assert normalized.dtype == torch.float32
-    np.testing.assert_allclose(normalized.double().std(0, correction=0), np.ones(3), rtol=1e-3)
+    assert moments.count == len(seen)
+    np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(moments.var, seen.var(0), rtol=1e-9)
 
 
-def test_running_mean_std_masked_rows_do_not_count():
-    data, mask = randn(6, 4, 3), torch.rand((6, 4), generator=torch.Generator().manual_seed(2)) < 0.5
-    masked, plain = RunningMeanStd((3,)), RunningMeanStd((3,))
-    plain.update(data[mask])
-    masked.update(torch.where(mask.unsqueeze(-1), data, torch.nan), mask)
-    masked.update(torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.bool))
-    assert all(torch.equal(masked.state_dict()[key], value) for key, value in plain.state_dict().items())
-
-
-def test_running_mean_std_scalar_statistics_subtract_in_full_precision():
-    statistics = RunningMeanStd()
-    # The mean, 10 000 000⅔, is not a float32.
-    data = torch.tensor([1e7, 1e7 + 1, 1e7 + 1])
-    statistics.update(data)
-    expected = torch.tensor([-(2**0.5), 0.5**0.5, 0.5**0.5])
-    torch.testing.assert_close(statistics.normalize(data), expected)
-    torch.testing.assert_close(statistics.normalize(data, clip=1.0), expected.clamp(min=-1.0))
-
-
-def test_running_mean_std_unseen_is_identity_and_constant_is_zero():
-    statistics = RunningMeanStd((2,))
-    torch.testing.assert_close(statistics.normalize(randn(4, 2)), randn(4, 2))
-    statistics.update(torch.full((8, 2), 3.7))
-    assert torch.equal(statistics.normalize(torch.full((8, 2), 3.7)), torch.zeros(8, 2))
-
-
-def test_running_mean_std_evaluation_and_reload_leave_it_unchanged():
-    statistics, loaded = RunningMeanStd((3,)), RunningMeanStd((3,))
-    statistics.update(randn(10, 3))
-    saved = statistics.state_dict()
-    first = statistics.normalize(5 * randn(10, 3, seed=1))
-    assert torch.equal(statistics.normalize(5 * randn(10, 3, seed=1)), first)
-    loaded.load_state_dict(saved)
-    assert torch.equal(loaded.normalize(5 * randn(10, 3, seed=1)), first)
-    loaded.update(randn(5, 3, seed=2))
-    statistics.update(randn(5, 3, seed=2))
-    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in statistics.state_dict().items())
-    assert not torch.equal(saved["mean"], statistics.mean)
+def test_moments_of_masked_rows_equal_those_of_the_others_alone():
+    data, mask = randn(6, 4, 3), randn(6, 4, seed=1) > 0
+    plain = Moments.start((3,)).merged(data[mask])
+    masked = Moments.start((3,)).merged(torch.where(mask.unsqueeze(-1), data, torch.nan), mask)
+    masked = masked.merged(torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.bool))
+    assert all(torch.equal(a, b) for a, b in zip(masked, plain, strict=True))
 
 
 def test_reward_scale_equals_loop_with_resets():
@@ -95,7 +60,7 @@ def test_reward_scale_equals_loop_with_resets():
     for part in (slice(0, 1), slice(1, 20), slice(20, 50)):
         scale.update(torch.where(valid, rewards, torch.nan)[part], ended[part], valid[part])
     np.testing.assert_allclose(scale.running, running, rtol=1e-12)
-    np.testing.assert_allclose(scale.statistics.var, np.var(seen), rtol=1e-10)
+    np.testing.assert_allclose(scale.moments.var, np.var(seen), rtol=1e-10)
     np.testing.assert_allclose(scale.scale(rewards), rewards / np.std(seen), rtol=1e-6)
 
 
@@ -175,20 +140,20 @@ def grouped_rewards(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 @settings(max_examples=80, deadline=None)
 def test_group_baselines_partial_groups_equal_each_group_alone(batch: tuple[Tensor, Tensor], random):
     rewards, ids = batch
-    centred, scaled = group_normalize(rewards, ids, scale="none"), group_normalize(rewards, ids, scale="std")
+    centered, scaled = group_normalize(rewards, ids, scale="none"), group_normalize(rewards, ids, scale="std")
     others = leave_one_out(rewards, ids)
     sampled = group_std(rewards, ids, correction=1)
     for i, (reward, group) in enumerate(zip(rewards.tolist(), ids.tolist(), strict=True)):
         members = rewards[ids == group].numpy()
         alike = len(set(members.tolist())) == 1
-        assert centred[i].item() == pytest.approx(reward - members.mean(), abs=1e-12)
+        assert centered[i].item() == pytest.approx(reward - members.mean(), abs=1e-12)
         expected = 0.0 if alike else (reward - members.mean()) / (members.std() + 1e-6)
         assert scaled[i].item() == pytest.approx(expected, abs=1e-9)
         assert sampled[i].item() == pytest.approx(0.0 if alike else members.std(ddof=1), abs=1e-12)
         rest = np.delete(members, members.tolist().index(reward))
         assert others[i].item() == pytest.approx(reward - rest.mean() if len(rest) else 0.0, abs=1e-12)
         if alike:
-            assert centred[i] == scaled[i] == others[i] == 0.0
+            assert centered[i] == scaled[i] == others[i] == 0.0
     order = list(range(len(rewards)))
     random.shuffle(order)
     torch.testing.assert_close(group_normalize(rewards[order], ids[order], scale="std"), scaled[order])

@@ -14,6 +14,7 @@ from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.tree import flatten, unflatten
+from palestra.spec.kinds.posttrain import RolloutSpec
 from palestra.spec.tasks import TasksSpec
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Status, Verdict, make_task
@@ -46,11 +47,9 @@ class World:
         self.prompts = prompts()
         self.delays = lambda number: 0.0
         self.answers = lambda number, attempt, version: [answer(version, 1.0), answer(version, 0.0)]
-        self.executor = Executor(
-            self.prompts,
-            self.start,
-            **{"loop": loop, "batch": 4, "samples": 2, **settings},  # type: ignore[arg-type]
-        )
+        given = {name: settings.pop(name) for name in ("batch", "total", "filter") if name in settings}
+        spec = RolloutSpec.model_validate({"group": 2, "max_filtered_batches": None, **settings})
+        self.executor = Executor(self.prompts, self.start, spec, loop=loop, **{"batch": 4, **given})
 
     def start(self, problem: Problem, number: int, attempt: int) -> object:
         self.started.append((number, attempt))
@@ -364,14 +363,16 @@ def test_take_when_filters_leave_nothing_says_so_in_the_log(loop, caplog):
 
 
 def test_take_when_filters_leave_nothing_ends_with_how_many_and_why(loop):
-    world = World(loop, filter=lambda group: "zero_variance" if group.number % 4 else "too_short", max_filtered=3)
+    world = World(
+        loop, filter=lambda group: "zero_variance" if group.number % 4 else "too_short", max_filtered_batches=3
+    )
     told = r"12 groups since the last batch .*zero_variance 9, too_short 3.*rewards: 0, 1"
     with pytest.raises(PalestraError, match=told):
         world.take()
 
 
 def test_take_that_trains_now_and_then_is_not_ended_by_what_filters_took_out(loop):
-    world = World(loop, filter=lambda group: "zero_variance" if group.number % 3 else None, max_filtered=3)
+    world = World(loop, filter=lambda group: "zero_variance" if group.number % 3 else None, max_filtered_batches=3)
     for version in range(4):
         assert len(world.take()) == 4
         world.executor.publish(version + 1)
@@ -379,10 +380,10 @@ def test_take_that_trains_now_and_then_is_not_ended_by_what_filters_took_out(loo
 
 
 def test_max_filtered_counts_on_after_a_resume(loop):
-    world = World(loop, filter=lambda group: "zero_variance", max_filtered=3)
+    world = World(loop, filter=lambda group: "zero_variance", max_filtered_batches=3)
     world.executor.admit()
     settle(world)
-    again = World(loop, filter=lambda group: "zero_variance", max_filtered=3)
+    again = World(loop, filter=lambda group: "zero_variance", max_filtered_batches=3)
     again.executor.load_state(world.executor.state())
     with pytest.raises(PalestraError, match="12 groups since the last batch"):
         again.take()
@@ -390,7 +391,7 @@ def test_max_filtered_counts_on_after_a_resume(loop):
 
 
 def test_take_a_rollout_beyond_its_time_is_cancelled_and_another_prompt_takes_its_place(loop, caplog):
-    world = World(loop, timeout=0.2)
+    world = World(loop, timeout_seconds=0.2)
     world.delays = lambda number: 60.0 if number == 1 else 0.0
     assert [group.number for group in world.take()] == [0, 2, 3, 4]
     assert world.executor.metrics()["fate/timeout"] == 1
@@ -399,14 +400,14 @@ def test_take_a_rollout_beyond_its_time_is_cancelled_and_another_prompt_takes_it
 
 
 def test_take_when_every_rollout_takes_too_long_ends_the_run(loop):
-    world = World(loop, timeout=0.02, max_filtered=2)
+    world = World(loop, timeout_seconds=0.02, max_filtered_batches=2)
     world.delays = lambda number: 60.0
     with pytest.raises(PalestraError, match=r"8 groups since the last batch are not trained on \(timeout 8\)"):
         world.take()
 
 
 def test_take_a_timeout_that_the_workflow_raises_itself_is_a_failure(loop):
-    world = World(loop, timeout=60.0)
+    world = World(loop, timeout_seconds=60.0)
 
     def own(number, attempt, version):
         raise TimeoutError("a tool of the workflow")

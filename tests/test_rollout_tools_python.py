@@ -14,7 +14,7 @@ from palestra.errors import UsageError
 from palestra.rollout import tools as calling
 from palestra.rollout.tools import Tool, make_tools, tools
 from palestra.spec.kinds.posttrain import ToolsSpec
-from palestra.tasks.sandbox import Sandbox
+from palestra.tasks.sandbox.sandbox import Sandbox
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -289,7 +289,7 @@ def test_run_whose_spec_has_a_secret_in_it_works_and_keeps_it_out_of_its_folder(
     assert holding(scratch.path / "runs", name) == []
     refused = scratch("train", "--resume", "short", MY_TOKEN=name)
     assert refused.returncode == 2
-    assert "is without the secrets that were in it: give the spec again" in refused.stderr
+    assert "was stored without its secrets: give the spec again" in refused.stderr
     again = scratch("train", spec, "--resume", "short", MY_TOKEN=name)
     assert again.returncode == 0, again.stderr
     swept = scratch("sweep", spec, MY_TOKEN=name)

@@ -84,7 +84,7 @@ def test_best_yaml_is_a_spec_without_the_search_that_names_its_seeds(done):
     assert spec.algorithm.lr.start == values["algorithm.lr"]
     assert spec.net.hidden == values["net.hidden"]
     assert "seeds 0." in text
-    assert "no benchmark" in text
+    assert "not a benchmark" in text
 
 
 def test_folder_has_table_plots_and_cost(done):
@@ -154,7 +154,7 @@ def test_score_that_is_not_a_number_makes_a_failure(done, tmp_path):
     source = session_of(done, done.summary()["best"])
     for name in ("manifest.json", "status.json"):
         (session / name).write_bytes((source / name).read_bytes())
-    (tmp_path / "trial.json").write_text(json.dumps({"seeds": [0], "name": "short", "id": "x"}))
+    (tmp_path / "trial.json").write_text(json.dumps({"seeds": [0], "name": "short", "id": "x", "spec": {}}))
     for value, state in (("7.5", "complete"), ("NaN", "failed"), ("Infinity", "failed"), ("null", "failed")):
         (session / "metrics.jsonl").write_text(f'{{"step": 1, "frame": 128, "eval/return": {value}}}\n')
         ended = trial_outcome(tmp_path, Rung("eval/return", "steps", 2))

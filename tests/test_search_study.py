@@ -26,7 +26,7 @@ def study(folder: Path, direction: str = "maximize", **more: object) -> Study:
 @pytest.mark.parametrize("sampler", ["random", "tpe", "cmaes"])
 def test_proposals_are_within_the_space_and_follow_from_seed_number_and_attempt(tmp_path, sampler):
     made = study(tmp_path, sampler=sampler, seed=3)
-    for number in range(3):
+    for number in range(2):
         proposal = made.propose(number)
         values = proposal.values
         assert values == study(tmp_path, sampler=sampler, seed=3).propose(number).values  # in another process too
@@ -70,14 +70,14 @@ def test_stored_trials_come_back_with_values_rungs_scores_and_states(tmp_path):
 def test_sampler_learns_from_paused_trials_alone(tmp_path, sampler, direction):
     made, sign = study(tmp_path, direction, sampler=sampler), 1 if direction == "maximize" else -1
     distances = []
-    for number in range(30):
+    for number in range(22):  # the first 10 of TPE are random
         proposal = made.propose(number)
         distance = abs(proposal.values["a.x"] - 1)
         made.add(proposal)
         made.report(number, 0, -sign * distance**2)  # and never told to be complete or pruned
         distances.append(distance)
     # Of uniform draws it would be (4² + 2²) / 2 / 6 = 1.67 in the mean.
-    assert fmean(distances[18:]) < 1.2
+    assert fmean(distances[14:]) < 1.2
 
 
 def record(number: int, score: float | None, state: str = "complete", rung: int = 0, **values: object) -> TrialRecord:

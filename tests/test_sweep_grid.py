@@ -206,7 +206,7 @@ TEXT = st.text(min_size=1, max_size=90)
 
 
 @given(
-    ends=st.lists(TEXT, min_size=2, max_size=12, unique=True),
+    ends=st.lists(TEXT, min_size=2, max_size=6, unique=True),
     beginning=st.sampled_from(["", "b" * 40, "b" * 70, "ü/" * 40]),
     axis=TEXT,
     suffix=st.none() | st.just("s" * 24),

@@ -133,9 +133,7 @@ def test_sweep_that_is_stopped_advises_the_command_that_resumes_it(scratch: Scra
 
 
 @pytest.mark.slow
-def test_sweep_command_shared_by_two_processes_of_which_one_is_killed_runs_each_once(
-    scratch: Scratch, finished: Scratch
-):
+def test_sweep_command_shared_by_two_processes_of_which_one_is_killed_runs_each_once(scratch: Scratch):
     """The killed process's run goes on where it was and ends with the numbers of a run that nobody interrupted."""
     spec = scratch.spec(sweep={"axes": {"seed": [0, 1]}, "group": "g"}, train={"frames": 66 * 128})
     plan_ = scratch("sweep", "--plan", spec)
@@ -157,8 +155,11 @@ def test_sweep_command_shared_by_two_processes_of_which_one_is_killed_runs_each_
     assert "seed1-" in out
     folder = scratch.path / "runs" / "g"
     assert list(states(folder).values()) == [("done", 1), ("done", 1)]
-    assert numbers(session) == finished.rows()
     assert {Run(path.parent).state for path in folder.glob("*/trial.json")} == {"done"}
+    whole = scratch.here("train", spec, "seed=0", "--runs", "whole", "--quiet")
+    assert whole.returncode == 0, whole.stderr
+    (uninterrupted,) = scratch.path.glob("whole/*/*/sessions/0")
+    assert numbers(session) == numbers(uninterrupted)
 
 
 @pytest.mark.slow

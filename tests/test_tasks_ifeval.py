@@ -130,7 +130,7 @@ def test_variants_are_the_eight_texts_of_the_paper(text: str):
             "letter",
         ),
         (google(("language:response_language", {"language": "english"})), "expected the code of a language, one of af"),
-        (google(), "names no instruction"),
+        (google(), "has no instruction"),
         ({**google(NO_COMMA), "kwargs": []}, "two lists of the same length"),
         ({**google(NO_COMMA), "kwargs": None}, "two lists of the same length"),
         ({**google(NO_COMMA), "kwargs": [3]}, "expected its arguments as a record, got 3"),
@@ -140,7 +140,7 @@ def test_variants_are_the_eight_texts_of_the_paper(text: str):
         ({"ground_truth": json.dumps({"func_name": "unknown_function"})}, "unknown instruction 'unknown_function'"),
         ({"ground_truth": {"func_name": "verify_keyword_frequency", "word": "a"}}, "N: Field required"),
         ({"ground_truth": {"func_name": "validate_word_constraint", "N": 3, "quantifier": "some"}}, "quantifier"),
-        ({"ground_truth": "[]"}, "names no instruction"),
+        ({"ground_truth": "[]"}, "has no instruction"),
         ({"ground_truth": [["validate_lowercase"]]}, "`func_name`"),
     ],
 )

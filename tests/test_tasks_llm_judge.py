@@ -25,7 +25,7 @@ from palestra.generate.local import LocalGenerator
 from palestra.lm.hf import save_pretrained
 from palestra.spec.tasks import JudgeSpec, RewardSpec, TaskUse
 from palestra.tasks.rewards.llm_judge import PROMPT, LlmJudge, OpenAiChat, asks, filled, make_judge, score_in
-from palestra.tasks.rewards.reward_model import model_folder, open_generator
+from palestra.tasks.rewards.rewards import open_generator, whole_model
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 from palestra.tasks.verify.workers import Verifiers
 
@@ -130,7 +130,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def test_judge_by_a_run_a_checkpoint_and_a_folder_gives_what_it_has_learned(lab: Lab):
-    folder = model_folder("grader", lab.root)
+    folder = whole_model("grader", lab.root)
     for ref in ("grader", str(folder.parent), str(folder)):
         spec = JudgeSpec(model=ref, prompt="{completion}?", max_new_tokens=5)
         judge = make_judge(spec, lab.root, open_generator)
@@ -213,7 +213,7 @@ def test_model_folder_of_something_else_is_refused(tmp_path: Path, files: dict[s
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises(UsageError, match=reason):
-        model_folder(str(folder), tmp_path / "runs")
+        whole_model(str(folder), tmp_path / "runs")
 
 
 def test_judge_without_a_tokenizer_is_refused(tmp_path: Path):
@@ -346,7 +346,7 @@ def test_openai_chat_at_no_address_is_refused(url: str):
 
 
 def test_judges_and_rewards_are_imported_without_torch():
-    modules = ("rewards.rewards", "rewards.llm_judge", "rewards.reward_model", "sets.ifeval")
+    modules = ("rewards.rewards", "rewards.llm_judge", "sets.ifeval")
     code = (
         f"import sys; {'; '.join(f'import palestra.tasks.{name}' for name in modules)}; print('torch' in sys.modules)"
     )

@@ -11,8 +11,7 @@ from tiny_lm import Lab
 from palestra.errors import UsageError
 from palestra.lm.scorer import Scorer
 from palestra.spec.tasks import RewardSpec, TaskUse
-from palestra.tasks.rewards.reward_model import AT_ONCE, RewardModel, model_folder
-from palestra.tasks.rewards.rewards import make_reward
+from palestra.tasks.rewards.rewards import AT_ONCE, RewardModel, make_reward, whole_model
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 from palestra.tasks.verify.workers import Verifiers
 
@@ -31,7 +30,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def scorer(lab: Lab) -> Scorer:
-    return Scorer.load(model_folder("reward_model", lab.root))
+    return Scorer.load(whole_model("reward_model", lab.root))
 
 
 def verdicts(reward: RewardModel, problem: Problem, *texts: str) -> list[Verdict]:
@@ -79,7 +78,7 @@ def test_reward_model_that_cannot_read_so_much_gives_an_error_not_a_score(lab: L
 
 
 def test_reward_model_from_a_checkpoint_and_a_folder_is_the_same(lab: Lab, scorer: Scorer):
-    folder = model_folder("reward_model", lab.root)
+    folder = whole_model("reward_model", lab.root)
     turns = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "yes"}]
     for ref in (folder, folder.parent):
         reward = made(lab, str(ref))

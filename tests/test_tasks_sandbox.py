@@ -18,8 +18,10 @@ import psutil
 import pytest
 
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.sandbox import Limits, Sandbox, client
+from palestra.tasks.sandbox import client
 from palestra.tasks.sandbox.filesystem import import_path
+from palestra.tasks.sandbox.levels import Limits
+from palestra.tasks.sandbox.sandbox import Sandbox
 
 own_tmp = pytest.mark.skipif(
     Path(sys.prefix).is_relative_to("/tmp"), reason="Python itself is in /tmp: programs get their folder elsewhere"
@@ -334,7 +336,7 @@ def test_server_is_killed_the_call_fails_and_the_next_has_another():
 
 def test_process_that_owns_the_sandbox_is_killed_nothing_of_it_lives_on(tmp_path: Path):
     program = """
-    from palestra.tasks.sandbox import Sandbox
+    from palestra.tasks.sandbox.sandbox import Sandbox
     made = Sandbox(workers=1)
     made.start()
     print("started", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from palestra.tasks.sandbox import Sandbox
+from palestra.tasks.sandbox.sandbox import Sandbox
 
 own_tmp = pytest.mark.skipif(
     Path(sys.prefix).is_relative_to("/tmp"), reason="Python itself is in /tmp: programs get their folder elsewhere"

@@ -1,1 +1,1 @@
-"""Benchmarks: the shipped specs over seeds, and the table of what came of them, made from run folders alone."""
+"""Benchmarks: the shipped specs over seeds, and the table of their scores."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from palestra.spec.model import plain
 from palestra.spec.renames import translated
 
 NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
-"""What tells runs of one spec apart, and what a search would vary."""
+"""The fields in which runs of one spec differ, and its search."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,28 @@ class Shipped:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The sessions of one spec, by seed, and how many others are there that another version of it made."""
+class SpecSessions:
+    """The sessions of one spec by seed, and the number of sessions of other versions of it."""
 
     done: dict[int, Path]
     open: dict[int, Run]
-    """Begun, not done, and not being worked on: to be resumed."""
+    """Begun, not done and not running: to be resumed."""
     running: set[int]
     stale: int
 
 
 def identity(spec: ExperimentSpec) -> str:
-    """The hash of all that a spec says of a run: without its seeds, and without what a search would vary."""
+    """The hash of a spec without its seeds and its search."""
     return spec_hash(spec.model_copy(update=NEUTRAL))
 
 
-def find(root: Path, name: str, wanted: str) -> Found:
-    """What there is under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
+def find(root: Path, name: str, wanted: str) -> SpecSessions:
+    """The sessions under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
     done: dict[int, Path] = {}
     begun: dict[int, Run] = {}
     running: set[int] = set()
     stale = 0
-    for trial in [one for one in list_runs(root) if one.path.parent.name == name]:  # newest first
+    for trial in [run for run in list_runs(root) if run.path.parent.name == name]:  # newest first
         for session in trial.sessions:
             if identity_today(read_json(session.path / "manifest.json")["spec"]) != wanted:
                 stale += 1
@@ -80,8 +80,8 @@ def find(root: Path, name: str, wanted: str) -> Found:
                 running.add(session.seed)
             else:
                 begun.setdefault(session.seed, trial)
-    # A run that another run of the same seed has overtaken needs no end.
-    return Found(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
+    # A run whose seed another run has finished, or is running, is not resumed.
+    return SpecSessions(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
 
 
 def log_points(session: Path) -> Iterator[dict[str, float]]:
@@ -90,7 +90,7 @@ def log_points(session: Path) -> Iterator[dict[str, float]]:
 
 
 def identity_today(spec: dict[str, Any]) -> str | None:
-    """Of a spec's plain data as it reads today, with the defaults of new fields; None where it is no spec any more."""
+    """The identity of a stored spec with today's defaults of new fields; None if it is no longer valid."""
     try:
         return identity(resolved(translated(spec)))
     except PalestraError:
@@ -100,28 +100,20 @@ def identity_today(spec: dict[str, Any]) -> str | None:
 RESAMPLES = 10_000
 
 
-class Interval(NamedTuple):
-    """The ends of an interval."""
-
-    low: float
-    high: float
-
-
 def interquartile_mean(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The mean of what is left without the lowest and the highest quarter (rounded down), over the last dimension."""
+    """The mean without the lowest and the highest quarter (rounded down), over the last dimension."""
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
     cut = ordered.shape[-1] // 4
     return ordered[..., cut : ordered.shape[-1] - cut].mean(-1)
 
 
-def bootstrap_interval(values: Sequence[float], level: float = 0.95, seed: int = 0) -> Interval:
-    """The percentile interval of the interquartile mean of `values` drawn again with replacement; seeded."""
+def bootstrap_interval(values: Sequence[float], level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """The percentile bootstrap interval of the interquartile mean; seeded."""
     known = np.asarray(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
-    means = interquartile_mean(known[drawn])
+    indices = np.random.default_rng(seed).integers(len(known), size=(RESAMPLES, len(known)))
     tail = (1 - level) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+    low, high = np.quantile(interquartile_mean(known[indices]), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 PAGE = ("docs/benchmarks.", "docs/plots/")  # what this package itself writes into a checkout
@@ -138,7 +130,7 @@ class BenchRecord:
     window: float
     scores: dict[int, float]
     commit: str | None
-    """None: unknown, or with changes; such a record never reaches the file."""
+    """None: unknown, or with uncommitted changes; such a record never enters the file."""
     machine: str
     date: str
     settings: dict[str, Any]
@@ -147,7 +139,7 @@ class BenchRecord:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What all recorded seeds of one version of a spec came to."""
+    """All recorded seeds of one version of a spec."""
 
     records: tuple[BenchRecord, ...]
 
@@ -177,7 +169,7 @@ class BenchResult:
         return float(interquartile_mean(self.values))
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> tuple[float, float]:
         """Of the interquartile mean."""
         return bootstrap_interval(self.values)
 
@@ -189,7 +181,7 @@ class BenchResult:
 
 
 def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[BenchRecord]:
-    """The finished runs of the spec as it is shipped, those from dirty commits too."""
+    """The finished runs of the shipped spec, including those from dirty commits."""
     shipped = Shipped.read(specs, entry.spec)
     if shipped is None:
         return []
@@ -211,7 +203,7 @@ def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list
 
 
 def append(path: Path, records: Iterable[BenchRecord], tell: Callable[[str], None]) -> None:
-    """Add what is new to the file; a run that may not enter the table is refused with a sentence."""
+    """Add new results to the file; tells why a run may not enter the table."""
     known = read(path)
     lines = []
     for record in records:
@@ -220,8 +212,8 @@ def append(path: Path, records: Iterable[BenchRecord], tell: Callable[[str], Non
         if not new:
             continue
         if record.commit is None:
-            what = f"{record.spec} seed {', '.join(map(str, new))}: not entered in the table"
-            tell(f"{what}, because it is not from a commit without changes; commit, then run it again")
+            what = f"{record.spec} seed {', '.join(map(str, new))}"
+            tell(f"{what}: not entered in the table, because it is not from a clean commit; commit, then run it again")
             continue
         lines.append(json.dumps(asdict(replace(record, scores=new)), sort_keys=True) + "\n")
     if lines:
@@ -230,7 +222,7 @@ def append(path: Path, records: Iterable[BenchRecord], tell: Callable[[str], Non
 
 
 def read(path: Path) -> list[BenchRecord]:
-    """The lines of the file; none where there is none yet."""
+    """The lines of the file; none if it does not exist yet."""
     if not path.exists():
         return []
     records = []
@@ -238,7 +230,7 @@ def read(path: Path) -> list[BenchRecord]:
         try:
             data: dict[str, Any] = json.loads(line)
             scores = {int(seed): float(value) for seed, value in data.pop("scores").items()}
-            data["hash"] = identity_today(data["settings"]) or data["hash"]  # a field that was added since changes none
+            data["hash"] = identity_today(data["settings"]) or data["hash"]  # a field added since does not change it
             records.append(BenchRecord(**data, scores=scores))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"{path}:{number} is not a line of benchmark results ({error}): restore it") from error
@@ -247,14 +239,14 @@ def read(path: Path) -> list[BenchRecord]:
 
 def results(records: Iterable[BenchRecord]) -> dict[tuple[str, str], BenchResult]:
     """By name and hash of the spec."""
-    found: dict[tuple[str, str], list[BenchRecord]] = {}
+    versions: dict[tuple[str, str], list[BenchRecord]] = {}
     for record in records:
-        found.setdefault((record.spec, record.hash), []).append(record)
-    return {key: BenchResult(tuple(of)) for key, of in found.items()}
+        versions.setdefault((record.spec, record.hash), []).append(record)
+    return {key: BenchResult(tuple(of)) for key, of in versions.items()}
 
 
 def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:
-    """The commit, if nothing was changed but the page of benchmarks, which an earlier suite may have written."""
+    """The commit, if nothing was changed except the page of benchmarks, which an earlier suite may have written."""
     if git is None:
         return None
     if not git["dirty"]:

@@ -1,4 +1,4 @@
-"""Runs what a suite still lacks: a run for each spec and seed, several at a time; finished seeds are kept."""
+"""Runs the missing seeds of a suite in parallel, one run for each spec and seed; finished seeds are kept."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure
-from palestra.bench.suites import CHECKOUT, SHIPPED, SUITES, Entry, chosen, parse_seeds
-from palestra.bench.suites import suite as named
+from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.session import stop_signals
@@ -43,31 +42,27 @@ def bench(
     root: Path,
     tell: Tell,
 ) -> None:
-    """Run what a suite lacks, unless told not to, say what it came to, and enter it in the table of `out`, if any."""
+    """Run the missing seeds of a suite, unless `table_only`; print its scores, and enter them in the table of `out`."""
     if suite is None and not table_only:
         raise UsageError("give a suite to run (classic, box2d, mujoco, atari), or --table to write the page only")
     folder, wanted = specs or SHIPPED, None if seeds is None else parse_seeds(seeds)
-    every = [entry for of in SUITES.values() for entry in of.entries]
-    entries = chosen(every if suite is None else named(suite).entries, only)
-    out = out or (CHECKOUT / "docs" / "benchmarks.md" if _in_checkout() else None)
+    chosen = entries(suite, only)
+    if out is None and SHIPPED.is_dir() and Path.cwd().is_relative_to(CHECKOUT):
+        out = CHECKOUT / "docs" / "benchmarks.md"
     try:
         if not table_only:
-            run(plan(entries, wanted, folder, root, tell), root, parallel, tell)
-    finally:  # what is finished stands in the table, also where other runs failed or were stopped
-        measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in entries}
+            run(plan(chosen, wanted, folder, root, tell), root, parallel, tell)
+    finally:  # finished runs enter the table, also if other runs failed or were stopped
+        measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in chosen}
         for entry, records in measured.items():
-            tell(_told(entry, records))
+            tell(_described(entry, records))
         if out is not None:
             append(out.with_suffix(".jsonl"), [record for of in measured.values() for record in of], tell)
             write_page(out, folder, root)
             tell(str(out))
 
 
-def _in_checkout() -> bool:
-    return SHIPPED.is_dir() and Path.cwd().is_relative_to(CHECKOUT)
-
-
-def _told(entry: Entry, records: list[BenchRecord]) -> str:
+def _described(entry: Entry, records: list[BenchRecord]) -> str:
     """A row of the table, for the terminal."""
     if not records:
         return f"{entry.spec:<26} not run"
@@ -77,25 +72,25 @@ def _told(entry: Entry, records: list[BenchRecord]) -> str:
 
 
 def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[BenchRun]:
-    """What is left to do; says what is kept, what runs already and what other specs' runs are passed over."""
+    """The missing runs; tells which seeds are done or running, and how many runs of other versions are ignored."""
     jobs = []
     for entry in entries:
         seeds = wanted or entry.seeds
         source = specs / f"{entry.spec}.yaml"
         shipped = Shipped.read(specs, entry.spec)
         if shipped is None:
-            raise UsageError(f"there is no spec {source}: give the folder of the suite's specs with --specs")
-        found = find(root, shipped.spec.name, shipped.hash)
-        if found.stale:
-            tell(f"{entry.spec}: {found.stale} runs of another version of the spec are passed over")
-        for what, those in (("done", found.done), ("running already", found.running)):
+            raise UsageError(f"no spec {source}: give the folder of the suite's specs with --specs")
+        sessions = find(root, shipped.spec.name, shipped.hash)
+        if sessions.stale:
+            tell(f"{entry.spec}: {sessions.stale} runs of another version of the spec are ignored")
+        for what, those in (("done", sessions.done), ("running already", sessions.running)):
             if kept := [seed for seed in seeds if seed in those]:
                 tell(f"{entry.spec}: seed {', '.join(map(str, kept))} {what}")
-        left = [seed for seed in seeds if seed not in found.done and seed not in found.running]
+        left = [seed for seed in seeds if seed not in sessions.done and seed not in sessions.running]
         begun: dict[Path, list[int]] = {}
         for seed in left:
-            if seed in found.open:
-                begun.setdefault(found.open[seed].path, []).append(seed)
+            if seed in sessions.open:
+                begun.setdefault(sessions.open[seed].path, []).append(seed)
             else:
                 jobs.append(BenchRun(entry.spec, (seed,), source, None))
         jobs += [BenchRun(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
@@ -107,10 +102,10 @@ def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None
     if not jobs:
         return
     stop, failed, ended = Stop(), [], 0
-    heard = iter(["stopping: runs save what they have"])
+    message = iter(["stopping: runs save their state"])
 
     def watch(states: Mapping[str, str]) -> None:
-        if stop.requested and (line := next(heard, None)):
+        if stop.requested and (line := next(message, None)):
             tell(line)
 
     logs = root / "logs"
@@ -120,13 +115,17 @@ def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None
     with stop_signals(stop), closing(running) as outcomes:
         for outcome in outcomes:
             ended += 1
-            tell(f"{outcome.item.name}: {_told_of(outcome.error)} ({ended} of {len(jobs)})")
-            if outcome.error is not None:
-                failed.append(f"  {outcome.item.name}: {outcome.error}")
+            error, state = outcome.error, "done"
+            if error is not None:
+                failed.append(f"  {outcome.item.name}: {error}")
+                stopped = getattr(error, "exit_code", 1) == Interrupted.exit_code
+                state = "stopped" if stopped else f"failed: {error}".splitlines()[0]
+                state = "killed" if isinstance(error, CancelledError) else state
+            tell(f"{outcome.item.name}: {state} ({ended} of {len(jobs)})")
     if stop.requested:
-        raise Interrupted("stopped with everything saved; the same command continues")
+        raise Interrupted("stopped with everything saved; the same command resumes")
     if failed:
-        raise PalestraError(f"{len(failed)} of {len(jobs)} runs failed; {logs} has more:\n" + "\n".join(failed))
+        raise PalestraError(f"{len(failed)} of {len(jobs)} runs failed, logs in {logs}:\n" + "\n".join(failed))
 
 
 def run_one(job: BenchRun, root: Path) -> None:
@@ -137,11 +136,3 @@ def run_one(job: BenchRun, root: Path) -> None:
         start(resume=job.resume, root=root, quiet=True)
     else:
         start(job.source, root=root, quiet=True, overrides={"seed": job.seeds[0], "max_session": 1})
-
-
-def _told_of(error: BaseException | None) -> str:
-    if error is None:
-        return "done"
-    if getattr(error, "exit_code", 1) == Interrupted.exit_code:
-        return "stopped"
-    return "killed" if isinstance(error, CancelledError) else f"failed: {error}".splitlines()[0]

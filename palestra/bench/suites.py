@@ -1,8 +1,8 @@
-"""The suites: which shipped specs are run on which seeds, and what SLM-Lab publishes for each."""
+"""The suites: shipped specs, their seeds, and the scores that SLM-Lab publishes."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from palestra.errors import UsageError
@@ -20,20 +20,20 @@ class Entry:
     """A row of the table."""
 
     spec: str
-    """The name of a file in the folder of specs, without its ending."""
+    """The name of a file in the folder of specs, without its suffix."""
     published: float
     """SLM-Lab's score."""
+    differs: str
+    """How our algorithm differs from SLM-Lab's, beyond hyperparameters."""
     published_frames: int
     """SLM-Lab's budget."""
     log_every: int
     """SLM-Lab's log frequency in frames: its score is the mean of its last 100 log points."""
-    differs: str
-    """What our algorithm has that SLM-Lab's has not, or the other way round, beyond hyper-parameters."""
     seeds: tuple[int, ...] = SEEDS
     """All ten where a seed takes less than ten minutes."""
 
     def window(self, frames: int) -> float:
-        """The last frames that the score is the mean over: SLM-Lab's own at its budget, else a quarter of ours."""
+        """The last frames that the score averages: SLM-Lab's own at its budget, else a quarter of ours."""
         return LOG_POINTS * self.log_every if frames >= self.published_frames else frames / 4
 
 
@@ -41,92 +41,66 @@ class Entry:
 class BenchSuite:
     """Rows that are run together."""
 
-    name: str
     title: str
     entries: tuple[Entry, ...]
 
 
-def _cartpole(spec: str, published: float, differs: str) -> Entry:
-    return Entry(spec, published, 200_000, 500, differs)
-
-
-def _classic(spec: str, published: float, differs: str) -> Entry:
-    return Entry(spec, published, 300_000, 500, differs)
-
-
-def _lunar(spec: str, published: float, differs: str, seeds: tuple[int, ...] = SEEDS) -> Entry:
-    return Entry(spec, published, 300_000, 1000, differs, seeds)
-
-
-def _mujoco(spec: str, published: float, differs: str, seeds: tuple[int, ...] = SEEDS) -> Entry:
-    return Entry(spec, published, 4_000_000, 10_000, differs, seeds)
-
-
-FEW = SEEDS[:4]  # of rows that take longer than ten minutes a seed
+_cartpole = partial(Entry, published_frames=200_000, log_every=500)
+_classic = partial(Entry, published_frames=300_000, log_every=500)
+_lunar = partial(Entry, published_frames=300_000, log_every=1000)
+_mujoco = partial(Entry, published_frames=4_000_000, log_every=10_000)
+FEW = SEEDS[:4]  # of rows that take longer than ten minutes per seed
 SUITES = {
-    suite.name: suite
-    for suite in (
-        BenchSuite(
-            "classic",
-            "Classic control",
-            (
-                _cartpole("ppo_cartpole", 498.94, "–"),
-                _cartpole("a2c_cartpole", 496.68, "normalized observations, rewards and advantages"),
-                _cartpole("reinforce_cartpole", 483.31, "–"),
-                _cartpole("sarsa_cartpole", 430.95, "SARSA(λ), ε-greedy (Boltzmann there), normalized observations"),
-                _cartpole("dqn_cartpole", 239.94, "4-step returns, layer norm, ε-greedy (Boltzmann there)"),
-                _cartpole("ddqn_per_cartpole", 451.51, "4-step returns, layer norm, ε-greedy (Boltzmann there)"),
-                _cartpole("sac_cartpole", 406.09, "4-step returns, layer norm"),
-                _classic("ppo_acrobot", -81.28, "normalized observations and rewards"),
-                _classic("dqn_acrobot", -94.17, "4-step returns, ε-greedy (Boltzmann there)"),
-                _classic("ppo_pendulum", -174.87, "normalized observations and rewards"),
-                _classic("sac_pendulum", -150.97, "–"),
-                _classic("crossq_pendulum", -145.66, "–"),
-            ),
+    "classic": BenchSuite(
+        "Classic control",
+        (
+            _cartpole("ppo_cartpole", 498.94, "–"),
+            _cartpole("a2c_cartpole", 496.68, "normalized observations, rewards and advantages"),
+            _cartpole("reinforce_cartpole", 483.31, "–"),
+            _cartpole("sarsa_cartpole", 430.95, "SARSA(λ), ε-greedy (Boltzmann there), normalized observations"),
+            _cartpole("dqn_cartpole", 239.94, "4-step returns, layer norm, ε-greedy (Boltzmann there)"),
+            _cartpole("ddqn_per_cartpole", 451.51, "4-step returns, layer norm, ε-greedy (Boltzmann there)"),
+            _cartpole("sac_cartpole", 406.09, "4-step returns, layer norm"),
+            _classic("ppo_acrobot", -81.28, "normalized observations and rewards"),
+            _classic("dqn_acrobot", -94.17, "4-step returns, ε-greedy (Boltzmann there)"),
+            _classic("ppo_pendulum", -174.87, "normalized observations and rewards"),
+            _classic("sac_pendulum", -150.97, "–"),
+            _classic("crossq_pendulum", -145.66, "–"),
         ),
-        BenchSuite(
-            "box2d",
-            "Box2D",
-            (
-                _lunar("ppo_lunar", 183.30, "normalized rewards"),
-                _lunar("dqn_lunar", 195.21, "dueling, 3-step returns, single frames (stacked there)", FEW),
-                _lunar("ppo_lunar_continuous", 132.58, "normalized rewards"),
-                _lunar("crossq_lunar_continuous", 268.91, "–", FEW),
-            ),
+    ),
+    "box2d": BenchSuite(
+        "Box2D",
+        (
+            _lunar("ppo_lunar", 183.30, "normalized rewards"),
+            _lunar("dqn_lunar", 195.21, "dueling, 3-step returns, single frames (stacked there)", seeds=FEW),
+            _lunar("ppo_lunar_continuous", 132.58, "normalized rewards"),
+            _lunar("crossq_lunar_continuous", 268.91, "–", seeds=FEW),
         ),
-        BenchSuite(
-            "mujoco",
-            "MuJoCo",
-            (
-                _mujoco("ppo_inverted_pendulum", 949.94, "rewards as they are (normalized there)"),
-                _mujoco("ppo_reacher", -5.03, "–"),
-                _mujoco("ppo_swimmer", 282.44, "–", FEW),
-            ),
+    ),
+    "mujoco": BenchSuite(
+        "MuJoCo",
+        (
+            _mujoco("ppo_inverted_pendulum", 949.94, "rewards as they are (normalized there)"),
+            _mujoco("ppo_reacher", -5.03, "–"),
+            _mujoco("ppo_swimmer", 282.44, "–", seeds=FEW),
         ),
-        BenchSuite("atari", "Atari", (Entry("ppo_pong", 16.69, 10_000_000, 10_000, "–", FEW),)),
-    )
+    ),
+    "atari": BenchSuite("Atari", (Entry("ppo_pong", 16.69, "–", 10_000_000, 10_000, FEW),)),
 }
 
 
-def suite(name: str) -> BenchSuite:
-    """A suite by its name."""
-    if name not in SUITES:
-        raise UsageError(f"there is no suite {name!r}: the suites are {', '.join(SUITES)}")
-    return SUITES[name]
-
-
-def chosen(entries: Sequence[Entry], only: str | None) -> list[Entry]:
-    """The entries whose spec's name the regular expression finds; all without one."""
-    if only is None:
-        return list(entries)
+def entries(suite: str | None, only: str | None = None) -> list[Entry]:
+    """The entries of a suite, or of all, whose spec's name matches the regular expression."""
+    if suite is not None and suite not in SUITES:
+        raise UsageError(f"no suite {suite!r}: the suites are {', '.join(SUITES)}")
+    every = [entry for name, of in SUITES.items() if suite in (None, name) for entry in of.entries]
     try:
-        pattern = re.compile(only)
+        matching = [entry for entry in every if re.search(only or "", entry.spec)]
     except re.error as error:
         raise UsageError(f"--only {only!r} is not a regular expression: {error}") from error
-    found = [entry for entry in entries if pattern.search(entry.spec)]
-    if not found:
-        raise UsageError(f"--only {only!r} finds none of {', '.join(entry.spec for entry in entries)}")
-    return found
+    if not matching:
+        raise UsageError(f"--only {only!r} matches none of {', '.join(entry.spec for entry in every)}")
+    return matching
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

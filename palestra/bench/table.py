@@ -1,4 +1,4 @@
-"""The page of benchmarks, made from the file of results alone: a row for each shipped spec, run or not."""
+"""The page of benchmarks, made from the file of results: a row for each shipped spec, run or not."""
 
 import shutil
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.bench.results import BenchResult, Shipped, find, log_points, read, results
-from palestra.bench.suites import SEEDS, SUITES, Entry
+from palestra.bench.suites import SEEDS, SUITES, Entry, entries
 from palestra.runs.run import Run
 from palestra.runs.store import write_bytes
 
@@ -20,67 +20,63 @@ HISTORY = ("spec", "spec hash", "seeds", "mean", "IQM", "SLM-Lab", "verdict", "d
 INTRODUCTION = f"""\
 # Benchmarks
 
-Generated from `benchmarks.jsonl` beside it by `palestra bench --table`; do not edit. `palestra bench classic` runs a
-suite first.
+Generated from `benchmarks.jsonl` by `palestra bench --table`; do not edit. `palestra bench classic` runs a suite first.
 
 - A seed's *score* is SLM-Lab's: the mean, over the log points of the *window*, of the return of the last 100 finished
-  training episodes. The window is the one of SLM-Lab's table, its last 100 log points, where our budget is not smaller
-  than its; else the last quarter of our frames.
+  training episodes. The window is that of SLM-Lab's table, its last 100 log points, if our budget is at least its
+  budget; else the last quarter of our frames.
 - *mean* and *standard error* are over seeds. *IQM* is their interquartile mean, with a 95 % bootstrap interval
   (10,000 resamples, seeded).
-- The *verdict* is **above** where mean and IQM reach SLM-Lab's figure, else **below**; **tied** where the mean is less
+- The *verdict* is **above** if mean and IQM reach SLM-Lab's score, else **below**; **tied** if the mean is less
   than two standard errors away from it, which does not count as reached. A row with too few seeds is *incomplete*.
 - Seeds {SEEDS[0]} to {SEEDS[-1]} are for this table alone: specs are tuned on seeds from 1000 on. A row that takes less
-  than ten minutes a seed needs all ten, another one the first four.
-- A run enters the table once, from a commit without changes, and stays: the file only grows. What a spec scored before
-  it was changed stands in the [history](#history).
-- A run counts only where its spec is, but for the seed, the shipped one of today: the *spec hash* is over all fields.
+  than ten minutes per seed needs all ten, another one the first four.
+- A run enters the table once, from a clean commit, and stays: the file is append-only. The scores of a spec before
+  it was changed are in the [history](#history).
+- A run counts only if its spec is, except for the seed, the shipped one: the *spec hash* is over all fields.
 """
 
 
 def write_page(out: Path, specs: Path, root: Path) -> None:
-    """Write the page of all suites from the results beside it, with a picture for each row whose runs are here."""
+    """Write the page of all suites from the results next to it, with a plot for each row whose runs are here."""
     known = results(read(out.with_suffix(".jsonl")))
     parts = [INTRODUCTION]
     for name, suite in SUITES.items():
         rows = [_row(entry, known, specs, root, out.parent / "plots") for entry in suite.entries]
         parts.append(f"## {suite.title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, rows)}")
-    entries = [entry for suite in SUITES.values() for entry in suite.entries]
-    past = [_past(entry, result) for entry in entries for key, result in known.items() if key[0] == entry.spec]
-    told = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
-    parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{told}")
+    past = [_past(entry, result) for entry in entries(None) for key, result in known.items() if key[0] == entry.spec]
+    history = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
+    parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{history}")
     write_bytes(out, "\n".join(parts).encode())
 
 
 def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, root: Path, plots: Path) -> list[str]:
-    """The cells of a shipped spec; takes its result out of `known`, so that only earlier versions are left there."""
+    """The cells of a shipped spec; removes its result from `known`, which then holds only earlier versions."""
     shipped = Shipped.read(specs, entry.spec)
     result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
-    published = [f"{entry.published:g}"]
-    if shipped is None or result is None:
-        note = "no spec" if shipped is None else "not run"
-        env, hash = ("–", "–") if shipped is None else (shipped.spec.env.id, f"`{shipped.hash[:8]}`")
-        cells = [env, "–", note, "–", "–", "–", *published, "–", "–", f"{entry.published_frames:,}", "–", entry.differs]
-        return [f"`{entry.spec}`", *cells, "–", "–", "–", hash, "–"]
-    last, interval = result.records[-1], result.interval
-    return [
-        f"`{entry.spec}`",
-        last.env,
-        _seeds(sorted(result.scores)),
-        f"{result.mean:.2f}",
-        f"{result.standard_error:.2f}",
-        f"{result.iqm:.2f}",
-        f"{interval.low:.2f} to {interval.high:.2f}",
-        *published,
-        verdict(entry, result),
-        f"{last.frames:,}",
-        f"{entry.published_frames:,}",
-        f"{last.window:,.0f}",
-        entry.differs,
-        *_provenance(result),
-        f"`{last.hash[:8]}`",
-        _curve(entry, shipped, sorted(result.scores), root, plots),
-    ]
+    cells = dict.fromkeys(COLUMNS, "–") | {
+        "spec": f"`{entry.spec}`",
+        "mean": "no spec" if shipped is None else "not run",
+        "SLM-Lab": f"{entry.published:g}",
+        "SLM-Lab's frames": f"{entry.published_frames:,}",
+        "differs from SLM-Lab's in": entry.differs,
+    }
+    if shipped is not None:
+        cells |= {"environment": shipped.spec.env.id, "spec hash": f"`{shipped.hash[:8]}`"}
+    if shipped is not None and result is not None:
+        low, high = result.interval
+        cells |= dict(zip(("date", "commit", "machine"), _provenance(result), strict=True)) | {
+            "seeds": _seeds(sorted(result.scores)),
+            "mean": f"{result.mean:.2f}",
+            "standard error": f"{result.standard_error:.2f}",
+            "IQM": f"{result.iqm:.2f}",
+            "95 % interval": f"{low:.2f} to {high:.2f}",
+            "verdict": verdict(entry, result),
+            "frames": f"{result.records[-1].frames:,}",
+            "window": f"{result.records[-1].window:,.0f}",
+            "curve": _curve(entry, shipped, sorted(result.scores), root, plots),
+        }
+    return list(cells.values())
 
 
 def _past(entry: Entry, result: BenchResult) -> list[str]:
@@ -90,7 +86,7 @@ def _past(entry: Entry, result: BenchResult) -> list[str]:
 
 
 def verdict(entry: Entry, result: BenchResult) -> str:
-    """What a row says of its result."""
+    """The verdict of a row."""
     return result.verdict(entry.published) if len(result.scores) >= len(entry.seeds) else "incomplete"
 
 
@@ -118,7 +114,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _curve(entry: Entry, shipped: Shipped, seeds: Sequence[int], root: Path, plots: Path) -> str:
-    """A link to the picture of that version of the spec, drawn where its runs are at hand."""
+    """A link to the plot of that version of the spec, drawn if its runs are here."""
     plot = plots / f"{entry.spec}_{shipped.hash[:8]}.png"
     done = find(root, shipped.spec.name, shipped.hash).done
     sessions = {seed: done[seed] for seed in seeds if seed in done and any(log_points(done[seed]))}

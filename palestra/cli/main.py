@@ -1,4 +1,7 @@
-"""`palestra`: the command line, and how errors become one paragraph and an exit code."""
+"""`palestra`: the command line, and how errors become one paragraph and an exit code.
+
+The parameters of a command have the names of the API function that it calls, so that `locals()` can be handed on.
+"""
 
 import logging
 import signal
@@ -8,29 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from palestra import __version__
-from palestra.cli.options import (
-    DATA,
-    EXPERIMENTS,
-    GROUPS,
-    MODELS,
-    RESULTS,
-    RUNS,
-    SHARING,
-    Overrides,
-    Quiet,
-    Root,
-    RunName,
-    Set,
-    Spec,
-    SpecToRun,
-    announce,
-    is_first_rank,
-    parse_set,
-    resumed,
-)
+from palestra.cli import options
+from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
 from palestra.errors import MissingExtra, PalestraError, UsageError
@@ -41,7 +27,7 @@ class Grouped(TyperGroup):
     """Shows the commands in the groups that `rich_help_panel` names."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in options.GROUPS}
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
             if not command.hidden:
@@ -62,33 +48,27 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.", metavar="MODEL")
-]
-Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16; auto picks the fastest on the device.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda; auto uses a GPU if there is one.")]
+Model = Annotated[str, Argument(help="A run, checkpoint, Hugging Face folder, s3://… or Hub id.", metavar="MODEL")]
+Dtype = Annotated[str, Option(help="fp32, bf16 or fp16; auto picks the fastest on the device.")]
+Device = Annotated[str, Option(help="cpu or cuda; auto uses a GPU if there is one.")]
 
 
 @app.callback(invoke_without_command=True)
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     if version:
         typer.echo(__version__)
         raise typer.Exit
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
+@app.command(rich_help_panel=options.EXPERIMENTS)
 def new(
-    example: Annotated[
-        str | None, typer.Argument(help="A kind, such as sft, or an example, such as control/ppo_cartpole.")
-    ] = None,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to write into.")] = Path(),
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Also write palestra.schema.json, for completion in editors.")
-    ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List kinds and examples; write nothing.")] = False,
+    example: Annotated[str | None, Argument(help="A kind (sft) or an example (control/ppo_cartpole).")] = None,
+    to: Annotated[Path, Option(metavar="FOLDER", help="The folder to write into.")] = Path(),
+    schema: Annotated[bool, Option("--schema", help="Also write palestra.schema.json for editors.")] = False,
+    list_all: Annotated[bool, Option("--list", help="List kinds and examples; write nothing.")] = False,
 ) -> None:
     """Write a commented spec to start from: the starter of a kind, or any example with the files it needs."""
     from palestra.cli.show import show_examples, show_new
@@ -99,81 +79,70 @@ def new(
         show_new(example, to, schema)
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
-def check(spec: Spec, overrides: Overrides = None, variables: Set = None) -> None:
+@app.command(rich_help_panel=options.EXPERIMENTS)
+def check(spec: options.Spec, overrides: options.Overrides = None, variables: options.Set = None) -> None:
     """Validate a spec: print every value with its origin and the derived quantities, or every error at once."""
+    settings = options.parsed(locals())
     from palestra.cli.show import show_check
 
-    show_check(spec, parse_set(variables), overrides or [])
+    show_check(**settings)
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
+@app.command(rich_help_panel=options.EXPERIMENTS)
 def train(
-    spec: SpecToRun = None,
-    overrides: Overrides = None,
-    variables: Set = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Continue a run: its path, name, name/id or id.")
-    ] = None,
+    spec: options.SpecToRun = None,
+    overrides: options.Overrides = None,
+    variables: options.Set = None,
+    resume: Annotated[str | None, Option(metavar="RUN", help="Run to continue: path, name, name/id or id.")] = None,
     allow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FIELD", help="A field that may differ from the resumed run's spec; repeatable."),
+        Texts, Option(metavar="FIELD", help="A field that may differ from the run's spec; repeatable.")
     ] = None,
-    runs: Root = RUNS,
-    quiet: Quiet = False,
+    root: options.Root = options.RUNS,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run a spec: train every seed, then write a summary and plots."""
+    settings = options.parsed(locals()) | {"allow": allow or ()}
     if not quiet:
-        announce(resume or spec or "the spec")
+        options.announce(resume or spec or "the spec")
     from palestra.api import run
     from palestra.cli.show import show_result
 
-    spec, given = resumed(spec, overrides, resume)
-    result = run(
-        spec, resume=resume, allow=allow or (), variables=parse_set(variables), root=runs, quiet=quiet, overrides=given
-    )
-    if is_first_rank():
+    result = run(**settings)
+    if options.is_first_rank():
         show_result(result)
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
+@app.command(rich_help_panel=options.EXPERIMENTS)
 def search(
-    spec: SpecToRun = None,
-    overrides: Overrides = None,
-    variables: Set = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Continue a search: its folder, name or name/id.")
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep only the checkpoints of the best N trials.", min=1)
-    ] = None,
-    runs: Root = RUNS,
-    quiet: Quiet = False,
+    spec: options.SpecToRun = None,
+    overrides: options.Overrides = None,
+    variables: options.Set = None,
+    resume: Annotated[str | None, Option(metavar="FOLDER", help="Search to continue: folder, name or name/id.")] = None,
+    keep: Annotated[int | None, Option(metavar="N", help="Keep only checkpoints of the best N trials.", min=1)] = None,
+    root: options.Root = options.RUNS,
+    quiet: options.Quiet = False,
 ) -> None:
     """Search hyperparameters over the `search:` block of a spec: parallel trials, early stopping of bad ones."""
+    settings = options.parsed(locals())
     from palestra.cli.show import show_search
     from palestra.search.experiment import search as start
 
-    spec, given = resumed(spec, overrides, resume)
-    show_search(
-        start(spec, resume=resume, keep=keep, variables=parse_set(variables), root=runs, quiet=quiet, overrides=given)
-    )
+    show_search(start(**settings))
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
+@app.command(rich_help_panel=options.EXPERIMENTS)
 def dev(
-    spec: Spec,
-    overrides: Overrides = None,
-    variables: Set = None,
-    render: Annotated[
-        bool, typer.Option("--render", help="Show an episode: in a window, or as dev.gif without a display.")
-    ] = False,
+    spec: options.Spec,
+    overrides: options.Overrides = None,
+    variables: options.Set = None,
+    render: Annotated[bool, Option("--render", help="Show an episode: in a window, else as dev.gif.")] = False,
 ) -> None:
     """Smoke-test a control spec in seconds: a tiny run that checks gradients, updates and losses."""
-    announce(spec)
+    settings = options.parsed({"spec": spec, "overrides": overrides, "variables": variables})
+    options.announce(spec)
     from palestra.api import check
 
-    loaded = check(spec, variables=parse_set(variables), overrides=overrides or [])
+    loaded = check(**settings)
     try:
         from palestra.control.smoke_test import try_out
     except ModuleNotFoundError as error:
@@ -181,39 +150,31 @@ def dev(
     try_out(loaded.spec, typer.echo, video=Path("dev.gif") if render else None)
 
 
-@app.command(rich_help_panel=RESULTS)
+@app.command(rich_help_panel=options.RESULTS)
 def enjoy(
-    run: RunName,
-    episodes: Annotated[int, typer.Option(help="Number of episodes.", min=1)] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="The .gif or .mp4 to write; by default in the run's plots folder.")
-    ] = None,
-    which: Annotated[str, typer.Option(help="The checkpoint: best or last.")] = "best",
-    seed: Annotated[int, typer.Option(help="Seed of the episodes.", min=0)] = 0,
-    root: Root = RUNS,
+    run: options.RunName,
+    episodes: Annotated[int, Option(help="Number of episodes.", min=1)] = 1,
+    out: Annotated[Path | None, Option(help="The .gif or .mp4 to write; by default in the run's plots folder.")] = None,
+    which: Annotated[str, Option(help="The checkpoint: best or last.")] = "best",
+    seed: Annotated[int, Option(help="Seed of the episodes.", min=0)] = 0,
+    root: options.Root = options.RUNS,
 ) -> None:
     """Watch a trained policy: in a window if there is a display, otherwise as a GIF or MP4."""
-    options = locals()
+    settings = locals()
     from palestra.api import enjoy as play
 
-    typer.echo(play(**options))
+    typer.echo(play(**settings))
 
 
-@app.command(name="runs", rich_help_panel=RESULTS)
+@app.command(name="runs", rich_help_panel=options.RESULTS)
 def list_(
-    name: Annotated[str | None, typer.Argument(help="Only runs of this name or pattern, such as 'ppo_*'.")] = None,
-    runs: Root = RUNS,
-    limit: Annotated[int, typer.Option(help="Maximum number of runs.", min=1)] = 30,
-    state: Annotated[
-        list[str] | None, typer.Option(help="Only running, done, failed, killed, interrupted, …; repeatable.")
-    ] = None,
-    sort: Annotated[
-        str, typer.Option(help="age (newest first), name, state; or step or a headline metric, highest first.")
-    ] = "age",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    watch: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.1, help="Refresh every SECONDS until Ctrl-C.")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Only runs of this name or pattern, such as 'ppo_*'.")] = None,
+    runs: options.Root = options.RUNS,
+    limit: Annotated[int, Option(help="Maximum number of runs.", min=1)] = 30,
+    state: Annotated[Texts, Option(help="Only running, done, failed, killed, interrupted, …; repeatable.")] = None,
+    sort: Annotated[str, Option(help="age (newest first), name, state, step or a metric.")] = "age",
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[float | None, Option(metavar="SECONDS", min=0.1, help="Refresh this often until Ctrl-C.")] = None,
 ) -> None:
     """List runs with state, step, headline metric and age."""
     from palestra.cli.show import RunFilter, show_runs
@@ -221,16 +182,14 @@ def list_(
     show_runs(runs, RunFilter(name, state or (), sort, limit), as_json=as_json, watch=watch)
 
 
-@app.command(rich_help_panel=RESULTS)
+@app.command(rich_help_panel=options.RESULTS)
 def rollouts(
-    run: RunName,
-    status: Annotated[
-        str | None, typer.Option(help="Only completions with verdict correct, wrong, unparsable, timeout or error.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="Only completions of this task.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only completions of this training step.", min=0)] = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of completions; the newest are shown.", min=1)] = 20,
-    runs: Root = RUNS,
+    run: options.RunName,
+    status: Annotated[str | None, Option(help="Only verdict correct, wrong, unparsable, timeout or error.")] = None,
+    task: Annotated[str | None, Option(help="Only completions of this task.")] = None,
+    step: Annotated[int | None, Option(help="Only completions of this training step.", min=0)] = None,
+    limit: Annotated[int, Option(help="Maximum number of completions; the newest are shown.", min=1)] = 20,
+    runs: options.Root = options.RUNS,
 ) -> None:
     """Read the completions of a post-training run, with verdicts, rewards and advantages."""
     from palestra.cli.show import show_rollouts
@@ -238,21 +197,21 @@ def rollouts(
     show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
 
 
-@app.command(rich_help_panel=RESULTS)
-def diff(a: RunName, b: RunName, runs: Root = RUNS) -> None:
+@app.command(rich_help_panel=options.RESULTS)
+def diff(a: options.RunName, b: options.RunName, runs: options.Root = options.RUNS) -> None:
     """Compare two runs: the spec fields and the results that differ."""
     from palestra.cli.show import show_diff
 
     show_diff(a, b, runs)
 
 
-@app.command(rich_help_panel=RESULTS)
+@app.command(rich_help_panel=options.RESULTS)
 def plot(
-    run: Annotated[list[str], typer.Argument(help="One run, or several to compare.", metavar="RUN")],
-    metric: Annotated[str | None, typer.Option(help="The metric; by default the run's headline metric.")] = None,
-    x: Annotated[str | None, typer.Option(help="frame, tokens or step; by default what the run counts.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Output path without the suffix.")] = None,
-    runs: Root = RUNS,
+    run: Annotated[list[str], Argument(help="One run, or several to compare.", metavar="RUN")],
+    metric: Annotated[str | None, Option(help="The metric; by default the run's headline metric.")] = None,
+    x: Annotated[str | None, Option(help="frame, tokens or step; by default what the run counts.")] = None,
+    out: Annotated[Path | None, Option(help="Output path without the suffix.")] = None,
+    runs: options.Root = options.RUNS,
 ) -> None:
     """Plot learning curves, mean ± standard deviation over seeds, as PNG and SVG."""
     from palestra.runs.plot import curves, headline
@@ -269,114 +228,102 @@ def plot(
         typer.echo(path)
 
 
-@app.command(rich_help_panel=MODELS)
+@app.command(rich_help_panel=options.MODELS)
 def chat(
     model: Model,
-    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a completion.")] = 512,
+    system: Annotated[str | None, Option(help="The system prompt.")] = None,
+    temperature: Annotated[float, Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.7,
+    max_new_tokens: Annotated[int, Option(min=1, help="Maximum tokens of a completion.")] = 512,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    root: Root = RUNS,
+    root: options.Root = options.RUNS,
 ) -> None:
     """Chat with a model in the terminal."""
-    options = locals()
-    announce(model)
+    settings = locals()
+    options.announce(model)
     from palestra.api import chat as talk
 
-    talk(**options)
+    talk(**settings)
 
 
-@app.command(rich_help_panel=MODELS)
+@app.command(rich_help_panel=options.MODELS)
 def serve(
     model: Model,
-    host: Annotated[str, typer.Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="PALESTRA_API_KEY", help="The bearer key that requests must carry.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; by default its folder.")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Maximum sequence length; by default the model's.")] = None,
-    max_concurrent: Annotated[
-        int, typer.Option(min=1, help="Maximum requests in flight; further ones are rejected with 429.")
-    ] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, metavar="BYTES", help="Maximum size of a request.")] = 4 * 2**20,
+    host: Annotated[str, Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8000,
+    api_key: Annotated[str | None, Option(envvar="PALESTRA_API_KEY", help="The bearer key of all requests.")] = None,
+    name: Annotated[str | None, Option(help="The model's name for clients; by default its folder.")] = None,
+    context: Annotated[int | None, Option(min=1, help="Maximum sequence length; by default the model's.")] = None,
+    max_concurrent: Annotated[int, Option(min=1, help="Requests in flight; more are rejected with 429.")] = 1024,
+    max_body: Annotated[int, Option(min=1, metavar="BYTES", help="Maximum size of a request.")] = 4 * 2**20,
     allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
+        Texts,
+        Option(
             "--allowed-host",
             help="A Host header to accept; repeatable. By default the loopback names on loopback, otherwise any.",
         ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    root: Root = RUNS,
+    root: options.Root = options.RUNS,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API (/v1/chat/completions, /v1/completions) and tokens (/generate)."""
-    options = locals() | {"allowed_hosts": allowed_hosts or ()}
-    announce(model)
+    settings = locals() | {"allowed_hosts": allowed_hosts or ()}
+    options.announce(model)
     from palestra.api import serve as start
 
-    start(**options)
+    start(**settings)
 
 
-@app.command(name="eval", rich_help_panel=MODELS)
+@app.command(name="eval", rich_help_panel=options.MODELS)
 def evaluate(
     model: Model,
-    tasks: Annotated[
-        list[str] | None, typer.Option("--task", "-t", help="A task to evaluate, such as gsm8k; repeatable.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="The split of the tasks; by default test.")] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="Maximum problems per task; by default all.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Completions sampled per problem, for pass@k.")] = 0,
-    k: Annotated[
-        str | None, typer.Option(metavar="K,K", help="Which pass@k to report; by default 1 and the number of samples.")
-    ] = None,
+    tasks: Annotated[Texts, Option("--task", "-t", help="A task to evaluate, such as gsm8k; repeatable.")] = None,
+    split: Annotated[str | None, Option(help="The split of the tasks; by default test.")] = None,
+    problems: Annotated[int | None, Option(min=1, help="Maximum problems per task; by default all.")] = None,
+    samples: Annotated[int, Option(min=0, help="Completions sampled per problem, for pass@k.")] = 0,
+    k: Annotated[str | None, Option(metavar="K,K", help="Which pass@k to report; by default 1 and --samples.")] = None,
     args: Annotated[
-        list[str] | None,
-        typer.Option("--arg", "-a", metavar="KEY=VALUE", help="An argument of the tasks; repeatable."),
+        Texts, Option("--arg", "-a", metavar="KEY=VALUE", help="Argument of the tasks; repeatable.")
     ] = None,
     likelihood: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Rows with given answers to score by likelihood; repeatable."),
+        Texts, Option(metavar="FILE", help="Rows of answers to score by likelihood; repeatable.")
     ] = None,
-    greedy: Annotated[bool, typer.Option(help="Score the greedy completion.")] = True,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of the samples; by default 1.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a completion; by default 512.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
-    name: Annotated[str | None, typer.Option(help="The folder under runs/; by default eval_MODEL.")] = None,
+    greedy: Annotated[bool, Option(help="Score the greedy completion.")] = True,
+    temperature: Annotated[float | None, Option(help="Temperature of the samples; by default 1.")] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens of a completion; by default 512.")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the samples.")] = 0,
+    name: Annotated[str | None, Option(help="The folder under runs/; by default eval_MODEL.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    root: Root = RUNS,
-    quiet: Quiet = False,
+    root: options.Root = options.RUNS,
+    quiet: options.Quiet = False,
 ) -> None:
     """Evaluate a model on tasks: greedy accuracy, pass@k and likelihood scores, with confidence intervals."""
-    options = locals()
+    settings = locals()
     if not quiet:
-        announce(model)
+        options.announce(model)
     from palestra.api import evaluate as start
     from palestra.cli.show import numbers, pairs, show_evaluation
 
-    options |= {"tasks": tasks or (), "likelihood": likelihood or (), "args": pairs(args or ())}
-    show_evaluation(start(**options | {"k": None if k is None else numbers(k)}))
+    settings |= {"tasks": tasks or (), "likelihood": likelihood or (), "args": pairs(args or ())}
+    show_evaluation(start(**settings | {"k": None if k is None else numbers(k)}))
 
 
 models = typer.Typer(help="Download models and convert them to the Hugging Face format.", no_args_is_help=True)
-app.add_typer(models, name="model", rich_help_panel=MODELS)
+app.add_typer(models, name="model", rich_help_panel=options.MODELS)
 data = typer.Typer(help="Inspect and upload datasets.", no_args_is_help=True)
-app.add_typer(data, name="data", rich_help_panel=DATA)
-app.add_typer(pipelines, name="pipeline", rich_help_panel=DATA)
+app.add_typer(data, name="data", rich_help_panel=options.DATA)
+app.add_typer(pipelines, name="pipeline", rich_help_panel=options.DATA)
 app.add_typer(sweeps)
 imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
-app.add_typer(imports, name="import", rich_help_panel=SHARING)
+app.add_typer(imports, name="import", rich_help_panel=options.SHARING)
 
 
 @models.command()
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2-135m")],
-    to: Annotated[Path | None, typer.Option(help="The folder to write; by default models/NAME.")] = None,
+    name: Annotated[str, Argument(help="smollm2-135m")],
+    to: Annotated[Path | None, Option(help="The folder to write; by default models/NAME.")] = None,
 ) -> None:
     """Download a small pretrained model and convert it."""
     from palestra.api import fetch_model
@@ -386,9 +333,9 @@ def fetch(
 
 @models.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A GGUF file, a llama2.c .bin file, or a Hugging Face folder.")],
-    target: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; by default that of the source.")] = None,
+    source: Annotated[Path, Argument(help="A GGUF file, a llama2.c .bin file, or a Hugging Face folder.")],
+    target: Annotated[Path, Argument(help="The folder to write.")],
+    dtype: Annotated[str | None, Option(help="fp32, bf16 or fp16; by default that of the source.")] = None,
 ) -> None:
     """Convert a model to a Hugging Face folder."""
     from palestra.api import convert_model
@@ -399,10 +346,10 @@ def convert(
 
 @data.command(name="inspect")
 def inspect_(
-    path: Annotated[str, typer.Argument(help="A file, a folder, a pattern, s3://… or a token store.", metavar="PATH")],
-    rows: Annotated[int, typer.Option(help="Rows to read, over all files; 0 reads all.")] = 10_000,
-    samples: Annotated[int, typer.Option(help="Rows to print.")] = 3,
-    split: Annotated[str | None, typer.Option(help="The separator between documents of text files.")] = None,
+    path: Annotated[str, Argument(help="A file, a folder, a pattern, s3://… or a token store.", metavar="PATH")],
+    rows: Annotated[int, Option(help="Rows to read, over all files; 0 reads all.")] = 10_000,
+    samples: Annotated[int, Option(help="Rows to print.")] = 3,
+    split: Annotated[str | None, Option(help="The separator between documents of text files.")] = None,
 ) -> None:
     """Describe a dataset: columns, types, sizes, lengths and sample rows."""
     from palestra.cli.show import show_inspection
@@ -412,8 +359,8 @@ def inspect_(
 
 @data.command(name="push")
 def push_data(
-    source: Annotated[str, typer.Argument(help="A file, a folder, or a dataset on the Hub.", metavar="SRC")],
-    url: Annotated[str, typer.Argument(help="The destination folder, such as s3://bucket/folder.")],
+    source: Annotated[str, Argument(help="A file, a folder, or a dataset on the Hub.", metavar="SRC")],
+    url: Annotated[str, Argument(help="The destination folder, such as s3://bucket/folder.")],
 ) -> None:
     """Upload a dataset to a URL that tasks and specs can read."""
     from palestra.data.sources import push, resolve
@@ -422,14 +369,13 @@ def push_data(
     typer.echo(f"{len(record.files)} file{'' if len(record.files) == 1 else 's'} at {url}")
 
 
-@app.command(rich_help_panel=SHARING)
+@app.command(rich_help_panel=options.SHARING)
 def push(
-    run: RunName,
+    run: options.RunName,
     to: Annotated[
-        str,
-        typer.Option(help="dev or published (PALESTRA_DEV, PALESTRA_PUBLISHED), a folder, s3://… or hf://datasets/…"),
+        str, Option(help="dev or published (PALESTRA_DEV, PALESTRA_PUBLISHED), a folder, s3://… or hf://datasets/…")
     ] = "dev",
-    runs: Root = RUNS,
+    runs: options.Root = options.RUNS,
 ) -> None:
     """Upload a run to share it; only new and changed files are sent. `published` accepts only finished runs."""
     from palestra.data.remote import open_filesystem
@@ -442,13 +388,11 @@ def push(
     typer.echo(f"{opened.name}/{opened.id} is at {url}: {sent} files sent, {present} already there")
 
 
-@app.command(rich_help_panel=SHARING)
+@app.command(rich_help_panel=options.SHARING)
 def pull(
-    name: Annotated[str, typer.Argument(help="NAME/ID of a shared run, or NAME for the newest of that name.")],
-    from_: Annotated[
-        str, typer.Option("--from", help="dev or published, a folder, s3://… or hf://datasets/…")
-    ] = "published",
-    runs: Root = RUNS,
+    name: Annotated[str, Argument(help="NAME/ID of a shared run, or NAME for the newest of that name.")],
+    from_: Annotated[str, Option("--from", help="dev or published, a folder, s3://… or hf://datasets/…")] = "published",
+    runs: options.Root = options.RUNS,
 ) -> None:
     """Download a shared run into the folder of runs and verify the checksum of every file."""
     from palestra.data.remote import open_filesystem
@@ -464,16 +408,16 @@ def _imports() -> None:
 
 @imports.command(name="slm-lab")
 def slm_lab(
-    spec: Annotated[Path, typer.Argument(help="A JSON or YAML file of SLM-Lab specs.", metavar="FILE")],
-    name: Annotated[str, typer.Argument(help="The name of a spec in that file.")],
-    variables: Set = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default NAME.yaml here.")] = None,
+    spec: Annotated[Path, Argument(help="A JSON or YAML file of SLM-Lab specs.", metavar="FILE")],
+    name: Annotated[str, Argument(help="The name of a spec in that file.")],
+    variables: options.Set = None,
+    out: Annotated[Path | None, Option(help="The file to write; by default NAME.yaml here.")] = None,
 ) -> None:
     """Convert an SLM-Lab spec, and print a note for every key that was not converted."""
     from palestra.migrate.slm_lab import import_spec
     from palestra.runs.store import write_bytes
 
-    converted = import_spec(spec, name, parse_set(variables))
+    converted = import_spec(spec, name, options.parse_set(variables))
     target = out or Path(f"{converted.name}.yaml")
     if out is None and target.exists():
         raise UsageError(f"{target} exists: choose another file with --out, or the same one to replace it")

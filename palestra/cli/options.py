@@ -1,11 +1,12 @@
 """Options and arguments that several commands share."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 GROUPS = EXPERIMENTS, RESULTS, MODELS, DATA, SHARING = (
     "Experiments",
@@ -17,19 +18,15 @@ GROUPS = EXPERIMENTS, RESULTS, MODELS, DATA, SHARING = (
 """Of `palestra --help`, in this order."""
 
 RUNS = Path("runs")
-Spec = Annotated[str, typer.Argument(help="FILE.yaml, or FILE.yaml:NAME for one of several specs.", metavar="SPEC")]
-SpecToRun = Annotated[
-    str | None, typer.Argument(help="FILE.yaml or FILE.yaml:NAME; not needed with --resume.", metavar="SPEC")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Override fields of the spec, such as optim.lr=3e-4.", metavar="KEY=VALUE")
-]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", "-s", metavar="VAR=VALUE", help="Set a ${VAR} of the spec; repeatable.")
-]
-RunName = Annotated[str, typer.Argument(help="A run: its path, name, name/id or id.", metavar="RUN")]
-Root = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that holds all runs.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
+Texts = list[str] | None
+"""An option that can be repeated."""
+Spec = Annotated[str, Argument(help="FILE.yaml, or FILE.yaml:NAME for one of several specs.", metavar="SPEC")]
+SpecToRun = Annotated[str | None, Argument(help="FILE.yaml or FILE.yaml:NAME; --resume needs none.", metavar="SPEC")]
+Overrides = Annotated[Texts, Argument(help="Override fields of the spec, such as optim.lr=3e-4.", metavar="KEY=VALUE")]
+Set = Annotated[Texts, Option("--set", "-s", metavar="VAR=VALUE", help="Set a ${VAR} of the spec; repeatable.")]
+RunName = Annotated[str, Argument(help="A run: its path, name, name/id or id.", metavar="RUN")]
+Root = Annotated[Path, Option("--runs", metavar="FOLDER", help="The folder that holds all runs.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Do not show progress.")]
 
 
 def announce(what: str) -> None:
@@ -54,8 +51,12 @@ def parse_set(pairs: Sequence[str] | None) -> dict[str, str]:
     return values
 
 
-def resumed(spec: str | None, overrides: list[str] | None, resume: str | None) -> tuple[str | None, list[str]]:
-    """The spec and the overrides; in `train --resume RUN key=value` the first override stands where a spec would."""
-    if resume is not None and spec is not None and "=" in spec:
-        return None, [spec, *(overrides or [])]
-    return spec, overrides or []
+def parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a command as those of the API function that it calls.
+
+    In `train --resume RUN key=value` the first override stands where a spec would.
+    """
+    spec, overrides = arguments["spec"], arguments["overrides"] or []
+    if arguments.get("resume") is not None and spec is not None and "=" in spec:
+        spec, overrides = None, [spec, *overrides]
+    return {**arguments, "spec": spec, "overrides": overrides, "variables": parse_set(arguments["variables"])}

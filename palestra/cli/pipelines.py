@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from palestra.cli.options import Set, parse_set
+from palestra.cli.options import Set, Texts, parse_set
 from palestra.errors import PalestraError
 
 if TYPE_CHECKING:
@@ -18,14 +19,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run pipelines: steps from data to trained models, each run once.", no_args_is_help=True)
 
-File = Annotated[str, typer.Argument(help="FILE.yaml, FILE.yaml:NAME, FILE.py or FILE.py:NAME", metavar="PIPELINE")]
+File = Annotated[str, Argument(help="FILE.yaml, FILE.yaml:NAME, FILE.py or FILE.py:NAME", metavar="PIPELINE")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Override fields of the pipeline, such as steps.sft.spec.optim.lr=1e-3.", metavar="KEY=VALUE"),
+    Texts, Argument(help="Override fields, such as steps.sft.spec.optim.lr=1e-3.", metavar="KEY=VALUE")
 ]
-Prefix = Annotated[
-    str | None, typer.Option(metavar="PREFIX", help="Folder or URL of the outputs; by default the pipeline's own.")
-]
+Prefix = Annotated[str | None, Option(metavar="PREFIX", help="Folder or URL of outputs; by default the pipeline's.")]
 COLORS = {
     "ran": "green",
     "done": "green",
@@ -43,12 +41,10 @@ def run(
     overrides: Overrides = None,
     variables: Set = None,
     prefix: Prefix = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and why; write nothing.")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX", help="Only steps whose name matches, and their inputs.")
-    ] = None,
-    force_failed: Annotated[bool, typer.Option("--force-failed", help="Retry steps that failed before.")] = False,
-    max_parallel: Annotated[int, typer.Option(metavar="N", help="Maximum number of parallel steps.", min=1)] = 2,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would run, and why; write nothing.")] = False,
+    only: Annotated[Texts, Option(metavar="REGEX", help="Only steps whose name matches, and their inputs.")] = None,
+    force_failed: Annotated[bool, Option("--force-failed", help="Retry steps that failed before.")] = False,
+    max_parallel: Annotated[int, Option(metavar="N", help="Maximum number of parallel steps.", min=1)] = 2,
 ) -> None:
     """Run the steps of a pipeline that are not done yet, and write an HTML report of all of them."""
     from palestra.cli.show import console, table
@@ -84,7 +80,7 @@ def run(
 @app.command()
 def explain(
     pipeline: File,
-    step: Annotated[str, typer.Argument(help="The name of a step, or its address.", metavar="STEP")],
+    step: Annotated[str, Argument(help="The name of a step, or its address.", metavar="STEP")],
     overrides: Overrides = None,
     variables: Set = None,
     prefix: Prefix = None,

@@ -154,7 +154,7 @@ def show_search(experiment: Experiment) -> None:
     keys = list(summary["trials"][0]["values"])
     rows = []
     for trial in summary["trials"]:
-        state = trial["state"] if trial["reason"] is None else f"{trial['state']}: {_last_line(trial['reason'])}"
+        state = trial["state"] + ("" if trial["reason"] is None else f": {trial['reason'].strip().splitlines()[-1]}")
         mark = "*" if trial["trial"] == summary["best"] else ""
         values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (trial["values"][key] for key in keys)]
         rows.append((f"{mark}{trial['trial']}", *values, _number(trial["score"]), f"{trial['counted']:,}", state))
@@ -172,10 +172,6 @@ def show_search(experiment: Experiment) -> None:
             ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
         ]
     )
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 @dataclass(frozen=True)
@@ -273,49 +269,49 @@ LENGTHS = [{0: "min", 50: "median", 100: "max"}.get(percent, f"{percent} %") for
 
 def show_inspection(where: str, *, rows: int, samples: int, split: str | None) -> None:
     """Inspect a dataset or a token store and describe it."""
-    found = inspect(where, rows=rows, samples=samples, split=split)
-    if isinstance(found, StoreInspection):
-        _show_store(console(), where, found)
+    data = inspect(where, rows=rows, samples=samples, split=split)
+    if isinstance(data, StoreInspection):
+        _show_store(console(), where, data)
     else:
-        _show_rows(console(), where, found)
+        _show_rows(console(), where, data)
 
 
-def _show_rows(screen: Console, where: str, found: Inspection) -> None:
-    rows = f"{found.rows:,} rows" if found.complete else f"more than {found.rows:,} rows (--rows 0 reads all)"
-    files = f"{found.files:,} file{'s' if found.files > 1 else ''} ({', '.join(found.formats)})"
-    screen.print(Text(f"{where}: {files}, {size(found.bytes)}, {rows}"))
-    if found.files > 1:
-        screen.print(Text(f"largest file: {found.largest[0]}, {size(found.largest[1])}"))
+def _show_rows(screen: Console, where: str, data: Inspection) -> None:
+    rows = f"{data.rows:,} rows" if data.complete else f"more than {data.rows:,} rows (--rows 0 reads all)"
+    files = f"{data.files:,} file{'s' if data.files > 1 else ''} ({', '.join(data.formats)})"
+    screen.print(Text(f"{where}: {files}, {size(data.bytes)}, {rows}"))
+    if data.files > 1:
+        screen.print(Text(f"largest file: {data.largest[0]}, {size(data.largest[1])}"))
     screen.print()
-    columns = [(name, *_column_cells(column)) for name, column in found.columns.items()]
+    columns = [(name, *_column_cells(column)) for name, column in data.columns.items()]
     screen.print(table(("column", "type", "of", *LENGTHS), columns))
-    for number, row in enumerate(found.samples, 1):
+    for number, row in enumerate(data.samples, 1):
         screen.print(f"\nsample {number}")
         for name, value in row.items():
             screen.print(Text(f"  {name}: {_short(value)}"))
-    if found.counts is not None:
+    if data.counts is not None:
         screen.print("\nmade by a data step")
-        for key, value in found.counts.items():
+        for key, value in data.counts.items():
             screen.print(Text(f"  {key}: {json.dumps(value, ensure_ascii=False)}"))
 
 
-def _show_store(screen: Console, where: str, found: StoreInspection) -> None:
-    screen.print(Text(f"{where}: a token store of {found.documents:,} documents, {found.tokens:,} tokens"))
+def _show_store(screen: Console, where: str, data: StoreInspection) -> None:
+    screen.print(Text(f"{where}: a token store of {data.documents:,} documents, {data.tokens:,} tokens"))
     rows = [
-        ("tokenizer", f"{found.tokenizer}, vocabulary of {found.vocab_size:,}"),
-        ("text", f"{size(found.bytes)}, {found.bytes / max(found.tokens, 1):.2f} bytes per token"),
-        ("trained on", f"{found.trained:,} tokens"),
-        ("largest token", f"{found.largest_token:,}"),
-        ("recipe", json.dumps(found.recipe, ensure_ascii=False)[:LONGEST]),
+        ("tokenizer", f"{data.tokenizer}, vocabulary of {data.vocab_size:,}"),
+        ("text", f"{size(data.bytes)}, {data.bytes / max(data.tokens, 1):.2f} bytes per token"),
+        ("trained on", f"{data.trained:,} tokens"),
+        ("largest token", f"{data.largest_token:,}"),
+        ("recipe", json.dumps(data.recipe, ensure_ascii=False)[:LONGEST]),
     ]
-    rows += [("from", f"{path}: {documents:,} documents, {n:,} tokens") for path, documents, n in found.shards[:10]]
-    if len(found.shards) > 10:
-        rows.append(("", f"and {len(found.shards) - 10} more files"))
+    rows += [("from", f"{path}: {documents:,} documents, {n:,} tokens") for path, documents, n in data.shards[:10]]
+    if len(data.shards) > 10:
+        rows.append(("", f"and {len(data.shards) - 10} more files"))
     for label, text in rows:
         screen.print(Text(f"{label:<15}{text}"))
     screen.print()
-    screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(found.lengths))]))
-    for number, tokens in enumerate(found.samples, 1):
+    screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(data.lengths))]))
+    for number, tokens in enumerate(data.samples, 1):
         screen.print(f"\nsample {number}: {' '.join(map(str, tokens))} …")
 
 
@@ -504,7 +500,7 @@ def _newest_matching(
     chosen: list[tuple[RolloutRecord, list[int]]] = []
     for record in records:
         statuses = [trajectory.verdict.status for trajectory in record.group.trajectories]
-        matching = [index for index, found in enumerate(statuses) if status in (None, found)]
+        matching = [index for index, known in enumerate(statuses) if status in (None, known)]
         if matching and limit == 0:
             return chosen, True
         if matching:

@@ -6,46 +6,32 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from palestra.cli.options import (
-    EXPERIMENTS,
-    RUNS,
-    SHARING,
-    Overrides,
-    Quiet,
-    Root,
-    Set,
-    Spec,
-    SpecToRun,
-    parse_set,
-)
+from palestra.cli import options
+from palestra.cli.options import Texts
 
 app = typer.Typer()
 
 
-@app.command(rich_help_panel=EXPERIMENTS)
+@app.command(rich_help_panel=options.EXPERIMENTS)
 def sweep(
-    spec: Spec,
-    overrides: Overrides = None,
-    variables: Set = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the runs and their sizes; write nothing.")] = False,
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=SETTING", help="Only these settings, as size=s,m; repeatable.")
-    ] = None,
-    group: Annotated[
-        str | None, typer.Option(help="The folder of this sweep's runs; by default NAME_COMMIT.", metavar="NAME")
-    ] = None,
-    parallel: Annotated[int, typer.Option(min=1, help="Worker processes here; more may run elsewhere.")] = 1,
-    runs: Root = RUNS,
-    quiet: Quiet = False,
+    spec: options.Spec,
+    overrides: options.Overrides = None,
+    variables: options.Set = None,
+    plan: Annotated[bool, Option("--plan", help="Print the runs and their sizes; write nothing.")] = False,
+    only: Annotated[Texts, Option(metavar="AXIS=SETTING", help="Only these settings, as size=s,m; repeatable.")] = None,
+    group: Annotated[str | None, Option(help="The folder of the runs; by default NAME_COMMIT.", metavar="NAME")] = None,
+    parallel: Annotated[int, Option(min=1, help="Worker processes here; more may run elsewhere.")] = 1,
+    root: options.Root = options.RUNS,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run the cross product of a spec's `sweep:` block, shared by several processes; finished runs are kept."""
+    settings = options.parsed({"spec": spec, "overrides": overrides, "variables": variables})
     from palestra.sweep.run import plan as planned
     from palestra.sweep.run import sweep as start
 
-    points = planned(
-        spec, only=only or [], group=group, variables=parse_set(variables), root=runs, overrides=overrides or []
-    )
+    points = planned(**settings, only=only or [], group=group, root=root)
     if plan:
         show_plan(points)
     else:
@@ -87,72 +73,70 @@ def show_sweep(summary: dict[str, Any], folder: Path) -> None:
 
 
 speedruns = typer.Typer(help="Speedruns: submissions, leaderboard, Pareto frontier.", no_args_is_help=True)
-app.add_typer(speedruns, name="speedrun", rich_help_panel=EXPERIMENTS)
-Submissions = Annotated[Path, typer.Argument(help="A folder of submissions; every speedrun.json in it counts.")]
+app.add_typer(speedruns, name="speedrun", rich_help_panel=options.EXPERIMENTS)
+BOARD = {
+    "run": "{run_name}",
+    "author": "{author}",
+    "bits/byte": "{eval_bits_per_byte:.4f}",
+    "parameters": "{model_size:,}",
+    "tokens": "{total_tokens:.3g}",
+    "model FLOPs": "{model_flops:.3g}",
+    "hardware FLOPs": "{training_hardware_flops:.3g}",
+    "MFU": "{mfu:.1%}",
+    "minutes": "{minutes:.1f}",
+    "device": "{device}",
+}
+"""The columns of the leaderboard."""
+Submissions = Annotated[Path, Argument(help="A folder of submissions; every speedrun.json in it counts.")]
 
 
 @speedruns.command()
-def info(spec: Spec, overrides: Overrides = None, variables: Set = None) -> None:
+def info(spec: options.Spec, overrides: options.Overrides = None, variables: options.Set = None) -> None:
     """Estimate the cost of a run: parameters, tokens, model FLOPs, hardware FLOPs and hours."""
+    settings = options.parsed(locals())
     from palestra.speedrun.submission import about
 
-    for name, value in about(spec, variables=parse_set(variables), overrides=overrides or []).items():
+    for name, value in about(**settings).items():
         typer.echo(f"{name:<28}{value}")
 
 
 @speedruns.command()
 def run(
-    spec: SpecToRun = None,
-    overrides: Overrides = None,
-    author: Annotated[str | None, typer.Option(help="The author's name; by default git's user.name.")] = None,
-    affiliation: Annotated[str, typer.Option(help="The author's affiliation.")] = "",
-    url: Annotated[str, typer.Option(help="The author's home page.")] = "",
-    description: Annotated[str, typer.Option(help="What is new about it, in one sentence.")] = "",
-    peak: Annotated[
-        float | None, typer.Option(help="Peak FLOPs per second of one device, if it is not known.", metavar="FLOPS")
-    ] = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Continue a run that was stopped.")] = None,
-    variables: Set = None,
-    root: Root = RUNS,
-    quiet: Quiet = False,
+    spec: options.SpecToRun = None,
+    overrides: options.Overrides = None,
+    author: Annotated[str | None, Option(help="The author's name; by default git's user.name.")] = None,
+    affiliation: Annotated[str, Option(help="The author's affiliation.")] = "",
+    url: Annotated[str, Option(help="The author's home page.")] = "",
+    description: Annotated[str, Option(help="What is new about it, in one sentence.")] = "",
+    peak: Annotated[float | None, Option(help="Peak FLOPs per second of an unknown device.", metavar="FLOPS")] = None,
+    resume: Annotated[str | None, Option(metavar="RUN", help="Continue a run that was stopped.")] = None,
+    variables: options.Set = None,
+    root: options.Root = options.RUNS,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a spec and write speedrun.json into its run folder: the spec and all measurements."""
-    options = locals() | {"variables": parse_set(variables), "overrides": overrides or []}
+    settings = options.parsed(locals())
     from palestra.speedrun.submission import submit
 
-    typer.echo(submit(**options))
+    typer.echo(submit(**settings))
 
 
 @speedruns.command()
 def leaderboard(
     folder: Submissions,
-    to: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.", metavar="FILE")] = None,
+    to: Annotated[Path | None, Option("--json", help="Also write the rows to this file.", metavar="FILE")] = None,
 ) -> None:
     """List the submissions of a folder, lowest bits per byte first."""
     from palestra.cli.show import console, table
     from palestra.runs.store import write_bytes
     from palestra.speedrun.leaderboard import read_rows
 
-    left = ("", "run", "author", "device")
-    numbers = ("bits/byte", "parameters", "tokens", "model FLOPs", "hardware FLOPs", "MFU", "minutes")
     rows = read_rows(folder)
-    cells = [
-        (
-            "*" if row["pareto"] else "",
-            row["run_name"],
-            row["author"],
-            f"{row['eval_bits_per_byte']:.4f}",
-            f"{row['model_size']:,}",
-            f"{row['total_tokens']:.3g}",
-            f"{row['model_flops']:.3g}",
-            f"{row['training_hardware_flops']:.3g}",
-            f"{row['mfu']:.1%}",
-            f"{row['training_time'] / 60:.1f}",
-            row["device"],
-        )
-        for row in rows
-    ]
-    console().print(table((*left[:3], *numbers, left[3]), cells, right=numbers))
+    cells = []
+    for row in rows:
+        texts = [text.format(**row, minutes=row["training_time"] / 60) for text in BOARD.values()]
+        cells.append(["*" if row["pareto"] else "", *texts])
+    console().print(table(("", *BOARD), cells, right=list(BOARD)[2:-1]))
     typer.echo("* on the Pareto frontier: no better score for as many or fewer hardware FLOPs")
     if to is not None:
         write_bytes(to, (json.dumps(rows, indent=1) + "\n").encode())
@@ -161,7 +145,7 @@ def leaderboard(
 @speedruns.command()
 def pareto(
     folder: Submissions,
-    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("pareto.png"),
+    out: Annotated[Path, Option(help="The PNG to write.")] = Path("pareto.png"),
 ) -> None:
     """Plot bits per byte over hardware FLOPs, with the Pareto frontier."""
     from palestra.speedrun.leaderboard import draw, read_rows
@@ -169,30 +153,21 @@ def pareto(
     typer.echo(draw(read_rows(folder), out))
 
 
-@app.command(rich_help_panel=SHARING)
+@app.command(rich_help_panel=options.SHARING)
 def bench(
-    suite: Annotated[str | None, typer.Argument(help="classic, box2d, mujoco or atari.", metavar="SUITE")] = None,
+    suite: Annotated[str | None, Argument(help="classic, box2d, mujoco or atari.", metavar="SUITE")] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="1000-1003", help="Seeds to run and show; by default those of the table.")
+        str | None, Option(metavar="1000-1003", help="Seeds to run; by default those of the table.")
     ] = None,
-    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only specs whose name matches.")] = None,
-    parallel: Annotated[int | None, typer.Option(min=1, help="Parallel runs; by default one per core.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The page to write, with results and plots/ next to it; in a checkout docs/benchmarks.md."),
-    ] = None,
-    table_only: Annotated[
-        bool, typer.Option("--table", help="Run nothing: update the table from the run folders.")
-    ] = False,
-    specs: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The suite's specs; by default examples/control.")
-    ] = None,
-    root: Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder of benchmark runs.")] = Path(
-        "runs/bench"
-    ),
+    only: Annotated[str | None, Option(metavar="REGEX", help="Only specs whose name matches.")] = None,
+    parallel: Annotated[int | None, Option(min=1, help="Parallel runs; by default one per core.")] = None,
+    out: Annotated[Path | None, Option(help="The page to write; in a checkout docs/benchmarks.md.")] = None,
+    table_only: Annotated[bool, Option("--table", help="Run nothing: update the table from the run folders.")] = False,
+    specs: Annotated[Path | None, Option(metavar="FOLDER", help="The specs; by default examples/control.")] = None,
+    root: Annotated[Path, Option("--runs", metavar="FOLDER", help="The folder of runs.")] = Path("runs/bench"),
 ) -> None:
     """Run the shipped specs of a suite over seeds and update the table; finished seeds are kept, others resumed."""
-    options = locals() | {"parallel": parallel or os.cpu_count() or 1}
+    settings = locals() | {"parallel": parallel or os.cpu_count() or 1}
     from palestra.bench.run import bench as run_suite
 
-    run_suite(**options, tell=typer.echo)
+    run_suite(**settings, tell=typer.echo)

@@ -1,7 +1,7 @@
 """Collects rollouts: T steps of N environments into preallocated (T, N) arrays, with little Python per step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,24 @@ class Rollout:
     terminated: torch.Tensor
     truncated: torch.Tensor
     valid: torch.Tensor  # False: a dummy autoreset step, not to be learned from
-    last_obs: torch.Tensor  # (N, ...) what follows the last row
+    last_obs: torch.Tensor  # (N, ...) the observations after the last row
     ends: torch.Tensor  # (K,) flat indices t·N + n of the rows that ended an episode
     final_obs: torch.Tensor  # (K, ...) the true successors of those rows
-    began: torch.Tensor  # (T, N) where nothing came before the row: the first of an episode
-    masks: torch.Tensor | None  # (T, N, choices) what was allowed; None where the environment never forbids anything
+    began: torch.Tensor  # (T, N) whether the row is the first of an episode
+    masks: torch.Tensor | None  # (T, N, choices) allowed actions; None in an environment without action masks
 
     def to(self, device: torch.device) -> "Rollout":
         """The rollout on a device; itself where it is there already."""
         if self.obs.device == device:
             return self
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: column if column is None else column.to(device) for name, column in columns.items()
-        }
-        return Rollout(**moved)
+        columns: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in vars(self).items()}
+        return Rollout(**columns)
 
     def next_values(self, value: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """V of each row's observation and of its true successor, both (T, N), in one call of `value`."""
         steps, envs = self.rewards.shape
         rows = steps * envs
-        everything = torch.cat([self.obs.flatten(0, 1), self.last_obs, self.final_obs])
-        out = value(everything)
+        out = value(torch.cat([self.obs.flatten(0, 1), self.last_obs, self.final_obs]))
         values = out[:rows].view(steps, envs)
         # The successor of row t is row t+1 of the same environment, except where an episode ended: there row t+1
         # already belongs to the next episode, and the final observation stands in.
@@ -71,9 +67,9 @@ class Collector:
 
     @torch.no_grad()
     def collect(self, act: Act, noise: torch.Tensor, to_env: Callable) -> Rollout:
-        """`horizon` steps of `act(obs, noise[t])`; `to_env` makes of the sampled action what the environment takes.
+        """`horizon` steps of `act(obs, noise[t])`; `to_env` converts sampled actions to the environment's.
 
-        `act` finds what else it wants to know of the moment, such as what is allowed, at `episodes`.
+        `act` reads what else it needs, such as the mask, from `episodes`.
         """
         ends: list[int] = []
         finals: list[np.ndarray] = []
@@ -98,7 +94,7 @@ class Collector:
             if ended is not None and final_obs is not None:
                 ends.extend((t * n + ended).tolist())
                 finals.append(final_obs)
-        space = self.obs.shape[2:]
+        final_obs = np.concatenate(finals).astype(self.obs.dtype) if finals else self.obs[:0, 0]
         rollout = Rollout(
             obs=torch.from_numpy(self.obs),
             actions=self.actions,
@@ -108,9 +104,7 @@ class Collector:
             valid=torch.from_numpy(self.valid),
             last_obs=torch.from_numpy(episodes.now.astype(self.obs.dtype)),
             ends=torch.tensor(ends, dtype=torch.long),
-            final_obs=torch.from_numpy(
-                np.concatenate(finals).astype(self.obs.dtype) if finals else self.obs[:0, 0].reshape(0, *space)
-            ),
+            final_obs=torch.from_numpy(final_obs),
             began=torch.from_numpy(self.began),
             masks=None if self.masks is None else torch.from_numpy(self.masks),
         )
@@ -120,8 +114,8 @@ class Collector:
     def _check_finite(self, rollout: Rollout, before: int) -> None:
         n = self.episodes.num_envs
         rows = self.horizon * n
-        # Each array with, for every row of it, (vector steps of this rollout before it came)·N + environment.
-        for what, array, came in (
+        # Each array, and for every row of it (vector steps of this rollout before it)·N + environment.
+        for what, array, positions in (
             ("reward", rollout.rewards.flatten(0, 1), range(n, n + rows)),
             ("observation", rollout.obs.flatten(0, 1), range(rows)),
             ("final observation", rollout.final_obs, rollout.ends + n),
@@ -131,7 +125,7 @@ class Collector:
             if finite.all():
                 continue
             first = (~finite).nonzero()[0]
-            steps, env = divmod(int(came[first[0]]), n)
+            steps, env = divmod(int(positions[first[0]]), n)
             step = self.episodes.stepper.steps - self.horizon + steps
             number = float(array[tuple(first)])
             raise self.episodes.not_finite(what, number, env, step, before + steps * n)

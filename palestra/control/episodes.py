@@ -17,11 +17,11 @@ EPISODE_WINDOW = 100  # finished episodes that the running return is averaged ov
 
 
 class NotFinite(PalestraError):
-    """A number that must be finite is not; training on would only spread it."""
+    """A reward, observation or loss is not finite."""
 
 
 class Episodes:
-    """Steps the environments and remembers where each episode stands. Returns are of raw rewards."""
+    """Steps the environments and tracks observations, returns and lengths of episodes. Returns are of raw rewards."""
 
     def __init__(self, stepper: Stepper):
         n = stepper.num_envs
@@ -34,31 +34,33 @@ class Episodes:
         self.now = np.zeros((n, *space.shape), self.obs_dtype)
         """What the policy acts on next, (N, ...)."""
         self.began = np.ones(n, bool)
-        """Where that is the first observation of an episode, or is only there to be reset: nothing came before it."""
+        """Where `now` is the first observation of an episode, or only precedes a reset."""
         self.frame = 0
-        """Environment transitions so far; the dummy steps of an autoreset are none."""
+        """Environment transitions so far, without the dummy steps of an autoreset."""
         self.episode_return = np.zeros(n)
         self.episode_length = np.zeros(n, np.int64)
         self.recent: deque[tuple[float, int]] = deque(maxlen=EPISODE_WINDOW)  # (return, length)
         self.finished = 0
+        self.just_finished: list[tuple[int, float, int]] = []
+        """Environment, return and length of the episodes that ended in the last step."""
 
     def reset(self, seed: int) -> None:
-        """Begin: every environment gets its own seed."""
+        """Reset every environment, each with its own seed."""
         self.now = self.stepper.reset(seed).astype(self.obs_dtype, copy=False)
         self.began = np.ones(self.num_envs, bool)
 
     @property
     def mask(self) -> np.ndarray | None:
-        """Which choices are allowed in `now`, bool (N, choices); None where the environment never forbids any."""
+        """Which actions are allowed in `now`, bool (N, choices); None in an environment without action masks."""
         return self.stepper.mask
 
     def step(self, actions: np.ndarray) -> Transition:
-        """One vector step with actions as the environments take them; `now` is then what follows.
+        """One vector step with actions as the environments take them; `now` is then the next observation.
 
-        Who keeps observations copies them: environments may write into the same arrays again.
+        Callers that keep observations copy them: environments may write into the same arrays again.
         """
-        moved = self.stepper.step(actions)
-        obs, rewards, terminated, truncated, valid, _, _ = moved
+        transition = self.stepper.step(actions)
+        obs, rewards, terminated, truncated, valid, _, _ = transition
         self.now = obs if obs.dtype == self.obs_dtype else obs.astype(self.obs_dtype)
         # The step after a dummy one is an episode's first, the dummy one itself follows an end.
         self.began = terminated | truncated if valid is None else terminated | truncated | ~valid
@@ -69,39 +71,38 @@ class Episodes:
         else:
             self.episode_length += valid
             self.frame += int(valid.sum())
-        over = self.stepper.over  # not `ended`: the score of a game goes on after a lost life
+        self.just_finished = []
+        over = self.stepper.over  # not `ended`: the score of a game continues after a lost life
         if over is not None:
             returns, lengths = self.episode_return[over].tolist(), self.episode_length[over].tolist()
+            self.just_finished = list(zip(over.tolist(), returns, lengths, strict=True))
             self.recent.extend(zip(returns, lengths, strict=True))
             self.finished += len(over)
             self.episode_return[over] = self.episode_length[over] = 0
-        return moved
+        return transition
 
-    def check(self, what: str, numbers: np.ndarray | torch.Tensor) -> None:
-        """Stop with a clear error if what the last vector step gave, N rows of it, is not finite."""
-        finite = np.isfinite(np.asarray(numbers))
-        if finite.all():
-            return
-        first = tuple(np.argwhere(~finite)[0])
-        raise self.not_finite(what, float(np.asarray(numbers)[first]), int(first[0]), self.stepper.steps, self.frame)
+    def check(self, what: str, numbers: np.ndarray) -> None:
+        """Raise if a number of the last vector step, N rows of them, is not finite."""
+        non_finite = np.argwhere(~np.isfinite(numbers))
+        if len(non_finite):
+            first = tuple(non_finite[0])
+            raise self.not_finite(what, float(numbers[first]), int(first[0]), self.stepper.steps, self.frame)
 
     def not_finite(self, what: str, number: float, env: int, step: int, frame: int) -> NotFinite:
-        """The error that says which environment gave what and when."""
+        """The error for a number of environment `env` at this vector step."""
         return NotFinite(
-            f"{self.stepper.name} gave a {what} of {number:g} in environment {env} at vector step "
-            f"{step} (about frame {frame}). Nothing was "
-            "learned from it and the last checkpoint is intact: fix the environment, then resume."
+            f"{self.stepper.name} returned a {what} of {number:g} in environment {env} at vector step {step} (about "
+            f"frame {frame}). It was not learned from, and the last checkpoint is intact. Fix it and resume."
         )
 
     def metrics(self) -> dict[str, float]:
-        """How the policy that collects is doing: raw returns of its last finished episodes."""
+        """Raw returns and lengths of the sampling policy's last finished episodes."""
         if not self.recent:
             return {"episodes": self.finished}
         returns, lengths = zip(*self.recent, strict=True)
         return {"return": float(np.mean(returns)), "length": float(np.mean(lengths)), "episodes": self.finished}
 
     def state(self) -> dict[str, Any]:
-        """Where each environment and its episode stand."""
         return {
             "stepper": self.stepper.state(),
             "env": vector_state(self.stepper.env),
@@ -115,7 +116,7 @@ class Episodes:
         }
 
     def load_state(self, state: dict[str, Any]) -> np.ndarray | None:
-        """Continue from `state()`. Environments that cannot be restored begin anew: which, bool (N,), else None."""
+        """Continue from `state()`; which environments could not be restored and restarted, bool (N,), or None."""
         self.stepper.load_state(state["stepper"])
         self.now, self.began = state["now"].copy(), state["began"].copy()
         self.frame, self.finished = state["frame"], state["episodes"]
@@ -125,7 +126,7 @@ class Episodes:
         if restarted is None:
             return None
         rows, observations = restarted.which, restarted.observations
-        if self.mask is not None:  # what the new episodes forbid is known only to a reset: all of them begin again
+        if self.mask is not None:  # only a reset gives the masks of the new episodes: all of them restart
             rows, observations = np.ones_like(rows), self.stepper.reset()
         self.now[rows] = observations[rows]
         self.began[rows] = True
@@ -138,48 +139,47 @@ Columns = dict[str, Tensor]
 
 
 class WholeEpisodes:
-    """Takes rollouts and gives back the rows of the episodes that ended in them, from their first step on."""
+    """Collects the rows of episodes over several rollouts, until they end."""
 
     def __init__(self, num_envs: int, gamma: float):
         self.gamma = gamma
-        self.waiting: list[Columns | None] = [None] * num_envs  # of each environment's running episode
+        self.waiting: list[Columns | None] = [None] * num_envs  # the running episode of each environment
 
     def add(self, columns: Mapping[str, Tensor | None], ended: Tensor, valid: Tensor | None = None) -> Columns | None:
-        """The rows `(R, ...)` of all episodes that `ended` (T, N) says are over, or None where none is.
+        """The rows `(R, ...)` of all episodes that ended, (T, N), in a rollout, or None.
 
-        `columns` are (T, N, ...), with `rewards` among them; columns that are None are left out. To what comes back
-        `returns` are added: the discounted sums of the rewards to the episode's end.
+        `columns` are (T, N, ...), `rewards` among them; columns that are None are left out. The result has a column
+        more, `returns`: the discounted sums of the rewards to the episode's end.
         """
-        given = {name: column for name, column in columns.items() if column is not None}
         finished = []
-        for env, waited in enumerate(self.waiting):
-            ends, rows = ended[:, env], {name: column[:, env] for name, column in given.items()}
-            if valid is not None:
-                ends, rows = ends[valid[:, env]], {name: column[valid[:, env]] for name, column in rows.items()}
+        for env, waiting in enumerate(self.waiting):
+            real = slice(None) if valid is None else valid[:, env]
+            ends = ended[:, env][real]
+            rows = {name: column[:, env][real] for name, column in columns.items() if column is not None}
             last = int(ends.nonzero()[-1]) + 1 if ends.any() else 0
-            # Cloned: a rollout's arrays are written again by the next one.
             done = {name: column[:last] for name, column in rows.items()}
+            # Cloned: a rollout's arrays are written again by the next one.
             rest = {name: column[last:].clone() for name, column in rows.items()}
             if last == 0:
-                self.waiting[env] = _joined(waited, rest)
+                self.waiting[env] = _joined(waiting, rest)
                 continue
             self.waiting[env] = rest
-            done = _joined(waited, done)
-            over = torch.cat((ends.new_zeros(len(done["rewards"]) - last), ends[:last]))
-            done["returns"] = _returns(done["rewards"], over, self.gamma)
-            finished.append(done)
+            done = _joined(waiting, done)
+            over = torch.cat((ends.new_zeros(len(done["rewards"]) - last), ends[:last])).unsqueeze(1)
+            returns = discounted_returns(
+                done["rewards"].unsqueeze(1), terminated=over, truncated=torch.zeros_like(over), gamma=self.gamma
+            )
+            finished.append(done | {"returns": returns.squeeze(1)})
         if not finished:
             return None
         return {name: torch.cat([rows[name] for rows in finished]) for name in finished[0]}
 
     def cut(self, rows: np.ndarray) -> None:
-        """The environments of these rows, bool (N,), began new episodes outside of a step: what waits is dropped."""
-        self.waiting = [None if gone else waited for gone, waited in zip(rows, self.waiting, strict=True)]
+        """Drop the running episodes of these rows, bool (N,): they restarted outside of a step."""
+        self.waiting = [None if gone else waiting for gone, waiting in zip(rows, self.waiting, strict=True)]
 
     def state(self) -> list[Any]:
-        """What waits, copied."""
-        copied = [w and {name: column.to("cpu", copy=True) for name, column in w.items()} for w in self.waiting]
-        return list(copied)
+        return [w and {name: column.to("cpu", copy=True) for name, column in w.items()} for w in self.waiting]
 
     def load_state(self, state: list[Any], device: torch.device) -> None:
         """Continue from `state()`."""
@@ -188,9 +188,3 @@ class WholeEpisodes:
 
 def _joined(first: Columns | None, then: Columns) -> Columns:
     return then if first is None else {name: torch.cat((first[name], column)) for name, column in then.items()}
-
-
-def _returns(rewards: Tensor, over: Tensor, gamma: float) -> Tensor:
-    over = over.unsqueeze(1)
-    never = torch.zeros_like(over)
-    return discounted_returns(rewards.unsqueeze(1), terminated=over, truncated=never, gamma=gamma).squeeze(1)

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper, random_allowed
-from palestra.control.policy import Policy, as_input
+from palestra.control.episodes import Episodes
+from palestra.control.policy import Policy
 
 LONGEST_EPISODE = 200_000  # steps; the longest of Gymnasium's own environments end long before
 
@@ -20,7 +21,6 @@ class PolicyEvaluation:
     lengths: np.ndarray
 
     def metrics(self) -> dict[str, float]:
-        """What a row of metrics says of it."""
         return {
             "eval/return": float(self.returns.mean()),
             "eval/return_std": float(self.returns.std()),
@@ -37,15 +37,15 @@ class PolicyEvaluation:
 def evaluate(
     policy: Policy, stepper: Stepper, episodes: int, seed: int, stop: Callable[[], bool] = lambda: False
 ) -> PolicyEvaluation | None:
-    """`episodes` episodes with the most likely actions; None if `stop` said so in the middle of them.
+    """`episodes` episodes with the most likely actions; None if `stop()` became true before their end.
 
     Each environment has a quota: taking the first episodes to finish, wherever, would favor short ones.
     """
 
     policy.reset()
 
-    def act(obs: np.ndarray, began: np.ndarray | None) -> np.ndarray:
-        if began is not None:
+    def act(obs: np.ndarray, began: np.ndarray) -> np.ndarray:
+        if began.any():
             policy.reset(began)
         mask = None if stepper.mask is None else torch.from_numpy(stepper.mask)
         return policy.head.to_env(policy.greedy(torch.from_numpy(obs), mask))
@@ -54,12 +54,12 @@ def evaluate(
 
 
 def random_episodes(stepper: Stepper, episodes: int, seed: int) -> PolicyEvaluation:
-    """`episodes` episodes of actions drawn uniformly from what is allowed: the zero of the trial metrics."""
+    """`episodes` episodes of uniformly random allowed actions: the zero of the trial metrics."""
     space, single = stepper.env.action_space, stepper.env.single_action_space
     space.seed(seed)
     random = np.random.default_rng(seed)
 
-    def act(obs: np.ndarray, began: np.ndarray | None) -> np.ndarray:
+    def act(obs: np.ndarray, began: np.ndarray) -> np.ndarray:
         return space.sample() if stepper.mask is None else random_allowed(stepper.mask, single, random)
 
     evaluation = _episodes(act, stepper, episodes, seed, lambda: False)
@@ -68,38 +68,29 @@ def random_episodes(stepper: Stepper, episodes: int, seed: int) -> PolicyEvaluat
 
 
 def _episodes(
-    act: Callable[[np.ndarray, np.ndarray | None], np.ndarray],
+    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
     stepper: Stepper,
     episodes: int,
     seed: int,
     stop: Callable[[], bool],
 ) -> PolicyEvaluation | None:
-    """Whole episodes of `act(obs, began)`; `began`, bool (N,), says where an episode begins, None where none does."""
+    """Whole episodes of `act(obs, began)`; `began`, bool (N,), is True where an episode starts."""
     n = stepper.num_envs
     quota = np.full(n, episodes // n)
     quota[: episodes % n] += 1
-    running_return, running_length = np.zeros(n), np.zeros(n, np.int64)
     returns: list[list[float]] = [[] for _ in range(n)]
     lengths: list[list[int]] = [[] for _ in range(n)]
-    missing = episodes
-    obs, began = stepper.reset(seed), None
-    while missing:
+    running = Episodes(stepper)
+    running.reset(seed)
+    while sum(map(len, returns)) < episodes:
         if stop():
             return None
-        transition = stepper.step(act(as_input(obs), began))
-        obs = transition.obs
-        began = transition.terminated | transition.truncated if transition.ended is not None else None
-        if transition.valid is not None:  # the step after a dummy one is an episode's first
-            began = ~transition.valid if began is None else began | ~transition.valid
-        running_return += transition.rewards
-        running_length += 1 if transition.valid is None else transition.valid
-        for i in () if stepper.over is None else stepper.over:
+        running.step(act(running.now, running.began))
+        for i, total, length in running.just_finished:
             if len(returns[i]) < quota[i]:
-                returns[i].append(running_return[i])
-                lengths[i].append(running_length[i])
-                missing -= 1
-            running_return[i] = running_length[i] = 0
-        if running_length.max() >= LONGEST_EPISODE:
+                returns[i].append(total)
+                lengths[i].append(length)
+        if running.episode_length.max() >= LONGEST_EPISODE:
             raise EnvironmentFailed(
                 f"an episode of {stepper.name} did not end within {LONGEST_EPISODE:,} steps, so evaluation cannot: "
                 "give the environment a time limit, for example env.kwargs: {max_episode_steps: 1000}"

@@ -1,7 +1,8 @@
 """Updates: Adam on one flat parameter vector, functional networks, schedules, compilation, matmul precision.
 
-`nets.Flat` and `adam.py` do the same for PPO's small networks. Here the vectors have 10⁵ numbers: it is worth not to
-allocate them again, and not to work out Adam's bias corrections, which are the same for all, once for each number.
+There are two forms of Adam. `adam_step` is a pure function, for the small networks of the on-policy algorithms.
+`Trained.step` works in place, for vectors of 10⁵ numbers: it does not allocate them again, and its bias corrections
+(`pace`), the same for all numbers, are computed outside of the graph.
 """
 
 import math
@@ -23,25 +24,25 @@ BETA1, BETA2 = 0.9, 0.999
 
 
 class Adam(NamedTuple):
-    """Adam's memory, all of it tensors, so that counting does not recompile."""
+    """The state of `adam_step`, all tensors, so that counting does not recompile."""
 
     mean: Tensor
     square: Tensor
     count: Tensor
     """Updates so far."""
     left: Tensor
-    """1 − β₁ᵗ and 1 − β₂ᵗ of the update that comes next, (2,). Worked out an update ahead: in the same graph they would
-    be worked out again for every parameter."""
+    """1 − β₁ᵗ and 1 − β₂ᵗ of the next update, (2,). Computed one update ahead: in the same graph they would be computed
+    again for every parameter."""
 
     @classmethod
     def zeros(cls, parameters: Tensor) -> "Adam":
-        """The memory before the first update."""
+        """The state before the first update."""
         count = parameters.new_zeros((), dtype=torch.float64)
         return cls(torch.zeros_like(parameters), torch.zeros_like(parameters), count, _left(count, parameters.dtype))
 
 
 def adam_step(parameters: Tensor, gradient: Tensor, adam: Adam, lr: Tensor, eps: float) -> tuple[Tensor, Adam]:
-    """One update: the new parameters and the new memory. `eps` is added to the corrected root, as in the paper."""
+    """One update: new parameters and new state. `eps` is added to the corrected root, as in the paper."""
     mean = torch.lerp(adam.mean, gradient, 1 - BETA1)
     square = torch.lerp(adam.square, gradient * gradient, 1 - BETA2)
     first, second = adam.left.unbind()
@@ -64,7 +65,7 @@ def clip_norm(gradient: Tensor, most: float | None) -> tuple[Tensor, Tensor]:
 
 
 class Trained(NamedTuple):
-    """Parameters that are learned and both moments of Adam (Kingma & Ba 2015), changed in place."""
+    """Parameters and both moments of Adam (Kingma & Ba 2015), changed in place."""
 
     vector: Tensor
     mean: Tensor
@@ -72,7 +73,7 @@ class Trained(NamedTuple):
 
     @classmethod
     def of(cls, vector: Tensor) -> "Trained":
-        """These, before the first update."""
+        """The state before the first update."""
         return cls(vector, torch.zeros_like(vector), torch.zeros_like(vector))
 
     def step(self, gradient: Tensor, pace: Tensor, most: float | None = None, beta1: float = BETA1) -> None:
@@ -95,8 +96,8 @@ def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> list[float]
     return [lr * root / (1 - beta1**count), eps * root]
 
 
-class Shaped:
-    """The shapes of a network's parameters: `shaped(vector)` is the network with these parameters."""
+class FunctionalNet:
+    """A network as a function of its parameters in one vector: `net(vector)(obs)`."""
 
     def __init__(self, net: nn.Module):
         self.net = net
@@ -105,7 +106,7 @@ class Shaped:
         self.sizes = [p.numel() for p in net.parameters()]
 
     def start(self) -> Tensor:
-        """The parameters that the network was made with, as one vector."""
+        """The parameters of the network as one new vector."""
         return torch.cat([p.detach().reshape(-1) for p in self.net.parameters()])
 
     def __call__(self, vector: Tensor) -> Callable:
@@ -113,6 +114,34 @@ class Shaped:
         parts = zip(self.names, vector.split(self.sizes), self.shapes, strict=True)
         named = {name: part.view(shape) for name, part, shape in parts}
         return lambda *args: torch.func.functional_call(self.net, named, args)
+
+
+class FlatNet(FunctionalNet):
+    """A network whose parameters are views of one vector.
+
+    Clipping and the optimizer then cost a handful of operations instead of a handful for each parameter, which on a
+    small network is most of an update.
+    """
+
+    def __init__(self, net: nn.Module):
+        super().__init__(net)
+        self.parameters = list(net.parameters())
+        self.vector = self.start()
+        for p, part in zip(self.parameters, self.vector.split(self.sizes), strict=True):
+            p.data = part.view(p.shape)
+
+    def gradient(self, loss: Callable[[Callable], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+        """The gradient of `loss(net)[0]` as one vector, and `loss(net)[1]`.
+
+        Eagerly autograd differentiates by the parameters themselves; inside a compiled graph the network is called as a
+        function of the vector, because that is what `torch.compile` traces as one graph on every torch we support.
+        """
+        if torch.compiler.is_compiling():
+            return gradient(lambda vector: loss(self(vector)), self.vector)
+        with torch.enable_grad():
+            value, extra = loss(self.net)
+        gradients = torch.autograd.grad(value, self.parameters)
+        return torch.cat([g.reshape(-1) for g in gradients]), extra
 
 
 def gradient(loss: Callable[[Tensor], tuple[Tensor, Any]], vector: Tensor) -> tuple[Tensor, Any]:
@@ -126,18 +155,18 @@ def gradient(loss: Callable[[Tensor], tuple[Tensor, Any]], vector: Tensor) -> tu
     return torch.autograd.grad(value, leaf)[0], extra
 
 
-def taken(tensors: Sequence[Any]) -> list[Any]:
+def copied(tensors: Sequence[Any]) -> list[Any]:
     """A copy of nested tuples of tensors, as plain lists on the CPU."""
-    return [part.to("cpu", copy=True) if isinstance(part, Tensor) else taken(part) for part in tensors]
+    return [part.to("cpu", copy=True) if isinstance(part, Tensor) else copied(part) for part in tensors]
 
 
-def put_back(tensors: Sequence[Any], saved: Sequence[Any]) -> None:
-    """Write what `taken` gave into the same tensors, so that views of them stay views."""
-    for part, kept in zip(tensors, saved, strict=True):
+def restore(tensors: Sequence[Any], saved: Sequence[Any]) -> None:
+    """Write what `copied` gave into the same tensors, so that views of them stay views."""
+    for part, values in zip(tensors, saved, strict=True):
         if isinstance(part, Tensor):
-            part.copy_(kept)
+            part.copy_(values)
         else:
-            put_back(part, kept)
+            restore(part, values)
 
 
 # Compiling takes about 20 s on two cores and saves about 1 ms an update of a small network (docs/log.md).
@@ -158,7 +187,7 @@ def should_compile(spec: ControlSpec) -> bool:
 
 
 def together(spec: ControlSpec) -> int:
-    """How many updates one graph is worth to hold: several in long runs, or where compiling is asked for."""
+    """Updates per compiled graph: several in long runs, or with `compile: on`."""
     return 4 if spec.train.compile == "on" or spec.updates >= WORTH_TOGETHER else 1
 
 
@@ -179,10 +208,10 @@ def compiled(method: MethodType) -> Callable:
 
 @contextmanager
 def products(precision: Literal["fp32", "bf16"]) -> Iterator[None]:
-    """Products of single-precision matrices in it, or with their factors rounded to bfloat16 and sums in single.
+    """Matmul precision: float32, or factors rounded to bfloat16 with sums in float32.
 
-    The latter is several times as fast on a CPU with AMX and changes nothing where the hardware has no such products.
-    Parameters, gradients and the optimizer's memory are single precision either way.
+    The latter is several times as fast on a CPU with AMX and changes nothing on hardware without such products.
+    Parameters, gradients and the optimizer's state are float32 either way.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "medium")
@@ -194,7 +223,7 @@ def products(precision: Literal["fp32", "bf16"]) -> Iterator[None]:
 
 @contextmanager
 def no_denormals() -> Iterator[None]:
-    """Numbers below 1e-38 are 0 in it, on processors that can.
+    """Flush numbers below 1e-38 to 0, on processors that can.
 
     The moments of Adam of a weight whose gradient has become 0, as behind a unit that is never active, shrink to such
     numbers and stay there, and arithmetic with them takes ten times as long (docs/log.md).

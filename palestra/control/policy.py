@@ -33,10 +33,7 @@ class Policy:
         self._memory: Tensor | None = None  # of a recurrent policy, (B, memory)
 
     def reset(self, rows: np.ndarray | None = None) -> None:
-        """Episodes begin: forget those before. `rows`, bool (B,), says which of a batch begin; None is all of them.
-
-        Only a recurrent policy remembers anything.
-        """
+        """Clear a recurrent policy's memory where episodes start: in `rows`, bool (B,), of a batch; None: in all."""
         if rows is None or self._memory is None:
             self._memory = None
         else:
@@ -45,8 +42,8 @@ class Policy:
     def act(self, obs: Any, *, deterministic: bool = True, mask: Any = None) -> np.ndarray:
         """The action for one observation, or the actions for a batch of them (one more dimension in front).
 
-        `mask` is the environment's `info["action_mask"]`, where it gives one; for a batch, one a row. A recurrent
-        policy takes this observation for the one after the last: call `reset` where an episode begins.
+        `mask` is the environment's `info["action_mask"]`, where it gives one; for a batch, one per row. For a
+        recurrent policy the observation continues its episode: call `reset` where an episode starts.
         """
         array = as_input(np.asarray(obs))
         single = array.shape == self.obs_shape
@@ -54,7 +51,7 @@ class Policy:
             raise UsageError(f"expected an observation of shape {self.obs_shape} or a batch of them, got {array.shape}")
         batch = torch.from_numpy(array[None] if single else array)
         allowed = None if mask is None else self._mask(mask, single, len(batch))
-        actions = self.greedy(batch, allowed) if deterministic else self._drawn(batch, allowed)
+        actions = self.greedy(batch, allowed) if deterministic else self._sampled(batch, allowed)
         return self.head.to_env(actions)[0] if single else self.head.to_env(actions)
 
     @torch.no_grad()
@@ -66,12 +63,12 @@ class Policy:
         return self.net.greedy(obs, mask)
 
     @torch.no_grad()
-    def _drawn(self, obs: Tensor, mask: Tensor | None) -> Tensor:
+    def _sampled(self, obs: Tensor, mask: Tensor | None) -> Tensor:
         obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
         generator = torch.default_generator
         if self.net.memory:
             return self._remembering(obs, mask).sample(self.head.noise(generator, len(obs)).to(self.device))
-        return self.net.drawn(obs, generator, mask)
+        return self.net.sampled(obs, generator, mask)
 
     def _remembering(self, obs: Tensor, mask: Tensor | None) -> Distribution:
         """The distribution of a recurrent policy, which then remembers `obs` too."""
@@ -80,20 +77,20 @@ class Policy:
             self._memory = obs.new_zeros((len(obs), self.net.memory), dtype=torch.float32)
         if len(self._memory) != len(obs):
             raise UsageError(
-                f"a recurrent policy that has acted on {len(self._memory)} episodes side by side got {len(obs)} "
+                f"a recurrent policy with the memory of {len(self._memory)} parallel episodes got {len(obs)} "
                 "observations: call policy.reset() first"
             )
         distribution, _, self._memory = self.net.advance(obs, self._memory, mask)
         return distribution
 
-    def _mask(self, given: Any, single: bool, rows: int) -> Tensor:
-        """What the environment allows, as (B, choices)."""
+    def _mask(self, mask: Any, single: bool, rows: int) -> Tensor:
+        """The environment's mask as (B, choices)."""
         sizes = self.head.maskable
         if sizes is None:
             raise UsageError("a mask is for Discrete and MultiDiscrete actions")
-        if isinstance(given, tuple):  # one array for each part of a MultiDiscrete action
-            given = np.concatenate([np.asarray(part) for part in given], axis=-1)
-        array = np.asarray(given, dtype=bool)
+        if isinstance(mask, tuple):  # one array for each part of a MultiDiscrete action
+            mask = np.concatenate([np.asarray(part) for part in mask], axis=-1)
+        array = np.asarray(mask, dtype=bool)
         array = array[None] if single else array
         if array.shape != (rows, sum(sizes)):
             raise UsageError(f"expected a mask of {sum(sizes)} entries for each observation, got {array.shape}")

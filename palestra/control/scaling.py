@@ -1,8 +1,7 @@
-"""What is done to observations and rewards before they are learned from; what is stored and logged stays raw.
+"""Normalization and clipping of observations and rewards; what is stored and logged stays raw.
 
-Observations and rewards are kept as the environment gave them and scaled where they are used. So a replay memory never
-holds numbers of old statistics, a final observation is scaled as every other one, and logged returns are the
-environment's own.
+Observations and rewards are stored as the environment gave them and scaled where they are used. So a replay memory
+never has numbers of old statistics, final observations are scaled as all others, and logged returns are raw.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.rl.normalize import RewardScale, RunningMeanStd
+from palestra.rl.normalize import Moments, RewardScale
 from palestra.spec.kinds.control import EnvSpec
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
@@ -21,8 +20,8 @@ Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 class ObsScale(nn.Module):
     """Brings observations to mean 0 and standard deviation 1: the first layer of a network, saved with its weights.
 
-    Only `update` changes the statistics; acting and evaluating never do. An algorithm calls it after it learned from
-    what it collected, so that a rollout is acted on and learned from under the same statistics.
+    Only `update` changes the statistics; acting and evaluating never do. An algorithm calls it after learning from a
+    rollout, so that a rollout is acted on and learned from under the same statistics.
     """
 
     mean: Tensor
@@ -47,12 +46,11 @@ class ObsScale(nn.Module):
 
         The buffers are written in place: a compiled graph that reads them sees the new values.
         """
-        statistics = RunningMeanStd(self.mean.shape, self.mean.device)
-        statistics.load_state_dict({"mean": self.mean, "var": self.var, "count": self.count})
-        statistics.update(obs.to(self.mean.device), None if valid is None else valid.to(self.mean.device))
-        self.mean.copy_(statistics.mean)
-        self.var.copy_(statistics.var)
-        self.count.copy_(statistics.count)
+        device = self.mean.device
+        moments = Moments(self.mean, self.var, self.count)
+        merged = moments.merged(obs.to(device), None if valid is None else valid.to(device))
+        for buffer, new in zip(moments, merged, strict=True):
+            buffer.copy_(new)
 
 
 def obs_scale(spec: EnvSpec, obs_shape: Sequence[int]) -> ObsScale | None:
@@ -61,10 +59,10 @@ def obs_scale(spec: EnvSpec, obs_shape: Sequence[int]) -> ObsScale | None:
 
 
 class Rewards:
-    """Rewards as they are learned from: divided by the running standard deviation of the return, then clipped.
+    """Reward normalization (division by the running standard deviation of the return) and clipping.
 
-    On-policy: `learned(rewards, ended, valid)` of each rollout. Off-policy: store `kept(rewards)`, call `update` with
-    the raw ones as they come, and `scaled` on what is sampled.
+    On-policy: `learned(rewards, ended, valid)` of each rollout. Off-policy: store `storable(rewards)`, call `update`
+    with the raw ones as they come, and `scaled` on sampled batches.
     """
 
     def __init__(self, spec: EnvSpec, num_envs: int, gamma: float, device: torch.device | str = "cpu"):
@@ -74,14 +72,14 @@ class Rewards:
     def learned(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> Tensor:
         """A rollout's rewards `(T, N)` as they are learned from, themselves in the statistics already."""
         self.update(rewards, ended, valid)
-        return self.scaled(self.kept(rewards))
+        return self.scaled(self.storable(rewards))
 
     def update(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> None:
         """Add a block of raw rewards `(T, N)` and its ends of episodes to the statistics."""
         if self.scale is not None:
             self.scale.update(rewards, ended, valid)
 
-    def kept(self, rewards: Numbers) -> Numbers:
+    def storable(self, rewards: Numbers) -> Numbers:
         """What a memory stores: clipped where that is all that is asked for, raw where they will be normalized.
 
         Clipping alone never changes with time, and the sum of clipped rewards over n steps is not the clipped sum.
@@ -91,7 +89,7 @@ class Rewards:
         return rewards.clip(-self.clip, self.clip)
 
     def scaled(self, rewards: Tensor) -> Tensor:
-        """What `kept` gave, normalized by the statistics of now and clipped after that.
+        """What `storable` gave, normalized by the statistics of now and clipped after that.
 
         A normalized sum over n steps is clipped as a whole.
         """

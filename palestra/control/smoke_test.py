@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from palestra.control.envs.make import Factory, evaluation_vector, make_single
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate
-from palestra.control.nets.actor_critic import Flat
-from palestra.control.optim import Shaped
+from palestra.control.optim import Adam, FlatNet, FunctionalNet, Trained
 from palestra.control.seeding import stream
 from palestra.control.trainer import ControlTrainer
 from palestra.control.video import has_display, play, write_video
@@ -29,50 +29,28 @@ EPISODES = 2
 LARGEST_NORM = 1e5  # of a gradient, as in SLM-Lab's own check
 
 
-class Insane(PalestraError):
+class SmokeTestFailed(PalestraError):
     """A check of `palestra dev` failed."""
 
 
 @dataclass
 class SmokeReport:
-    """What was checked, a line each, and what was wrong."""
+    """One line for each check, by outcome."""
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def note(self, good: bool, what: str) -> None:
-        """Add a line to those that passed or failed."""
         (self.passed if good else self.failed).append(what)
 
 
-@dataclass
-class _Part:
-    """The parameters of one part of the learner (a trunk, a head, the critics' weights): as they began, and where."""
-
-    now: Callable[[], list[Tensor]]
-    before: list[Tensor]
-
-    @classmethod
-    def of(cls, now: Callable[[], list[Tensor]]) -> "_Part":
-        return cls(now, [tensor.detach().clone() for tensor in now()])
-
-    @property
-    def size(self) -> int:
-        return sum(tensor.numel() for tensor in self.before)
-
-    def moved(self) -> float:
-        """How far its parameters are from where they began."""
-        pairs = zip(self.now(), self.before, strict=True)
-        return math.sqrt(sum(float((now.detach() - then).double().square().sum()) for now, then in pairs))
-
-
 def tiny(spec: ControlSpec) -> ControlSpec:
-    """The spec cut down to three steps, with learning from the first, uncompiled, on the same networks."""
+    """The spec reduced to three steps, with learning from the first, uncompiled, on the same networks."""
     algorithm: Any = spec.algorithm
     if isinstance(algorithm, OffPolicySpec):
         every = algorithm.update_every
         horizon = every * max(1, min(algorithm.horizon, HORIZON) // every)
-        # Enough gradient steps that delayed ones come too, and never more memory than three steps fill.
+        # Enough gradient steps for delayed ones, and no more memory than three steps fill.
         frames = STEPS * horizon * spec.env.num_envs
         start = min(algorithm.start, spec.env.num_envs * (algorithm.n_step + 1))
         buffer = max(start, min(algorithm.buffer, 2 * frames), spec.env.num_envs * (algorithm.n_step + 1))
@@ -87,9 +65,9 @@ def tiny(spec: ControlSpec) -> ControlSpec:
 
 
 def try_out(spec: ExperimentSpec, tell: Callable[[str], None], video: Path | None = None) -> None:
-    """Check a spec and say what was checked; with `video`, show an episode too, written there without a display."""
+    """Check a spec and report each check; with `video` also show an episode, written there without a display."""
     if not isinstance(spec, ControlSpec):
-        raise UsageError(f"palestra dev tries out specs of kind control, and this one is of kind {spec.kind}")
+        raise UsageError(f"palestra dev checks specs of kind control; this one is of kind {spec.kind}")
     learner = check_learning(spec, tell=tell)
     if video is None:
         return
@@ -107,7 +85,7 @@ def try_out(spec: ExperimentSpec, tell: Callable[[str], None], video: Path | Non
 def check_learning(
     spec: ControlSpec, factory: Factory | None = None, *, tell: Callable[[str], None] = print
 ) -> ControlTrainer:
-    """Train a tiny version of the spec and check it; returns the learner, raises `Insane` with what was wrong."""
+    """Train a tiny version of the spec and check it; returns the learner or raises `SmokeTestFailed`."""
     small = tiny(spec)
     learner = ControlTrainer(small, small.seed, factory, compile=False)
     with closing(learner.env):
@@ -124,7 +102,7 @@ def check_learning(
     for line in report.failed:
         tell(f"failed  {line}")
     if report.failed:
-        raise Insane(
+        raise SmokeTestFailed(
             f"{len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed:\n"
             + "\n".join(report.failed)
         )
@@ -132,14 +110,13 @@ def check_learning(
 
 
 def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
-    """Improve the policy a few times and look at every part of the learner."""
+    """Improve the policy a few times and check every part of the learner."""
     report, rows = SmokeReport(), []
-    parts = {name: _Part.of(now) for name, now in parts_of(learner)}
-    with taken_gradients() as norms:
-        for _ in range(STEPS):
-            rows.append(
-                learner.improve(learner.episodes.frame / spec.train.frames)
-            )  # raises where a loss is not finite
+    parts = parts_of(learner)
+    before = {name: [tensor.clone() for tensor in tensors] for name, tensors in parts.items()}
+    with recorded_gradient_norms() as norms:
+        for _ in range(STEPS):  # raises where a loss is not finite
+            rows.append(learner.improve(learner.episodes.frame / spec.train.frames))
     updates = learner.algorithm.updates
     losses = sorted({name for row in rows for name in row if name.endswith("loss")})
     report.note(updates > 0, f"{updates} gradient steps in {STEPS} steps of {spec.frames_per_step} frames")
@@ -148,22 +125,23 @@ def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
     good = all(map(math.isfinite, norms)) and 0 < largest < LARGEST_NORM
     expected = "" if good else f", expected between 0 and {LARGEST_NORM:g}"
     report.note(good, f"{len(norms)} gradients, the norm of the largest is {largest:.3g}{expected}")
-    for name, part in parts.items():
-        moved = part.moved()
+    for name, tensors in parts.items():
+        squares = [(now - then).double().square().sum() for now, then in zip(tensors, before[name], strict=True)]
+        moved, size = math.sqrt(sum(map(float, squares))), sum(tensor.numel() for tensor in tensors)
         how = f"moved by {moved:.3g}" if 0 < moved < math.inf else "did not change" if moved == 0 else "is not finite"
-        report.note(0 < moved < math.inf, f"{name} ({part.size:,} parameters): {how}")
+        report.note(0 < moved < math.inf, f"{name} ({size:,} parameters): {how}")
     return report
 
 
 @contextmanager
-def taken_gradients() -> Iterator[list[float]]:
-    """The norms of all gradients that are taken in the block: every algorithm takes them by `torch.autograd.grad`."""
+def recorded_gradient_norms() -> Iterator[list[float]]:
+    """The norms of all gradients computed in the block: every algorithm computes them by `torch.autograd.grad`."""
     norms: list[float] = []
     original = torch.autograd.grad
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         gradients = original(*args, **kwargs)
-        norms.append(math.sqrt(sum(float(one.double().square().sum()) for one in gradients if one is not None)))
+        norms.append(math.sqrt(sum(float(part.double().square().sum()) for part in gradients if part is not None)))
         return gradients
 
     torch.autograd.grad = watched
@@ -173,38 +151,28 @@ def taken_gradients() -> Iterator[list[float]]:
         torch.autograd.grad = original
 
 
-def parts_of(learner: ControlTrainer) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    """What the algorithm learns, by network and first module in it: names and what gives the parameters as they are.
+def parts_of(learner: ControlTrainer) -> dict[str, list[Tensor]]:
+    """The learned parameters by network and first module in it, in the memory that updates change.
 
-    A network is trained in place (the one that acts), or is the shape of vectors that are (`vectors.Shaped`).
+    A network is trained in place, or has its parameters in a vector of one of the algorithm's named tuples
+    (`optim.FunctionalNet`).
     """
     algorithm = vars(learner.algorithm)
-    shapes = [value for value in algorithm.values() if isinstance(value, Shaped)]
-    yield from _grouped("policy", [(name, lambda p=p: p) for name, p in learner.policy.net.named_parameters()])
-    for name, value in algorithm.items():
-        value = value.net if isinstance(value, Flat) else value
-        if isinstance(value, nn.Module) and value is not learner.policy.net:
-            yield from _grouped(name, [(inner, lambda p=p: p) for inner, p in value.named_parameters()])
-        elif isinstance(value, tuple) and hasattr(value, "_fields"):
+    functional = [value for value in algorithm.values() if isinstance(value, FunctionalNet)]
+    named = [("policy", name, p) for name, p in learner.policy.net.named_parameters()]
+    for network, value in algorithm.items():
+        module = value.net if isinstance(value, FlatNet) else value
+        if isinstance(module, nn.Module) and module is not learner.policy.net:
+            named += [(network, name, p) for name, p in module.named_parameters()]
+        elif isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, Adam | Trained):
             record: Any = value
-            for field_name, held in record._asdict().items():
-                vector = getattr(held, "vector", held)
+            for field_name, part in record._asdict().items():
+                vector = getattr(part, "vector", part)
                 size = vector.numel() if isinstance(vector, Tensor) else None
-                fitting = [shape for shape in shapes if size == sum(shape.sizes)]
-                if fitting:
-                    yield from _grouped(field_name, _views(fitting[0], vector))
-
-
-def _views(shape: Shaped, vector: Tensor) -> list[tuple[str, Callable[[], Tensor]]]:
-    parts = zip(shape.names, vector.split(shape.sizes), strict=True)
-    return [(name, lambda part=part: part) for name, part in parts]
-
-
-def _grouped(
-    network: str, parameters: list[tuple[str, Callable[[], Tensor]]]
-) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
-    groups: dict[str, list[Callable[[], Tensor]]] = {}
-    for name, now in parameters:
-        groups.setdefault(f"{network}.{name.partition('.')[0]}", []).append(now)
-    for name, members in groups.items():
-        yield name, lambda members=members: [now() for now in members]
+                net = next((net for net in functional if size == sum(net.sizes)), None)
+                if net is not None and vector is not getattr(net, "vector", None):  # else the policy's own
+                    named += zip(repeat(field_name), net.names, vector.split(net.sizes), strict=False)
+    parts: dict[str, list[Tensor]] = {}
+    for network, name, parameter in named:
+        parts.setdefault(f"{network}.{name.partition('.')[0]}", []).append(parameter.detach())
+    return parts

@@ -29,7 +29,7 @@ log = logging.getLogger("palestra.control")
 def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None, show: bool = True) -> None:
     """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
     saved = restore(session)
-    # A compiled update rounds differently: a resumed run goes on as it began.
+    # A compiled update rounds differently: a resumed run keeps the mode it started with.
     compile = should_compile(spec) if saved is None else saved.state["compiled"]
     trainer = ControlTrainer(spec, session.seed, factory, compile=compile)
     evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory)
@@ -102,10 +102,10 @@ class ControlTrainer:
         with products(self.spec.train.precision):
             self._metrics = self.algorithm.step(progress)
         self.steps += 1
-        broken = [f"{name} is {value}" for name, value in self._metrics.items() if not math.isfinite(value)]
-        if broken:
+        non_finite = [f"{name} is {value}" for name, value in self._metrics.items() if not math.isfinite(value)]
+        if non_finite:
             raise NotFinite(
-                f"training has diverged at step {self.steps}: {', '.join(broken)}. The last checkpoint is from before: "
+                f"training diverged at step {self.steps}: {', '.join(non_finite)}. The last checkpoint is from before: "
                 "start again with a smaller algorithm.lr or algorithm.max_grad_norm."
             )
         return self._metrics
@@ -116,7 +116,7 @@ class ControlTrainer:
         return self.episodes.metrics() | {f"{name}/{metric}": value for metric, value in self._metrics.items()}
 
     def due(self, before: Counters, last: bool) -> list[str]:
-        """An evaluation; `every.eval: auto` also asks what it would cost in frames."""
+        """An evaluation; `every.eval: auto` also limits its cost in frames."""
         spec = self.spec
         if last or (due(spec.evaluations, before, self.counters) and spec.every.eval != "auto"):
             return ["eval"]
@@ -128,7 +128,7 @@ class ControlTrainer:
 
     def measure(self, names: Sequence[str]) -> Row:
         """Whole episodes in environments of their own."""
-        # A seed of its own for every evaluation: nothing to remember, and a resumed run repeats it.
+        # A seed of its own for every evaluation: no state to save, and a resumed run repeats it.
         seed, began, episodes = stream(self.seed, "eval", self.steps), time.perf_counter(), self.spec.eval.episodes
         with self.record.span("eval"):
             done = evaluate(self.policy, self.evaluator, episodes, seed, stop=lambda: self.session.stop_requested)
@@ -136,8 +136,8 @@ class ControlTrainer:
             raise Stopped
         self.evaluated, self.last_evaluated = self.evaluated + done.frames, done.frames
         seconds, share = time.perf_counter() - began, self.evaluated / self.episodes.frame
-        told = f"step {self.steps}: evaluation of {len(done.returns)} episodes took {seconds:.1f} s"
-        log.info(f"{told} ({done.frames} frames; {share:.1%} of those of training so far)")
+        took = f"step {self.steps}: evaluation of {len(done.returns)} episodes took {seconds:.1f} s"
+        log.info(f"{took} ({done.frames} frames; {share:.1%} of those of training so far)")
         return done.metrics()
 
     def score(self, row: Row) -> tuple[str, float] | None:

@@ -227,16 +227,13 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise UsageError(f"message {index} is not an object with a role: {message!r}")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            message = {**message, "content": "\n".join(_text_of(part, index) for part in content)}
+            for part in content:
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
+                    raise UsageError(f"message {index} has a content part of type {kind!r}; this model reads text only")
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
         plain.append(dict(message))
     return plain
-
-
-def _text_of(part: Any, index: int) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise UsageError(f"message {index} has a content part of type {kind!r}; this model reads text only")
-    return part["text"]
 
 
 def _rendered(

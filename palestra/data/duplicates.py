@@ -178,29 +178,24 @@ class MinHash:
         return fold(stream_key(self.seed, "band keys"), folded.view(np.int64))
 
 
-class Components:
-    """Connected components of `count` nodes (union-find); the smallest node of a component is its root."""
+def connected(roots: Indices, left: Indices, right: Indices) -> Indices:
+    """Union-find: the roots of all nodes with an edge from each of `left` to the one of `right` at the same index.
 
-    def __init__(self, count: int) -> None:
-        self.roots: Indices = np.arange(count, dtype=np.int64)
-        """The root of each node."""
-
-    def join(self, left: Indices, right: Indices) -> None:
-        """Add an edge from each of `left` to the node of `right` at the same index."""
-        while True:
-            apart = self.roots[left] != self.roots[right]
-            if not apart.any():
-                return
-            left, right = left[apart], right[apart]
-            roots = np.stack([self.roots[left], self.roots[right]])
-            # Each larger root goes under the smallest of its neighbors: no cycles, since that is always downwards.
-            np.minimum.at(self.roots, roots.max(0), roots.min(0))
-            while not np.array_equal(above := self.roots[self.roots], self.roots):
-                self.roots = above
+    The smallest node of a component is its root.
+    """
+    while (apart := roots[left] != roots[right]).any():
+        left, right = left[apart], right[apart]
+        ends = np.stack([roots[left], roots[right]])
+        roots = roots.copy()
+        # Each larger root goes under the smallest of its neighbors: no cycles, since that is always downwards.
+        np.minimum.at(roots, ends.max(0), ends.min(0))
+        while not np.array_equal(above := roots[roots], roots):
+            roots = above
+    return roots
 
 
 AT_ONCE = 1 << 24  # digests that are sorted together: some 0.8 GB
-NEIGHBOURS = 64
+NEIGHBORS = 64
 """With how many others of a bucket a document is compared. Beyond that, texts that share a band by chance (a common
 beginning, a licence) would be compared with each other in their square."""
 
@@ -245,17 +240,17 @@ def first_of_similar(
 
     Documents are linked where they share a band and, with a `similarity`, where this is at least the threshold. Two
     that are connected already are not compared: it would change nothing. So the components are those of the graph of
-    all candidate pairs, in whatever order these come, up to `NEIGHBOURS`.
+    all candidate pairs, in whatever order these come, up to `NEIGHBORS`.
     """
-    components, compared = Components(keys.shape[1]), 0
+    roots, compared = np.arange(keys.shape[1]), 0
     for number, band in enumerate(keys):
-        for distance in range(1, 2 if similarity is None else NEIGHBOURS + 1):
+        for distance in range(1, 2 if similarity is None else NEIGHBORS + 1):
             order, same = _sorted(band, distance)
             if not same.any():
                 break
             left, right = order[:-distance][same], order[distance:][same]
             if similarity is not None:
-                apart = components.roots[left] != components.roots[right]
+                apart = roots[left] != roots[right]
                 left, right = left[apart], right[apart]
                 new = ~np.any([earlier[left] == earlier[right] for earlier in keys[:number]], axis=0)
                 left, right = (left[new], right[new]) if number else (left, right)
@@ -263,8 +258,8 @@ def first_of_similar(
                 pairs = zip(left.tolist(), right.tolist(), strict=True)
                 alike = np.fromiter((similarity(*pair) >= threshold for pair in pairs), bool, len(left))
                 left, right = left[alike], right[alike]
-            components.join(left, right)
-    return components.roots, compared
+            roots = connected(roots, left, right)
+    return roots, compared
 
 
 def _sorted(band: Keys, distance: int) -> tuple[Indices, np.ndarray]:

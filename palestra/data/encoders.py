@@ -215,15 +215,14 @@ class ChatEncoder(Encoder):
         return {"encoder": "chat", **form}
 
     def __call__(self, rows: list[Row]) -> list[EncodedRow]:
-        return [self._conversation(row) if self.side is None else self._side(row) for row in rows]
+        return [self._encoded(row) for row in rows]
 
-    def _conversation(self, row: Row) -> EncodedRow:
-        tokens, loss, size = self._encode(conversation(row))
-        if not any(loss):
-            raise UsageError("a conversation without an assistant's turn has nothing to train on")
-        return EncodedRow(tokens, size, loss)
-
-    def _side(self, row: Row) -> EncodedRow:
+    def _encoded(self, row: Row) -> EncodedRow:
+        if self.side is None:
+            tokens, loss, size = self._encode(conversation(row))
+            if not any(loss):
+                raise UsageError("a conversation without an assistant's turn has nothing to train on")
+            return EncodedRow(tokens, size, loss)
         chosen, rejected = pair(row)
         if chosen == rejected:
             raise UsageError("the chosen and the rejected conversation are the same: nothing is preferred")

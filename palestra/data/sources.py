@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +32,7 @@ from palestra.data.cache import (
 )
 from palestra.data.remote import Bucket, Hub, Kind, at_url, open_filesystem
 from palestra.errors import PalestraError, UsageError
-from palestra.runs.run import ROOT
+from palestra.runs.run import ROOT, open_run
 from palestra.runs.store import read_json
 
 if TYPE_CHECKING:
@@ -94,6 +94,31 @@ def resolve(
     raise _not_found(ref, kind, root, tried)
 
 
+def model_folder(ref: str, root: Path) -> Path:
+    """The folder of a model: a run's best checkpoint, a checkpoint, a model folder, a URL or a name on the Hub."""
+    path = Path(ref).expanduser()
+    if (path / "config.json").exists() or (path / "adapter_config.json").exists():
+        return path
+    if URL.fullmatch(ref):
+        return resolve(ref, kind="model")
+    checkpoint = path
+    if not (path / "meta.json").exists():  # that of a checkpoint
+        try:
+            run = open_run(ref, root)
+        except UsageError:
+            if path.exists():
+                raise UsageError(
+                    f"{ref} is not a model: it is neither a run, nor a checkpoint, nor a folder with a config.json"
+                ) from None
+            if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
+                raise
+            return resolve(ref, kind="model", root=root)
+        checkpoint = run.checkpoint("best")
+    if not (checkpoint / "model").is_dir():
+        raise UsageError(f"{checkpoint} has no language model")
+    return checkpoint / "model"
+
+
 def push(source: Path, url: str) -> CacheRecord:
     """Upload a folder, without its hidden files, or a file into the folder `url`; its marker comes last."""
     if not source.exists():
@@ -101,7 +126,11 @@ def push(source: Path, url: str) -> CacheRecord:
     if not URL.fullmatch(url):
         raise UsageError(f"cannot push to {url!r}: a URL is needed, such as s3://bucket/folder")
     folder = source if source.is_dir() else source.parent
-    names = sorted(_visible_files(folder)) if source.is_dir() else [source.name]
+    names = [source.name]
+    if source.is_dir():
+        paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        visible = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+        names = sorted(path.as_posix() for path in visible if path.as_posix() != MARKER)
     if not names:
         raise UsageError(f"there are no files in {folder} to push")
     known = read_json(source / MARKER) if (source / MARKER).is_file() else {}
@@ -180,13 +209,6 @@ def _not_found(ref: str, kind: Kind, root: Path, tried: list[tuple[str, str]]) -
 
 def _children(folder: Path) -> list[str]:
     return [str(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-
-
-def _visible_files(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts) and name.as_posix() != MARKER:
-            yield name.as_posix()
 
 
 def _put_marker(files: "AbstractFileSystem", path: str, record: CacheRecord) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ GPT4_SHORT_DIGITS = (
 )
 
 
-@dataclass(frozen=True)
-class PretokenizerFamily:
-    """What surrounds the merges: the cuts, the normalizer, and whether a whole word in the vocabulary skips merging."""
-
-    steps: tuple[dict[str, Any], ...]
-    normalizer: dict[str, Any] | None = None
-    ignore_merges: bool = False
-
-
 def _byte_level(use_regex: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
@@ -38,11 +28,12 @@ def _split(expression: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
-FAMILIES = {
-    "gpt-2": PretokenizerFamily((_byte_level(use_regex=True),)),
-    "smollm": PretokenizerFamily(({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True))),
-    "llama-bpe": PretokenizerFamily((_split(_LLAMA3), _byte_level(use_regex=False)), ignore_merges=True),
-    "qwen2": PretokenizerFamily((_split(_QWEN2), _byte_level(use_regex=False)), normalizer={"type": "NFC"}),
+# What surrounds the merges: the cuts, the normalizer, and whether a whole word in the vocabulary skips merging.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt-2": {"cuts": [_byte_level(use_regex=True)]},
+    "smollm": {"cuts": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)]},
+    "llama-bpe": {"cuts": [_split(_LLAMA3), _byte_level(use_regex=False)], "ignore_merges": True},
+    "qwen2": {"cuts": [_split(_QWEN2), _byte_level(use_regex=False)], "normalizer": {"type": "NFC"}},
 }
 
 
@@ -54,10 +45,10 @@ def byte_level_document(
         raise UsageError(f"unknown pre-tokenizer {family!r}; known are {', '.join(FAMILIES)}")
     rules = FAMILIES[family]
     return tokenizer_document(
-        bpe_model(vocabulary, merges, ignore_merges=rules.ignore_merges),
+        bpe_model(vocabulary, merges, ignore_merges=rules.get("ignore_merges", False)),
         added=added,
-        normalizer=rules.normalizer,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": list(rules.steps)},
+        normalizer=rules.get("normalizer"),
+        pre_tokenizer={"type": "Sequence", "pretokenizers": rules["cuts"]},
         decoder=_byte_level(use_regex=True),
     )
 

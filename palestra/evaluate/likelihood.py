@@ -85,6 +85,35 @@ class LikelihoodOutcome:
 
 
 @dataclass(frozen=True)
+class TextScore:
+    """The likelihood of a document."""
+
+    text: str
+    """The name of its source in this run."""
+    item: int
+    """Its number in the source, from 0."""
+    logprob: float
+    tokens: int
+    """Tokens that were scored."""
+    bytes: int
+    """UTF-8 bytes of these."""
+    windows: int
+
+
+@dataclass(frozen=True)
+class TextOutcome:
+    """The results on the documents of a source."""
+
+    items: int
+    bits_per_byte: float
+    """The bits of all documents over all their bytes."""
+    loss: float
+    """Nats a token."""
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class EncodedChoice:
     """A context with an answer, or a window of a text, as tokens."""
 
@@ -146,9 +175,9 @@ def score_texts(
     tokenizer: Tokenizer,
     texts: Texts,
     *,
-    done: Iterable["TextScore"] = (),
-    keep: Callable[[Sequence["TextScore"]], None] = lambda chunk: None,
-) -> list["TextScore"]:
+    done: Iterable[TextScore] = (),
+    keep: Callable[[Sequence[TextScore]], None] = lambda chunk: None,
+) -> list[TextScore]:
     """Score every document on the model's device. Chunks that are complete in `done` are not scored again."""
     have = {row.item: row for row in done if row.text == texts.label}
     return _in_chunks(len(texts.items), have, partial(_score_documents, model, tokenizer, texts), keep)
@@ -254,7 +283,7 @@ def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, num
         with naming(f"{choices.label}, item {number}"):
             encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border))
     results = []
-    scores = _grouped(model, encoded, greedy=not items[0].choice)
+    scores = _score_groups(model, encoded, greedy=not items[0].choice)
     for number, item, options, scored in zip(numbers, items, encoded, scores, strict=True):
         logprobs = tuple(logprob for logprob, _ in scored)
         if not all(map(math.isfinite, logprobs)):
@@ -283,7 +312,7 @@ def _sizes(tokenizer: Tokenizer, choices: Choices, item: Item, options: Sequence
 
 
 @torch.no_grad()
-def _grouped(
+def _score_groups(
     model: Transformer, groups: Sequence[Sequence[EncodedChoice]], *, greedy: bool = False
 ) -> list[list[tuple[float, bool]]]:
     """For each sequence: log p of its scored tokens, and if `greedy` whether each of them is the most likely one."""
@@ -312,35 +341,6 @@ def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
     for some, states in zip(batch.predicted.split(rows), hidden.split(rows), strict=True):
         best[some] = logits(states, model.unembed).argmax(-1) == batch.tokens[some]
     return best
-
-
-@dataclass(frozen=True)
-class TextScore:
-    """The likelihood of a document."""
-
-    text: str
-    """The name of its source in this run."""
-    item: int
-    """Its number in the source, from 0."""
-    logprob: float
-    tokens: int
-    """Tokens that were scored."""
-    bytes: int
-    """UTF-8 bytes of these."""
-    windows: int
-
-
-@dataclass(frozen=True)
-class TextOutcome:
-    """The results on the documents of a source."""
-
-    items: int
-    bits_per_byte: float
-    """The bits of all documents over all their bytes."""
-    loss: float
-    """Nats a token."""
-    tokens: int
-    bytes: int
 
 
 def windows(tokenizer: Tokenizer, document: str, context: int) -> list[EncodedChoice]:
@@ -385,7 +385,7 @@ def _score_documents(model: Transformer, tokenizer: Tokenizer, texts: Texts, num
     documents = [texts.items[number] for number in numbers]
     cut = [windows(tokenizer, document, model.shape.context) for document in documents]
     begins, scores = bool(tokenizer.encode_prompt("")), []
-    for number, document, some, scored in zip(numbers, documents, cut, _grouped(model, cut), strict=True):
+    for number, document, some, scored in zip(numbers, documents, cut, _score_groups(model, cut), strict=True):
         logprob = math.fsum(logprob for logprob, _ in scored)
         if not math.isfinite(logprob):
             raise PalestraError(f"{texts.label}, document {number}: the model gives non-finite log-probabilities")

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -212,12 +212,5 @@ def write_report(
         block: {label: {**setup[block][label], **outcome} for label, outcome in of_block.items()}
         for block, of_block in results.items()
     }
-    write_json(folder / REPORT, redacted({"palestra": _version(), **setup, **joined, "metrics": dict(metrics)}))
-
-
-def _version() -> str | None:
-    """Of the installed package; None where the code is used without installing it."""
-    try:
-        return version("palestra")
-    except PackageNotFoundError:
-        return None
+    release = import_module("palestra").__version__  # by name: the package's root names the API, which is above
+    write_json(folder / REPORT, redacted({"palestra": release, **setup, **joined, "metrics": dict(metrics)}))

@@ -12,7 +12,7 @@ from palestra.errors import PalestraError
 from palestra.generate.engine.request import PromptTooLong
 from palestra.generate.types import Generator, Request, Sampling
 
-HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
+HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops a reply"
 
 FULL = "The conversation no longer fits the model's context with this: ask something shorter, or /reset forgets it."
 
@@ -26,7 +26,7 @@ def chat_loop(
     source: TextIO | None = None,
     target: TextIO | None = None,
 ) -> list[Message]:
-    """Talk until the input ends or says /quit; answers appear as they come. The conversation is returned."""
+    """Talk until the input ends or says /quit; replies appear as they are generated. Returns the conversation."""
     source, target = source or sys.stdin, target or sys.stdout
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
@@ -42,10 +42,10 @@ def chat_loop(
                     messages = list(beginning)
                 case text:
                     question = [*messages, {"role": "user", "content": text}]
-                    said: list[str] = []
+                    reply: list[str] = []
                     try:
-                        runner.run(_answer(generator, tokenizer, question, sampling or Sampling(), said, target))
-                    except KeyboardInterrupt:  # the runner has cancelled the answer; what was said stays
+                        runner.run(_reply(generator, tokenizer, question, sampling or Sampling(), reply, target))
+                    except KeyboardInterrupt:  # the runner has cancelled the request; its text so far stays
                         print(" ⏹", file=target)
                     except PromptTooLong as error:
                         # A first question that is too long by itself is not helped by forgetting.
@@ -54,7 +54,7 @@ def chat_loop(
                     except PalestraError as error:
                         print(f"{error}", file=target)
                         continue
-                    messages = [*question, {"role": "assistant", "content": "".join(said)}]
+                    messages = [*question, {"role": "assistant", "content": "".join(reply)}]
     return messages
 
 
@@ -75,18 +75,18 @@ def _ask(source: TextIO, target: TextIO) -> str | None:
             return None
 
 
-async def _answer(
+async def _reply(
     generator: Generator,
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     sampling: Sampling,
-    said: list[str],
+    reply: list[str],
     target: TextIO,
 ) -> None:
-    """Show an answer as it comes, and note it in `said`, also where it is broken off."""
+    """Print a reply as it is generated, and collect its text in `reply`, also where it is interrupted."""
     prompt = encode_chat(tokenizer, messages, add_generation_prompt=True).tokens
     async with aclosing(generator.stream(Request(tuple(prompt), sampling))) as chunks:
         async for chunk in chunks:
-            said.append(chunk.text)
+            reply.append(chunk.text)
             print(chunk.text, end="", file=target, flush=True)
     print(file=target)

@@ -5,14 +5,13 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.request import LONGEST_STOP, MOST_ALTERNATIVES, MOST_STOPS, PromptTooLong, QueueFull
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.types import Chunk, Request, Result, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +30,14 @@ StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
-class SamplingBody(BaseModel):
-    """`Sampling` as JSON."""
+class StrictBody(BaseModel):
+    """JSON of which every field is known and has its own type."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class SamplingBody(StrictBody):
+    """`Sampling` as JSON."""
 
     temperature: Temperature = 1.0
     top_k: Count | None = None
@@ -50,10 +53,8 @@ class SamplingBody(BaseModel):
     logprobs: Alternatives = 0
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(StrictBody):
     """`Request` as JSON, and whether to stream."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     prompt: list[TokenId]
     sampling: SamplingBody = SamplingBody()
@@ -68,40 +69,18 @@ class GenerateBody(BaseModel):
 
 
 def request_json(request: Request, *, stream: bool) -> dict[str, Any]:
-    """The body of `POST /generate`."""
-    return {**vars(request), "sampling": vars(request.sampling), "stream": stream}
+    """The body of `POST /generate`; with an id, so that the server knows what to end."""
+    named = {**vars(request), "id": request.id or uuid.uuid4().hex}
+    return {**named, "sampling": vars(request.sampling), "stream": stream}
 
 
 def result_json(result: Result) -> dict[str, Any]:
-    """The answer of `POST /generate`; the prompt is what was sent."""
+    """The response of `POST /generate`; the prompt is what was sent."""
     return {"id": result.id, "generations": [vars(generation) for generation in result.generations]}
 
 
-def result_from_json(data: dict[str, Any], prompt: tuple[int, ...]) -> Result:
-    """The inverse of `result_json`."""
-    return Result(data["id"], prompt, tuple(Generation(**_typed(item)) for item in data["generations"]))
-
-
-def chunk_json(chunk: Chunk) -> dict[str, Any]:
-    """One event of a stream of `POST /generate`."""
-    return vars(chunk)
-
-
-def chunk_from_json(data: dict[str, Any]) -> Chunk:
-    """The inverse of `chunk_json`."""
-    return Chunk(**_typed(data))
-
-
-def _typed(data: dict[str, Any]) -> dict[str, Any]:
-    reason = data["stop_reason"]
-    return {
-        **data,
-        "tokens": tuple(data["tokens"]),
-        "logprobs": tuple(data["logprobs"]),
-        "versions": tuple(data["versions"]),
-        "top": tuple(tuple((token, logprob) for token, logprob in row) for row in data["top"]),
-        "stop_reason": None if reason is None else StopReason(reason),
-    }
+RESULT, CHUNK = TypeAdapter(Result), TypeAdapter(Chunk)
+"""The inverses: lists of JSON become tuples, strings stop reasons."""
 
 
 try:
@@ -152,14 +131,12 @@ class HttpGenerator:
         await self._client.aclose()
 
     async def generate(self, request: Request) -> Result:
-        """Go on from a prompt."""
-        async with self._call("POST", "/generate", json=request_json(_named(request), stream=False)) as response:
+        async with self._call("POST", "/generate", json=request_json(request, stream=False)) as response:
             body = await response.aread()
-            return self._read(body, lambda data: result_from_json(data, request.prompt))
+            return self._read(body, lambda data: RESULT.validate_python({**data, "prompt": request.prompt}))
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """The same, as it comes."""
-        async with self._call("POST", "/generate", json=request_json(_named(request), stream=True)) as response:
+        async with self._call("POST", "/generate", json=request_json(request, stream=True)) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
@@ -169,15 +146,12 @@ class HttpGenerator:
             raise PalestraError(f"{self.base_url} ended a stream before its end: see the server's log")
 
     async def abort(self, id: str) -> None:
-        """End a request now; it returns what it has, with the reason `abort`."""
         await self._command("POST", "/abort", json={"id": id})
 
     async def pause(self) -> None:
-        """Stop drawing tokens; requests wait where they are."""
         await self._command("POST", "/pause")
 
     async def resume(self) -> None:
-        """Go on."""
         await self._command("POST", "/resume")
 
     async def publish(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
@@ -194,25 +168,15 @@ class HttpGenerator:
         params = {"version": version, "keep_cache": str(keep_cache).lower()}
         await self._command("PUT", "/update_weights", content=pieces, params=params, headers=headers)
 
-    def _read(self, said: str | bytes, meaning: Callable[[dict[str, Any]], T]) -> T:
-        """What the server said, or that it makes no sense."""
+    def _read(self, body: str | bytes, parse: Callable[[dict[str, Any]], T]) -> T:
         try:
-            return meaning(json.loads(said))
+            return parse(json.loads(body))
         except (ValueError, KeyError, TypeError) as error:
-            raise PalestraError(
-                f"{self.base_url} gave an answer that is malformed: it is no palestra server"
-            ) from error
+            raise PalestraError(f"{self.base_url} sent a malformed response: it is not a palestra server") from error
 
-    async def _command(
-        self,
-        method: str,
-        path: str,
-        *,
-        content: Callable[[], AsyncIterator[bytes]] | None = None,
-        **options: Any,
-    ) -> None:
-        """A call that may be made twice; `content` gives its body anew for each time."""
-        async with self._call(method, path, again=(*UNSENT, *UNANSWERED), content=content, **options):
+    async def _command(self, method: str, path: str, **options: Any) -> None:
+        """A call that may be made twice."""
+        async with self._call(method, path, again=(*UNSENT, *UNANSWERED), **options):
             pass
 
     @asynccontextmanager
@@ -225,7 +189,10 @@ class HttpGenerator:
         content: Callable[[], AsyncIterator[bytes]] | None = None,
         **options: Any,
     ) -> AsyncIterator[httpx.Response]:
-        """A response with status 200; errors in `again` are tried again, all others explained."""
+        """A response with status 200; errors in `again` are tried again, all others explained.
+
+        `content` gives the body anew for each attempt.
+        """
         waits = iter(self._waits)
         while True:
             body = None if content is None else content()
@@ -236,41 +203,38 @@ class HttpGenerator:
             except httpx.HTTPError as error:
                 wait = next(waits, None) if isinstance(error, again) else None
                 if wait is None:
-                    raise PalestraError(f"{self.base_url} does not answer: {_said(error)}") from error
+                    raise PalestraError(
+                        f"{self.base_url} does not respond: {str(error) or type(error).__name__}"
+                    ) from error
             await asyncio.sleep(wait)
         try:
             if response.status_code != 200:
                 raise _error(response.status_code, await response.aread())
             yield response
         except httpx.HTTPError as error:
-            raise PalestraError(f"{self.base_url} broke off its answer to {path}: {_said(error)}") from error
+            raise PalestraError(
+                f"{self.base_url} broke off its response to {path}: {str(error) or type(error).__name__}"
+            ) from error
         finally:
             await response.aclose()
 
 
-def _named(request: Request) -> Request:
-    """With an id, so that the server knows what to end."""
-    return request if request.id is not None else replace(request, id=uuid.uuid4().hex)
-
-
 def _chunk(data: dict[str, Any]) -> Chunk:
-    """What an event of a stream tells: tokens, or what went wrong after the status was sent."""
+    """An event of a stream: tokens, or what went wrong after the status was sent."""
     if "error" in data:
         raise _error(200, data["error"])
-    return chunk_from_json(data)
-
-
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return CHUNK.validate_python(data)
 
 
 def _error(status: int, body: bytes | Mapping[str, Any]) -> PalestraError:
     """The error that the engine would have raised here."""
     try:
-        said = json.loads(body)["error"] if isinstance(body, bytes) else body
-        message, code = said["message"], said["code"]
+        error = json.loads(body)["error"] if isinstance(body, bytes) else body
+        message, code = error["message"], error["code"]
     except (ValueError, KeyError, TypeError):
-        return PalestraError(f"the server answered with status {status} and no explanation: it is no palestra server")
+        return PalestraError(
+            f"the server responded with status {status} and no explanation: it is not a palestra server"
+        )
     if code == "context_length_exceeded":
         return PromptTooLong(message)
     if code == "queue_full" or status == 429:

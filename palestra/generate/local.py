@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,8 +19,8 @@ from palestra.lm.model import Transformer
 
 
 class LocalGenerator:
-    """Requests as coroutines. `drive="thread"` generates in a thread of its own until `close`; with `"caller"` whoever
-    owns the device calls `engine.burst()`, and requests wait until then.
+    """Requests as coroutines. `drive="thread"` generates in its own thread until `close`; with `"caller"` the owner of
+    the device calls `engine.burst()`, and requests wait until then.
 
     A coroutine that is cancelled, or a stream that is not read to its end, aborts its request.
     """
@@ -37,27 +36,25 @@ class LocalGenerator:
     def __enter__(self) -> "LocalGenerator":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def generate(self, request: Request) -> Result:
-        """Go on from a prompt."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        id = self._submit(request, _Future(future, self._deliveries()))
+        sink, id = self._submit(request, streams=False)
         try:
-            return await future
+            item = await sink.queue.get()
         except asyncio.CancelledError:
             self._abort(id)
             raise
+        if isinstance(item, BaseException):
+            raise item
+        assert isinstance(item, Result)
+        return item
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """The same, as it comes."""
-        queue: asyncio.Queue[Chunk | Result | BaseException] = asyncio.Queue()
-        id = self._submit(request, _Stream(queue, self._deliveries()))
+        sink, id = self._submit(request, streams=True)
         try:
-            while not isinstance(item := await queue.get(), Result):
+            while not isinstance(item := await sink.queue.get(), Result):
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -66,24 +63,20 @@ class LocalGenerator:
             raise
 
     async def abort(self, id: str) -> None:
-        """End a request now; it returns what it has, with the reason `abort`."""
         self._abort(id)
 
     async def pause(self) -> None:
-        """Stop drawing tokens; requests wait where they are."""
         await asyncio.to_thread(self.engine.pause)
 
     async def resume(self) -> None:
-        """Go on."""
         self.engine.resume()
         self._wake.set()
 
     async def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
-        """New weights, between two tokens. Running requests go on: with their caches as they are, or recomputed."""
         await asyncio.to_thread(self.engine.publish, weights, version, keep_cache=keep_cache)
 
     def work(self, seconds: float) -> bool:
-        """With `drive="caller"`: a burst; False after waiting, at most so long, where there is nothing to generate."""
+        """With `drive="caller"`: a burst; False after waiting at most `seconds` where there is nothing to generate."""
         self._wake.clear()
         if self.engine.burst():
             return True
@@ -95,11 +88,10 @@ class LocalGenerator:
         self._wake.set()
 
     def metrics(self) -> dict[str, float]:
-        """What the engine is doing and has done."""
         return self.engine.metrics()
 
     def close(self) -> None:
-        """Stop the thread; requests at work fail."""
+        """Stop the thread; requests in flight fail."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -107,16 +99,14 @@ class LocalGenerator:
         if self.engine.failure is None:
             self.engine.fail(PalestraError("the generator was closed"))
 
-    def _submit(self, request: Request, sink: "_Future | _Stream") -> str:
-        id = self.engine.submit(request, sink)
-        self._wake.set()
-        return id
-
-    def _deliveries(self) -> "_Deliveries":
+    def _submit(self, request: Request, *, streams: bool) -> "tuple[_Sink, str]":
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             self._loops[loop] = _Deliveries(loop)
-        return self._loops[loop]
+        sink = _Sink(self._loops[loop], streams)
+        id = self.engine.submit(request, sink)
+        self._wake.set()
+        return sink, id
 
     def _abort(self, id: str) -> None:
         self.engine.abort(id)
@@ -124,11 +114,11 @@ class LocalGenerator:
 
     def _work(self) -> None:
         while True:
-            # Cleared first: what is asked during a burst that finds nothing to do wakes the next one.
+            # Cleared first: a request that comes during a burst that finds nothing to do wakes the next one.
             self._wake.clear()
             if self._closed or self.engine.failure is not None:
                 return
-            # The engine tells its requests, now and later, what ended it.
+            # The engine has failed its requests with the error, and fails later ones.
             with suppress(BaseException):
                 if not self.engine.burst():
                     self._wake.wait()
@@ -147,7 +137,7 @@ class _Deliveries:
             self._waiting.append(deliver)
             first = len(self._waiting) == 1
         if first:
-            # Who asked may have gone, and the loop with it.
+            # The waiting coroutine may be gone, and the loop with it.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._deliver)
 
@@ -158,47 +148,19 @@ class _Deliveries:
             deliver()
 
 
-class _Future:
-    """Resolves a future in its own loop."""
+class _Sink:
+    """A queue for the coroutine that waits for a request, filled in its own loop."""
 
-    streams = False
+    def __init__(self, deliveries: _Deliveries, streams: bool):
+        self.deliveries, self.streams = deliveries, streams
+        self.queue: asyncio.Queue[Chunk | Result | BaseException] = asyncio.Queue()
 
-    def __init__(self, future: asyncio.Future[Result], deliveries: _Deliveries):
-        self.future, self.deliveries = future, deliveries
-
-    def chunk(self, chunk: Chunk) -> None:
-        raise AssertionError("not streamed")
-
-    def finish(self, result: Result) -> None:
-        self._call(lambda: self.future.set_result(result))
-
-    def fail(self, error: BaseException) -> None:
-        self._call(lambda: self.future.set_exception(error))
-
-    def _call(self, settle: Callable[[], None]) -> None:
-        self.deliveries.add(lambda: None if self.future.done() else settle())
-
-
-class _Stream:
-    """Puts what comes into a queue of its own loop."""
-
-    streams = True
-
-    def __init__(self, queue: "asyncio.Queue[Chunk | Result | BaseException]", deliveries: _Deliveries):
-        self.queue, self.deliveries = queue, deliveries
-
-    def chunk(self, chunk: Chunk) -> None:
-        self.deliveries.add(lambda: self.queue.put_nowait(chunk))
-
-    def finish(self, result: Result) -> None:
-        self.deliveries.add(lambda: self.queue.put_nowait(result))
-
-    def fail(self, error: BaseException) -> None:
-        self.deliveries.add(lambda: self.queue.put_nowait(error))
+    def put(self, item: Chunk | Result | BaseException) -> None:
+        self.deliveries.add(lambda: self.queue.put_nowait(item))
 
 
 class LanguageModel:
-    """Writes on from texts and answers in conversations: `model.write("Once")`, `model.answer("Who are you?")`."""
+    """Continues texts and conversations: `model.write("Once")`, `model.answer("Who are you?")`."""
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, eos: frozenset[int], *, device: torch.device | str = "cpu"

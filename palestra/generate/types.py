@@ -1,7 +1,7 @@
-"""What is asked of a generator and what comes back; the interface that the engine and the HTTP clients share."""
+"""Requests, results, and the `Generator` interface that the engine in this process and the HTTP clients share."""
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Log-probabilities are of the distribution drawn from, after all that is set here."""
+    """Sampling parameters. Log-probabilities are of the distribution sampled from, after all of these are applied."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
@@ -24,22 +24,22 @@ class Sampling:
     max_new_tokens: int = 128
     """Stop after this many."""
     min_new_tokens: int = 0
-    """No stop before this many: end tokens cannot be drawn, stop strings are ignored."""
+    """No stop before this many: end tokens cannot be sampled, stop strings are ignored."""
     stop: tuple[str, ...] = ()
     """Strings that end a generation once its text contains one; the tokens up to there are kept."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a generation; kept as its last token."""
     ignore_eos: bool = False
-    """Go on after the model's own end tokens."""
+    """Continue after the model's own end tokens."""
     seed: int | None = None
-    """The same request with the same seed gives the same tokens, whatever else is in the batch; null draws a seed."""
+    """The same request and seed give the same tokens, whatever else is in the batch; null picks a random seed."""
     logprobs: int = 0
     """How many of the most likely alternatives to give for each token."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as tokens, and how to go on from it."""
+    """A prompt as tokens, and how to continue it."""
 
     prompt: tuple[int, ...]
     sampling: Sampling = Sampling()
@@ -64,9 +64,9 @@ class Generation:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the distribution that each token was drawn from."""
+    """Of the distribution that each token was sampled from."""
     versions: tuple[int, ...]
-    """The version of the weights that drew each token."""
+    """The version of the weights that sampled each token."""
     stop_reason: StopReason
     text: str | None = None
     """The text up to a stop string; null where the generator has no tokenizer."""
@@ -78,7 +78,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream gives: new tokens of generation `index`; the last one of an index has its `stop_reason`."""
+    """An item of a stream: new tokens of generation `index`; the last one of an index has its `stop_reason`."""
 
     index: int
     tokens: tuple[int, ...]
@@ -91,22 +91,22 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to a request: its n generations."""
+    """The result of a request: its n generations."""
 
     id: str
     prompt: tuple[int, ...]
-    generations: tuple[Generation, ...] = field(default=())
+    generations: tuple[Generation, ...] = ()
 
 
 class Generator(Protocol):
     """What workflows and trainers see: the engine in this process, or a server elsewhere."""
 
     async def generate(self, request: Request) -> Result:
-        """Go on from a prompt."""
+        """The completions of a prompt."""
         ...
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """The same, as it comes. Closing it early ends the request."""
+        """The same in chunks as tokens are sampled. Closing it early ends the request and frees its slots."""
         ...
 
     async def abort(self, id: str) -> None:
@@ -114,13 +114,16 @@ class Generator(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop drawing tokens; requests wait where they are."""
+        """Stop sampling; requests wait where they are."""
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Continue sampling."""
         ...
 
     async def publish(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
-        """New weights, between two tokens. Running requests go on: with their caches as they are, or recomputed."""
+        """Load new weights between two tokens; no later token has an older version.
+
+        Running requests continue, with their caches as they are or recomputed.
+        """
         ...

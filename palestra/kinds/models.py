@@ -10,7 +10,7 @@ import torch
 
 from palestra.data.chat import end_of_turn
 from palestra.data.mixture import stream_key
-from palestra.data.sources import resolve
+from palestra.data.sources import model_folder
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
@@ -34,7 +34,6 @@ from palestra.lm.model import Transformer
 from palestra.lm.ranks import Ranks, whole
 from palestra.lm.scorer import ScalarModel
 from palestra.runs.checkpoint import is_checkpoint, keep
-from palestra.runs.run import open_run
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.lm import ChatData
@@ -72,7 +71,7 @@ def find_model(ref: str | Path, root: Path | str = "runs", seen: tuple[Path, ...
 
     `seen` are the folders of the adapters above it.
     """
-    folder = _folder(str(ref), Path(root))
+    folder = model_folder(str(ref), Path(root))
     if not (folder / ADAPTER_CONFIG).exists():
         return FoundModel(folder, None, folder, folder, folder)
     if folder.resolve() in seen:
@@ -109,33 +108,6 @@ def open_model(
         eos = read_eos(place.generation, loaded.config)
         loaded = replace(loaded, model=plain, tokenizer=place.tokenizer, eos=eos)
     return loaded, Tokenizer.load(place.tokenizer)
-
-
-def _folder(ref: str, root: Path) -> Path:
-    path = Path(ref).expanduser()
-    if (path / "config.json").exists() or (path / ADAPTER_CONFIG).exists():
-        return path
-    if (path / "meta.json").exists():  # a checkpoint
-        return _model_of(path)
-    if "://" in ref:
-        return resolve(ref, kind="model")
-    try:
-        run = open_run(ref, root)
-    except UsageError:
-        if path.exists():
-            raise UsageError(
-                f"{ref} is not a model: neither a run, nor a checkpoint, nor a folder with a config.json"
-            ) from None
-        if path.parts[0] == root.name:  # a run was meant, not an owner on the Hub
-            raise
-        return resolve(ref, kind="model", root=root)
-    return _model_of(run.checkpoint("best"))
-
-
-def _model_of(checkpoint: Path) -> Path:
-    if not (checkpoint / "model").is_dir():
-        raise UsageError(f"{checkpoint} has no language model")
-    return checkpoint / "model"
 
 
 INIT = "init.json"
@@ -286,8 +258,8 @@ def scored_model(model: Transformer, start: Start) -> ScalarModel:
     scored = ScalarModel(model)
     if is_classifier(start.config):
         assert start.folder is not None
-        with Shards(start.folder) as shards, torch.no_grad():
-            scored.value.weight.copy_(shards.tensor("score.weight"))
+        with torch.no_grad():
+            scored.value.weight.copy_(Shards(start.folder).tensor("score.weight"))
     return scored
 
 

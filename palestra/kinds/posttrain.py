@@ -189,17 +189,10 @@ def assemble(
     executor = _replay(spec, session, start, launch.root) or Executor(
         Prompts(spec.tasks, verifiers.tasks, seed),
         starter,
+        spec.rollout,
         loop=loop,
         batch=prompts,
-        samples=spec.rollout.group,
-        staleness=spec.rollout.staleness,
-        on_stale=spec.rollout.on_stale,
-        running=spec.rollout.running,
-        failures=spec.rollout.failures,
         total=spec.train.steps * prompts,
-        timeout=spec.rollout.timeout_seconds,
-        on_timeout=spec.rollout.on_timeout,
-        max_filtered=spec.rollout.max_filtered_batches,
         filter=filter,
     )
     if isinstance(executor, Executor):

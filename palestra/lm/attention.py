@@ -76,17 +76,16 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (index,), grad = ctx.saved_tensors, grads[0].flatten(1)
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        (index,), grad = ctx.saved_tensors, wide(grads[0].flatten(1))
         if grad.is_cuda:  # `index_add_` would add in any order there
-            found = torch.ops.aten.embedding_dense_backward(wide, index, ctx.rows, -1, False)
+            summed = torch.ops.aten.embedding_dense_backward(grad, index, ctx.rows, -1, False)
         else:
-            found = wide.new_zeros(ctx.rows, wide.shape[1]).index_add_(0, index, wide)
-        return found.to(grad.dtype).view(ctx.rows, *grads[0].shape[1:]), None
+            summed = grad.new_zeros(ctx.rows, grad.shape[1]).index_add_(0, index, grad)
+        return summed.to(grads[0].dtype).view(ctx.rows, *grads[0].shape[1:]), None
 
 
 SHORT = 64 if torch.backends.mkl.is_available() else 0
-"""Up to so many tokens a CPU is faster with whole products than with flash attention: twice at 40, as fast at 128.
+"""Up to this many tokens a CPU is faster with whole products than with flash attention: twice at 40, as fast at 128.
 Without MKL torch multiplies one matrix of a batch after the other: 78 ms for 128 × 4 heads of 24 tokens, flash 9."""
 LANES = 16
 """Keys that a query has at least, hidden ones included: torch's softmax of a shorter row takes 7 times as long."""
@@ -174,7 +173,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Causal attention of a block: q (rows, H, T, dim), k and v (rows, K, T, dim) → (rows, H, T, dim)."""
     length, grouped, dtype = q.shape[2], q.shape[1] != k.shape[1], q.dtype
     if q.device.type == "cpu" and length <= SHORT:
-        mask = _mask(length, window, q)
+        positions = torch.arange(max(length, LANES), device=q.device)
+        mask = additive_mask(positions[:length], positions, window, torch.promote_types(dtype, torch.float32))
         return _Short.apply(q, k, v, mask) if torch.is_grad_enabled() else _short(q, k, v, mask)[0]
     if q.device.type == "cpu" and dtype == torch.bfloat16 and length <= 512:
         # The backward pass of flash attention in bf16 is 4 times slower there than in FP32 (128 tokens; equal at 700).
@@ -188,12 +188,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _mask(length: int, window: int | None, like: Tensor) -> Tensor:
-    """(length, length or LANES), at least FP32: 0 where a token looks, −inf elsewhere."""
-    t = torch.arange(max(length, LANES), device=like.device)
-    behind = t[:length, None] - t[None, :]
-    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-    return wide(like.new_zeros(hidden.shape)).masked_fill_(hidden, float("-inf"))
+def additive_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(Q, K): 0 where the token at a query's position attends to that at a key's, −inf elsewhere."""
+    hidden = keys > queries[:, None]
+    if window is not None:
+        hidden |= keys <= queries[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 class _Short(torch.autograd.Function):

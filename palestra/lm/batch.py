@@ -48,7 +48,7 @@ class Batch:
         per_token: Mapping[str, Sequence[Sequence[float] | np.ndarray]] | None = None,
         per_sequence: Mapping[str, Sequence[float]] | None = None,
     ) -> "Batch":
-        """Lay sequences end to end; without masks every token has weight 1."""
+        """Concatenate sequences; without masks every token has weight 1."""
         lengths = [len(s) for s in sequences]
         mask = np.ones(sum(lengths), np.float32) if loss_masks is None else _row(loss_masks, lengths)
         return cls.flat(
@@ -68,15 +68,15 @@ class Batch:
         per_token: Mapping[str, np.ndarray] | None = None,
         per_sequence: Mapping[str, Sequence[float] | np.ndarray] | None = None,
     ) -> "Batch":
-        """The same of arrays in which sequences lie end to end already."""
+        """The same from arrays in which the sequences are concatenated already."""
         if min(lengths, default=0) < 1:
             raise ValueError("a batch needs sequences of at least one token")
-        given = {"loss_mask": loss_mask, **(per_token or {})}
-        for name, values in given.items():
+        arrays = {"loss_mask": loss_mask, **(per_token or {})}
+        for name, values in arrays.items():
             if len(values) != len(tokens):
                 raise ValueError(f"expected one value of {name} for each of {len(tokens)} tokens, got {len(values)}")
-        mask, *others = (torch.from_numpy(np.asarray(values, np.float32)) for values in given.values())
-        mask[_starts(lengths)] = 0.0
+        mask, *others = (torch.from_numpy(np.asarray(values, np.float32)) for values in arrays.values())
+        mask[np.cumsum([0, *lengths[:-1]])] = 0.0  # the first token of a sequence is never predicted
         return cls(
             torch.from_numpy(tokens),
             lengths,
@@ -91,8 +91,7 @@ class Batch:
     @property
     def cu_seqlens(self) -> Tensor:
         """Bounds of the sequences (B + 1), int32 on the batch's device."""
-        bounds = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
-        return torch.from_numpy(bounds).to(self.tokens.device)
+        return torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)).to(self.tokens.device)
 
     @property
     def positions(self) -> Tensor:
@@ -135,7 +134,7 @@ class Batch:
     def group_sizes(self, group: int) -> list[int]:
         """Tokens of each group of `group` consecutive sequences."""
         if len(self) % group:
-            raise ValueError(f"{len(self)} sequences are no whole groups of {group}")
+            raise ValueError(f"{len(self)} sequences do not divide into groups of {group}")
         return np.add.reduceat(self.lengths, np.arange(0, len(self.lengths), group)).tolist()
 
     def select_groups(self, groups: Sequence[int], group: int) -> "Batch":
@@ -144,14 +143,14 @@ class Batch:
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """Where the tokens of `select(sequences)` lie in this batch."""
-        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        starts = np.cumsum([0, *self.lengths])
         index = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
         return torch.from_numpy(index).to(self.tokens.device)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the model says of a batch's tokens; 0 where nothing was asked."""
+    """The model's scores of a batch's tokens; 0 where the loss mask is."""
 
     logprobs: Tensor
     """(T) FP32."""
@@ -202,7 +201,3 @@ def _column(values: Sequence[float] | np.ndarray, sequences: int) -> Tensor:
     if len(values) != sequences:
         raise ValueError(f"expected one value a sequence: {sequences}, got {len(values)}")
     return torch.from_numpy(np.asarray(values, np.float32))
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(int).tolist()

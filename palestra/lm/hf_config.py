@@ -63,103 +63,60 @@ class Family:
         return f"{self.stem}ForSequenceClassification"
 
 
-_MIXTRAL = Experts(
-    ("num_local_experts", "num_experts"), "intermediate_size", None, "block_sparse_moe", gate="w1", up="w3", down="w2"
-)
-_QWEN3_MOE = Experts(
-    # transformers 4 writes the first name, 5 the second.
-    ("num_experts", "num_local_experts"),
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "mlp",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-)
+# fmt: off
+_MIXTRAL = Experts(("num_local_experts", "num_experts"), "intermediate_size", None, "block_sparse_moe",
+                   gate="w1", up="w3", down="w2")
+# transformers 4 writes the first name of the number of experts, 5 the second.
+_QWEN3_MOE = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", "mlp",
+                     gate="gate_proj", up="up_proj", down="down_proj")
 _OLMOE = replace(_QWEN3_MOE, width="intermediate_size")
 
 # In the order in which a family is sought for a shape: the plainest that expresses it.
 _ROWS = (
-    Family(
-        "llama",
-        "Llama",
-        fixed={"attention_bias": False, "mlp_bias": False},
-        heads="divide",
-    ),
-    Family(
-        "mistral",
-        "Mistral",
-        window="all",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-    Family(
-        "qwen2",
-        "Qwen2",
-        attention_bias=True,
-        window="layers",
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
-    ),
-    Family(
-        "qwen3",
-        "Qwen3",
-        qk_norm="head",
-        window="layers",
-        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
-        fixed={"attention_bias": False},
-    ),
-    Family(
-        "mixtral",
-        "Mixtral",
-        window="all",
-        experts=_MIXTRAL,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    ),
-    Family(
-        "qwen3_moe",
-        "Qwen3Moe",
-        qk_norm="head",
-        window="switched",
-        experts=_QWEN3_MOE,
-        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
-        fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ),
-    Family(
-        "olmoe",
-        "Olmoe",
-        qk_norm="full",
-        experts=_OLMOE,
-        defaults={"rms_norm_eps": 1e-5},
-        fixed={"attention_bias": False, "clip_qkv": None},
-        heads="fill",
-        classifies=False,
-    ),
+    Family("llama", "Llama", heads="divide", fixed={"attention_bias": False, "mlp_bias": False}),
+    Family("mistral", "Mistral", window="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    Family("qwen2", "Qwen2", attention_bias=True, window="layers",
+           defaults={"num_key_value_heads": 32, "sliding_window": 4096}),
+    Family("qwen3", "Qwen3", qk_norm="head", window="layers", fixed={"attention_bias": False},
+           defaults={"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128}),
+    Family("mixtral", "Mixtral", window="all", experts=_MIXTRAL,
+           defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    Family("qwen3_moe", "Qwen3Moe", qk_norm="head", window="switched", experts=_QWEN3_MOE,
+           defaults={"num_key_value_heads": 4, "sliding_window": 4096},
+           fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    Family("olmoe", "Olmoe", qk_norm="full", experts=_OLMOE, heads="fill", classifies=False,
+           defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
 """By `model_type`."""
 
+FIELDS: dict[str, tuple[str, type]] = {
+    "vocab": ("vocab_size", int), "width": ("hidden_size", int), "mlp": ("intermediate_size", int),
+    "layers": ("num_hidden_layers", int), "heads": ("num_attention_heads", int),
+    "kv_heads": ("num_key_value_heads", int), "head_dim": ("head_dim", int),
+    "context": ("max_position_embeddings", int), "norm_eps": ("rms_norm_eps", float),
+    "tied": ("tie_word_embeddings", bool),
+}
+"""Fields of `Shape` that all families have under the same key."""
+SCALINGS: dict[str, dict[str, tuple[str, type]]] = {
+    "linear": {},
+    "llama3": {"original_context": ("original_max_position_embeddings", int),
+               "low": ("low_freq_factor", float), "high": ("high_freq_factor", float)},
+    "yarn": {"original_context": ("original_max_position_embeddings", int),
+             "low": ("beta_slow", float), "high": ("beta_fast", float)},
+}
+"""Fields of `RopeScaling` besides the factor, by `rope_type`."""
 DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": False,
-    "sliding_window": None,
-    "use_sliding_window": False,
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": None, "use_sliding_window": False,
     "max_window_layers": 28,
 }
 """What transformers takes where a key is absent, for most families."""
 FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "is_causal": True,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
-    "pruned_heads": {},
+    "hidden_act": "silu", "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
+    "partial_rotary_factor": 1.0, "rope_interleaved": False, "pruned_heads": {},
 }
 """Keys of every family that would change the arithmetic, with the only value there is code for."""
-# fmt: off
 KEPT = frozenset({
     "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config", "max_sequence_length",
     "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
@@ -200,23 +157,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], Shape]:
     return config, read_config(config, str(path))
 
 
-def family_named(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a config names; an unknown one is an error that lists those known."""
-    model_type, architectures = config.get("model_type"), config.get("architectures")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"{where} has model_type {model_type!r}, which is not supported; those that are: {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
-    classes = [family.architecture, family.classifier] if family.classifies else [family.architecture]
-    if architectures is not None and architectures not in [[name] for name in classes]:
-        raise UnsupportedModel(
-            f"{where} has architectures {architectures}, which is not supported for model_type {model_type}; "
-            f"expected {' or '.join(classes)}"
-        )
-    return family
-
-
 def is_classifier(config: Mapping[str, Any]) -> bool:
     """Whether the config is of a model that scores sequences."""
     return "ForSequenceClassification" in str(config.get("architectures"))
@@ -224,39 +164,45 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 
 def read_config(config: Mapping[str, Any], where: str) -> Shape:
     """The shape that a config.json describes; whatever is not understood is an error that names each such key."""
-    if config.get("model_type") == OWN:
-        return _read_own(config, where)
-    family = family_named(config, where)
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if not isinstance(model_type, str) or model_type not in (*FAMILIES, OWN):
+        raise UnsupportedModel(
+            f"{where} has model_type {model_type!r}, which is not supported; supported are: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES.get(model_type)
     shape, problems = _read(config, family)
-    named = config.get("id2label")
-    labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
-    if is_classifier(config) and labels != 1:
-        problems.append(f"a classifier into {labels} labels (expected one label: the score of a reward model)")
+    if family is not None:
+        classes = [family.architecture, family.classifier] if family.classifies else [family.architecture]
+        if architectures is not None and architectures not in [[name] for name in classes]:
+            raise UnsupportedModel(
+                f"{where} has architectures {architectures}, which is not supported for model_type {model_type}; "
+                f"expected {' or '.join(classes)}"
+            )
+        labels = config.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+        if is_classifier(config) and count != 1:
+            problems.append(f"a classifier into {count} labels (expected one label: the score of a reward model)")
     if shape is None or problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
-        raise UnsupportedModel(f"{where} describes a {family.model_type} model that is not supported:{listed}")
+        raise UnsupportedModel(f"{where} describes a {model_type} model that is not supported:{listed}")
     return shape
 
 
 def write_config(shape: Shape, family: Family) -> dict[str, Any]:
-    """What config.json says of a shape, in the layout that transformers 4 and 5 both read."""
+    """What config.json says of a canonical shape, in the layout that transformers 4 and 5 both read."""
     config: dict[str, Any] = {
         "model_type": family.model_type,
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.width,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv,
-        "head_dim": shape.dim,
+        **{key: getattr(shape, name) for name, (key, _) in FIELDS.items()},
         "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if shape.rope_scaling is None else _write_scaling(shape.rope_scaling),
-        "tie_word_embeddings": shape.tied,
+        "rope_scaling": None,
         **family.fixed,
     }
+    if (scaling := shape.rope_scaling) is not None:
+        written = {key: getattr(scaling, name) for name, (key, _) in SCALINGS[scaling.type].items()}
+        config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
+        if scaling.type == "yarn":
+            config["rope_scaling"]["attention_factor"] = scaling.attention_factor
     if family.window != "none":
         config["sliding_window"] = shape.window
     if family.window in ("switched", "layers"):
@@ -275,11 +221,6 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
 def own_config(shape: Shape) -> dict[str, Any]:
     """A config.json for a shape that no family expresses."""
     return {"model_type": OWN, "architectures": ["PalestraForCausalLM"], "shape": shape.model_dump()}
-
-
-def kept(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a loaded config that belong into one written from it though the model does not depend on them."""
-    return {key: value for key, value in config.items() if key in KEPT}
 
 
 def family_of(shape: Shape, preferred: str | None = None) -> Family | None:
@@ -314,26 +255,23 @@ def canonical(shape: Shape) -> Shape:
 
 
 class _Keys:
-    """A config of which every key must be asked for, or be known to be harmless; problems are collected."""
+    """A config of which every key must be read, or be known to be harmless; problems are collected."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""):
         self.config, self.defaults, self.prefix = config, defaults, prefix
         self.asked: set[str] = set()
         self.problems: list[str] = []
 
-    def take(self, key: str, kind: type, *aliases: str) -> Any:
-        """The value, or the default where it is absent or null."""
+    def take(self, key: str, kind: type, *aliases: str, nullable: bool = False) -> Any:
+        """The value, or the default where it is absent. A null means absent too, unless it is `nullable`."""
         self.asked |= {key, *aliases}
+        if nullable:
+            value = self.config.get(key, self.defaults.get(key))
+            return None if value is None else self._checked(key, value, kind)
         value = next((self.config[name] for name in (key, *aliases) if self.config.get(name) is not None), None)
         if value is None and key not in self.defaults:
             self.problems.append(f"{self.prefix}{key} is missing")
         return self.defaults.get(key) if value is None else self._checked(key, value, kind)
-
-    def take_or_none(self, key: str, kind: type) -> Any:
-        """The value, or the default where it is absent; null is a value too."""
-        self.asked.add(key)
-        value = self.config.get(key, self.defaults.get(key))
-        return None if value is None else self._checked(key, value, kind)
 
     def _checked(self, key: str, value: Any, kind: type) -> Any:
         if kind is float and type(value) is int and abs(value) < 2**53:
@@ -352,42 +290,27 @@ class _Keys:
             self.problems.append(f"{self.prefix}{key} = {value!r} (only {only!r} is supported)")
 
     def refuse_rest(self, harmless: frozenset[str]) -> None:
-        """Refuse what nobody asked for, unless it is harmless or off: null, false, 0, empty."""
+        """Refuse keys that were not read, unless they are harmless or off: null, false, 0, empty."""
         for key, value in self.config.items():
             if key not in self.asked and key not in harmless and value:
                 self.problems.append(f"{self.prefix}{key} = {value!r:.60} (not understood)")
 
 
-def _read_own(config: Mapping[str, Any], where: str) -> Shape:
+def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | None, list[str]]:
+    """The shape and the problems; without problems there is a shape. Without a family it is in our own form."""
     try:
-        shape = Shape.model_validate(translated(config.get("shape")))
-        problems = _too_large(shape)
+        shape, problems = (
+            (Shape.model_validate(translated(config.get("shape"))), [])
+            if family is None
+            else _read_shape(config, family)
+        )
     except ValidationError as error:
-        shape, problems = None, _explained(error)
-    if shape is None or problems:
-        listed = "".join(f"\n  {problem}" for problem in problems)
-        raise UnsupportedModel(f"{where} holds no shape that this version understands:{listed}")
-    return shape
-
-
-def _too_large(shape: Shape) -> list[str]:
-    """What is beyond any model there is."""
-    count = shape.model_copy(update={"vocab": shape.vocab or 1}).parameters()
-    if shape.layers <= MOST["num_hidden_layers"] and count <= MOST_PARAMETERS:
-        return []
-    return [f"{shape.layers} layers, {count:.1e} parameters: larger than any model there is"]
-
-
-def _explained(error: ValidationError) -> list[str]:
-    return [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
-
-
-def _read(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
-    """The shape and the problems; without problems there is a shape."""
-    try:
-        return _read_shape(config, family)
-    except ValidationError as error:
-        return None, _explained(error)
+        return None, [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
+    if shape is not None:
+        count = shape.model_copy(update={"vocab": shape.vocab or 1}).parameters()
+        if shape.layers > MOST["num_hidden_layers"] or count > MOST_PARAMETERS:
+            problems.append(f"{shape.layers} layers, {count:.1e} parameters: larger than any model there is")
+    return shape, problems
 
 
 def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
@@ -395,22 +318,11 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     for key, only in {**FIXED, **family.fixed}.items():
         keys.expect(key, only)
     refused = len(keys.problems)
-    width, heads = keys.take("hidden_size", int), keys.take("num_attention_heads", int)
-    layers, context = keys.take("num_hidden_layers", int), keys.take("max_position_embeddings", int)
-    fields = {
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "kv_heads": keys.take_or_none("num_key_value_heads", int),
-        "head_dim": keys.take_or_none("head_dim", int),
-        "mlp": keys.take("intermediate_size", int),
-        "context": context,
-        "vocab": keys.take("vocab_size", int),
-        "tied": keys.take("tie_word_embeddings", bool) or is_classifier(config),
-        "norm_eps": keys.take("rms_norm_eps", float),
-        "qk_norm": family.qk_norm,
-        "attention_bias": family.attention_bias,
-    }
+    fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias}
+    for name, (key, kind) in FIELDS.items():
+        fields[name] = keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
+    fields["tied"] = fields["tied"] or is_classifier(config)
+    width, heads = fields["width"], fields["heads"]
     if heads == 0:
         keys.problems.append("num_attention_heads = 0 (expected at least 1)")
     if len(keys.problems) == refused:  # else what was not read yet would seem not to be understood
@@ -420,15 +332,14 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
-        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, context)
-        fields["window"], fields["window_from"] = _read_window(keys, family, layers)
+        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, fields["context"])
+        fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
         keys.refuse_rest(HARMLESS)
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
-    problems = _too_large(shape) + [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
-    return canonical(shape), problems
+    return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
 def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
@@ -436,18 +347,18 @@ def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | N
     theta = keys.take("rope_theta", float)
     keys.asked |= {"rope_parameters", "rope_scaling"}
     name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
-    given = keys.config.get(name) or {}
-    if not isinstance(given, dict):
-        keys.problems.append(f"{name} = {given!r} is not a mapping")
+    rope_config = keys.config.get(name) or {}
+    if not isinstance(rope_config, dict):
+        keys.problems.append(f"{name} = {rope_config!r} is not a mapping")
         return None, None
     defaults = {"rope_theta": theta, "original_max_position_embeddings": context, "beta_fast": 32.0, "beta_slow": 1.0}
-    rope = _Keys(given, {**defaults, "rope_type": given.get("type", "default")}, f"{name}.")
+    rope = _Keys(rope_config, {**defaults, "rope_type": rope_config.get("type", "default")}, f"{name}.")
     rope.asked.add("type")
     rope.expect("partial_rotary_factor", 1.0)
     rope.expect("truncate", True)
     theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
     scaling = None
-    if kind in ("linear", "llama3", "yarn"):
+    if kind in tuple(SCALINGS):  # of a broken config it may be any value, hashable or not
         scaling = _read_scaling(rope, kind)
     elif kind != "default":
         rope.problems.append(f"{name}.rope_type = {kind!r} (supported are default, linear, llama3 and yarn)")
@@ -456,19 +367,16 @@ def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | N
     return theta, scaling
 
 
-def _read_scaling(rope: _Keys, kind: Literal["linear", "llama3", "yarn"]) -> RopeScaling | None:
-    fields: dict[str, Any] = {"factor": rope.take("factor", float)}
-    if kind != "linear":
-        fields["original_context"] = rope.take("original_max_position_embeddings", int)
-    if kind == "llama3":
-        fields |= {"low": rope.take("low_freq_factor", float), "high": rope.take("high_freq_factor", float)}
+def _read_scaling(rope: _Keys, kind: Any) -> RopeScaling | None:
+    fields = {"factor": rope.take("factor", float)}
+    fields |= {name: rope.take(key, expected) for name, (key, expected) in SCALINGS[kind].items()}
     if kind == "yarn":
-        fields |= {"low": rope.take("beta_slow", float), "high": rope.take("beta_fast", float)}
-        scale, of_all = rope.take_or_none("mscale", float), rope.take_or_none("mscale_all_dim", float)
-        fields["attention_factor"] = rope.take_or_none("attention_factor", float)
-        if fields["attention_factor"] is None and scale and of_all and not rope.problems:
-            factor = fields["factor"]
-            fields["attention_factor"] = _temperature(factor, scale) / _temperature(factor, of_all)
+        scale, of_all, factor = (
+            rope.take(key, float, nullable=True) for key in ("mscale", "mscale_all_dim", "attention_factor")
+        )
+        if factor is None and scale and of_all and not rope.problems:
+            factor = _temperature(fields["factor"], scale) / _temperature(fields["factor"], of_all)
+        fields["attention_factor"] = factor
     return None if rope.problems else RopeScaling(type=kind, **fields)
 
 
@@ -477,22 +385,11 @@ def _temperature(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    written: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
-    if scaling.type != "linear":
-        written["original_max_position_embeddings"] = scaling.original_context
-    if scaling.type == "llama3":
-        written |= {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-    if scaling.type == "yarn":
-        written |= {"beta_slow": scaling.low, "beta_fast": scaling.high, "attention_factor": scaling.attention_factor}
-    return written
-
-
 def _read_window(keys: _Keys, family: Family, layers: int) -> tuple[int | None, int]:
     """The window and the first layer that has it."""
     if family.window == "none":
         return None, 0
-    window = keys.take_or_none("sliding_window", int)
+    window = keys.take("sliding_window", int, nullable=True)
     if family.window == "all":
         return window, 0
     first = 0

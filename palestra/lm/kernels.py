@@ -55,10 +55,8 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 def softmax_rows(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row z = logits / temperature: log p(target), log Σ exp z, and the entropy, in one pass."""
     rows, vocab = logits.shape
-    logprobs, normalizers, entropies = (torch.empty(rows, device=logits.device) for _ in range(3))
-    _softmax_rows[(rows,)](
-        logits, targets, logprobs, normalizers, entropies, vocab, 1.0 / temperature, 4096, num_warps=8
-    )
+    logprobs, normalizers, entropies = out = tuple(torch.empty(rows, device=logits.device) for _ in range(3))
+    _softmax_rows[(rows,)](logits, targets, *out, vocab, 1.0 / temperature, 4096, num_warps=8)
     return logprobs, normalizers, entropies
 
 
@@ -89,32 +87,18 @@ def _softmax_rows(logits, targets, logprobs, normalizers, entropies, vocab, scal
 
 def softmax_rows_backward(
     logits: Tensor,
-    targets: Tensor,
-    normalizers: Tensor,
-    entropies: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
     of_logprob: Tensor,
     of_entropy: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient (rows, V) of `softmax_rows` with respect to the logits, in `dtype`."""
+    """The gradient (rows, V) of `softmax_rows` by the logits, in `dtype`; `saved` are targets, log Σ exp, entropies."""
     rows, vocab = logits.shape
     of_entropy = torch.zeros_like(of_logprob) if of_entropy is None else of_entropy.contiguous()
-    of_logprob = of_logprob.contiguous()
     out = torch.empty((rows, vocab), dtype=dtype, device=logits.device)
-    _softmax_rows_backward[(rows, triton.cdiv(vocab, 4096))](
-        logits,
-        targets,
-        normalizers,
-        entropies,
-        of_logprob,
-        of_entropy,
-        out,
-        vocab,
-        1.0 / temperature,
-        4096,
-        num_warps=8,
-    )
+    grads, grid = (of_logprob.contiguous(), of_entropy), (rows, triton.cdiv(vocab, 4096))
+    _softmax_rows_backward[grid](logits, *saved, *grads, out, vocab, 1.0 / temperature, 4096, num_warps=8)
     return out
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,7 +58,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     On the CPU they may be `doubled` already, once for all layers.
     """
     if _fused(x):
-        return _kernels().rotate(x, cos, sin)
+        from palestra.lm import kernels  # Triton comes with torch for GPUs alone
+
+        return kernels.rotate(x, cos, sin)
     if x.is_cuda:
         first, second = wide(x).chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
@@ -77,24 +78,15 @@ def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves."""
     if _fused(gate_up):
-        return _kernels().swiglu(gate_up)
-    if torch.is_grad_enabled() and not gate_up.is_cuda:
-        return _SwiGLU.apply(gate_up)
-    if native.available(gate_up):
-        return native.gate(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+        from palestra.lm import kernels  # Triton comes with torch for GPUs alone
+
+        return kernels.swiglu(gate_up)
+    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() and not gate_up.is_cuda else _swiglu(gate_up)
 
 
 def _fused(x: Tensor) -> bool:
     """Whether one kernel stands in for several: while generating on a GPU, where launches are what costs."""
     return x.is_cuda and torch.is_inference_mode_enabled()
-
-
-def _kernels() -> ModuleType:
-    from palestra.lm import kernels  # Triton comes with torch for GPUs alone
-
-    return kernels
 
 
 def bilinear(gate_up: Tensor) -> Tensor:
@@ -170,23 +162,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
         return native.turn(x, cos, sin, sign)
     high = wide(x)
     out = high * cos
-    for half, other, by in zip(
-        out.chunk(2, dim=-1), reversed(high.chunk(2, dim=-1)), sin.chunk(2, dim=-1), strict=True
-    ):
-        half.addcmul_(
-            other, by, value=sign
-        )  # in place: halves laid together in other order took longer than all of this
+    others = reversed(high.chunk(2, dim=-1))
+    for half, other, by in zip(out.chunk(2, dim=-1), others, sin.chunk(2, dim=-1), strict=True):
+        half.addcmul_(other, by, value=sign)  # in place: concatenating swapped halves took longer than all of this
     return out.to(x.dtype)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if native.available(gate_up):
+        return native.gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        if native.available(gate_up):
-            return native.gate(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -218,8 +211,7 @@ def frequencies(shape: Shape) -> tuple[Tensor, float]:
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Short wavelengths stay, long ones are divided, those between are blended."""
     wavelength = 2 * math.pi / plain
-    smooth = (scaling.original_context / wavelength - scaling.low) / (scaling.high - scaling.low)
-    smooth = smooth.clamp(0, 1)
+    smooth = ((scaling.original_context / wavelength - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - smooth) * plain / scaling.factor + smooth * plain
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021): added, merged, unmerged, and as PEFT folders in and out."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): added, merged, and as PEFT folders in and out."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,58 +28,31 @@ class LoraLinear(Linear):
         inputs, device = base.weight.shape[1], base.weight.device
         self.lora_a = nn.ParameterDict({part: torch.empty(rank, inputs, device=device) for part in targets})
         self.lora_b = nn.ParameterDict({part: torch.zeros(base.parts[part], rank, device=device) for part in targets})
-        self._unmerged: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, in the precision of `x`."""
-        out = super().forward(x)
-        if self.is_merged:
-            return out
-        pieces = out.split(list(self.parts.values()), dim=-1)
-        return torch.cat([self._adapt(piece, part, x) for part, piece in zip(self.parts, pieces, strict=True)], dim=-1)
-
-    def _adapt(self, piece: Tensor, part: str, x: Tensor) -> Tensor:
-        if part not in self.lora_a:
-            return piece
-        low = F.linear(x, self.lora_a[part].to(x.dtype))
-        return piece + F.linear(low, self.lora_b[part].to(x.dtype)) * self.scale
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether the adapters are in the weight already."""
-        return self._unmerged is not None
+        pieces = list(super().forward(x).split(list(self.parts.values()), dim=-1))
+        for place, part in enumerate(self.parts):
+            if part in self.lora_a:
+                low = F.linear(x, self.lora_a[part].to(x.dtype))
+                pieces[place] = pieces[place] + F.linear(low, self.lora_b[part].to(x.dtype)) * self.scale
+        return torch.cat(pieces, dim=-1)
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """The weight with its adapters added in FP32, in the weight's precision; whole where it is split."""
-        if self.is_merged:
-            return self.weight.detach()
         merged = whole(self.weight.detach()).to(torch.float32, copy=True)
         for part, rows in zip(self.parts, merged.split(list(self.parts.values())), strict=True):
             if part in self.lora_a:
                 rows.addmm_(whole(self.lora_b[part]).float(), whole(self.lora_a[part]).float(), alpha=self.scale)
         return merged.to(self.weight.dtype)
 
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Put the adapters into the weight."""
-        if not self.is_merged:
-            merged, self._unmerged = self.merged_weight(), self.weight.detach().clone()
-            self.weight.copy_(merged)
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Put the weight back as it was, to the bit: it was kept, because subtracting would not give it."""
-        if self._unmerged is not None:
-            self.weight.copy_(self._unmerged)
-            self._unmerged = None
-
 
 @torch.no_grad()
 def add_lora(model: Transformer, spec: LoraSpec, generator: torch.Generator) -> None:
     """Give every targeted matrix an adapter and freeze all else. The model computes what it did, because B is zero.
 
-    A is drawn on the CPU, so that a seed gives the same adapters on every device.
+    A is initialized on the CPU, so that a seed gives the same adapters on every device.
     """
     if adapted(model):
         raise UsageError("the model has LoRA adapters already: merge them into its weights before adding others")
@@ -109,18 +82,6 @@ def adapted(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def merge(model: Transformer) -> None:
-    """Put all adapters into the weights. These take their memory twice until `unmerge`, and adapters do not train."""
-    for module in adapted(model).values():
-        module.merge()
-
-
-def unmerge(model: Transformer) -> None:
-    """Undo `merge`, to the bit."""
-    for module in adapted(model).values():
-        module.unmerge()
-
-
 def merged_weights(model: Transformer) -> dict[str, Tensor]:
     """Parameters and buffers under the plain model's names, with adapters merged; what has none is not copied.
 
@@ -145,8 +106,6 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"the adapters do not fit the model: {name} is {sizes.get(name, 'absent')} and the model's is "
                 f"{wanted.get(name, 'absent')}. Load them with their rank and targets, into the model they belong to"
             )
-    if any(module.is_merged for module in adapted(model).values()):
-        raise PalestraError("the model's adapters are merged into its weights: unmerge them before loading others")
     for name, tensor in state.items():
         mine[name].copy_(tensor)
 
@@ -164,7 +123,13 @@ _BLOCKS = {
 }
 """The module that a matrix of a layer belongs to in a Hugging Face model."""
 
-_READ = {"peft_type", "r", "lora_alpha", "target_modules", "bias", "init_lora_weights"}
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": (None, "LORA"),
+    "bias": ("none", "none"),
+    "init_lora_weights": (True, True, False, "gaussian"),  # others change the base model too
+}
+"""Keys of PEFT's config: the value where it is absent, and those there is code for."""
+_READ = {"r", "lora_alpha", "target_modules", *_SUPPORTED}
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"),
     *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
@@ -183,16 +148,16 @@ def save_peft(
 ) -> None:
     """Write a model's adapters for PEFT; `base` says which model they belong to, as a Hub id or a folder.
 
-    `adapters` are the model's own, whole, where those that it has are split over ranks. A `tokenizer` is written beside
-    them with the tokens that end a generation: training may have changed its chat template, and what ends a turn.
+    `adapters` are the model's own, whole, where those that it has are split over ranks. A `tokenizer` is written
+    with them, and the tokens that end a generation: training may have changed its chat template, and what ends a turn.
     """
     from safetensors.torch import save
 
     modules = adapted(model)
     if not modules:
         raise UsageError("the model has no LoRA adapters to save")
-    one = next(iter(modules.values()))
-    rank = next(iter(one.lora_a.values())).shape[0]
+    first = next(iter(modules.values()))
+    rank = next(iter(first.lora_a.values())).shape[0]
     weights = {
         _peft_name(name): tensor.cpu().contiguous() for name, tensor in (adapters or adapter_state(model)).items()
     }
@@ -201,7 +166,7 @@ def save_peft(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": one.scale * rank,
+        "lora_alpha": first.scale * rank,
         "lora_dropout": 0.0,
         "target_modules": [part for part in get_args(Matrix) if any(part in m.lora_a for m in modules.values())],
         "bias": "none",
@@ -231,34 +196,24 @@ def adapter_weights(folder: Path, model: Transformer) -> dict[str, Tensor]:
 
     if not (folder / WEIGHTS).exists():
         raise UsageError(f"{folder} is not a folder of PEFT adapters: it has no {WEIGHTS}")
-    names = {_peft_name(name): name for name in adapter_state(model)}
-    return _renamed(load_file(folder / WEIGHTS), names, folder)
+    names, weights = {_peft_name(name): name for name in adapter_state(model)}, load_file(folder / WEIGHTS)
+    if unknown := sorted(weights.keys() - names.keys()):
+        raise PalestraError(f"{folder / WEIGHTS}: the model has no place for {unknown[0]} ({len(unknown)} such)")
+    return {names[name]: tensor for name, tensor in weights.items()}
 
 
 def _read(config: dict[str, Any], folder: Path) -> LoraSpec:
     odd = [key for key, value in config.items() if key not in _READ | _HARMLESS and value not in (None, False, [], {})]
-    if config.get("peft_type") != "LORA":
-        odd.append("peft_type")
-    if config.get("bias", "none") != "none":
-        odd.append("bias")
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian"):  # others change the base model too
-        odd.append("init_lora_weights")
+    odd += [key for key, (default, *known) in _SUPPORTED.items() if config.get(key, default) not in known]
     if odd:
-        found = ", ".join(f"{key}: {json.dumps(config.get(key))}" for key in odd)
-        raise UsageError(f"{folder / CONFIG}: adapters of this form are not supported ({found})")
+        listed = ", ".join(f"{key}: {json.dumps(config.get(key))}" for key in odd)
+        raise UsageError(f"{folder / CONFIG}: adapters of this form are not supported ({listed})")
     targets = config["target_modules"]
     named = ["all"] if targets == "all-linear" else targets
     if not (isinstance(named, list) and named and set(named) <= {"all", *get_args(Matrix)}):
         raise UsageError(f"{folder / CONFIG}: expected target_modules of {', '.join(get_args(Matrix))}, got {targets}")
     fields = {"rank": config["r"], "alpha": float(config["lora_alpha"]), "targets": named}
     return LoraSpec.model_validate(fields)
-
-
-def _renamed(weights: dict[str, Tensor], names: dict[str, str], folder: Path) -> dict[str, Tensor]:
-    unknown = sorted(weights.keys() - names.keys())
-    if unknown:
-        raise PalestraError(f"{folder / WEIGHTS}: the model has no place for {unknown[0]} ({len(unknown)} such)")
-    return {names[name]: tensor for name, tensor in weights.items()}
 
 
 def _peft_name(name: str) -> str:

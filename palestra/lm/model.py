@@ -95,7 +95,7 @@ class Transformer(nn.Module):
         native.settle_products()
         self.shape, self.dtype = shape, dtype
         self.checkpointing: Callable[[int], bool] = lambda layer: False
-        """Which layers forget their activations and compute them again in the backward pass."""
+        """Which layers drop their activations and recompute them in the backward pass."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.norm_eps)
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
     def initialize(self, generator: torch.Generator) -> None:
         """Normal weights of deviation 0.02, outputs of the residual branches scaled by 1/√(2L) (GPT-2), norms 1.
 
-        Drawn on the CPU, so that a seed gives the same model on every device.
+        Sampled on the CPU, so that a seed gives the same model on every device.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -148,5 +148,5 @@ class Transformer(nn.Module):
             else:
                 residual = name.endswith(("attn.o.weight", "down.weight", "mlp.down"))
                 deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter.copy_(drawn * deviation)
+                normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.copy_(normal * deviation)

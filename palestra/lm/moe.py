@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Gate = Callable[[Tensor], Tensor]
 FEWEST_ROWS = {torch.float32: 16, torch.bfloat16: 64}
-"""On the CPU a product of fewer rows takes another kernel and rounds otherwise. Experts see at least so many, so that
-what a token gets does not depend on how many others chose its expert."""
+"""On the CPU a product of fewer rows takes another kernel and rounds differently. Experts see at least this many: the
+output for a token does not depend on how many others chose its expert."""
 
 
 class MoE(nn.Module):
@@ -62,7 +62,17 @@ class MoE(nn.Module):
         # The kernel wants rows of a multiple of 16 bytes. It takes the bounds from the device: nothing waits for them.
         if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.spec.mlp % 8 == 0:
             return grouped(rows, ends, gate_up, down, self.gate)
-        return looped(rows, ends, gate_up, down, self.gate)
+        pieces, start = [rows[:0]], 0
+        for end, first, second in zip(ends.tolist(), gate_up.unbind(), down.unbind(), strict=True):
+            if start < end:
+                pieces.append(self._expert(rows[start:end], first, second))
+            start = end
+        return torch.cat(pieces)
+
+    def _expert(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        fewest = FEWEST_ROWS.get(x.dtype, 0) if x.device.type == "cpu" else 0
+        padded = F.pad(x, (0, 0, 0, max(0, fewest - len(x))))
+        return F.linear(self.gate(F.linear(padded, first)), second)[: len(x)]
 
 
 def grouped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
@@ -70,18 +80,6 @@ def grouped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gat
     bounds = ends.to(torch.int32)
     hidden = gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=bounds))
     return F.grouped_mm(hidden, down.transpose(1, 2), offs=bounds)
-
-
-def looped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
-    """The same, one expert after the other; reads `ends` back from the device."""
-    pieces, start = [rows[:0]], 0
-    fewest = FEWEST_ROWS.get(rows.dtype, 0) if rows.device.type == "cpu" else 0
-    for end, first, second in zip(ends.tolist(), gate_up.unbind(), down.unbind(), strict=True):
-        if start < end:
-            mine = F.pad(rows[start:end], (0, 0, 0, max(0, fewest - (end - start))))
-            pieces.append(F.linear(gate(F.linear(mine, first)), second)[: end - start])
-        start = end
-    return torch.cat(pieces)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -168,8 +166,8 @@ def _used(router: Tensor, active: int, bias: Tensor | None) -> Tensor:
 
 def selection_bias(model: "Transformer") -> Tensor | None:
     """The biases (L, E) that the model's routers choose with; none where loads are not balanced by biases."""
-    found = [layer.bias for layer in _layers(model) if layer.bias is not None]
-    return torch.stack(found).to(model.dtype) if found else None
+    biases = [layer.bias for layer in _layers(model) if layer.bias is not None]
+    return torch.stack(biases).to(model.dtype) if biases else None
 
 
 @torch.no_grad()
@@ -179,7 +177,7 @@ def update_bias(model: "Transformer", load: Tensor) -> None:
     Loads are those of a whole step, over all micro-batches and ranks. Without biases there is nothing to do.
     """
     for layer, counts in zip(_layers(model), load, strict=True):
-        if layer.bias is not None and layer.router.requires_grad:  # adapters beside a frozen router leave it as it is
+        if layer.bias is not None and layer.router.requires_grad:  # adapters leave a frozen router as it is
             layer.bias += layer.spec.bias_rate * (counts.mean() - counts).sign()
 
 

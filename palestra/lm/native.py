@@ -1,6 +1,6 @@
 """Calls `rows.cpp`, compiled for this machine once, where it has a C++ compiler: `available` says whether.
 
-These are for the CPU what `kernels.py` is for the GPU. Elsewhere `ops.py` computes the same with torch's operations.
+These are for the CPU what `kernels.py` is for the GPU. Elsewhere `layers.py` computes the same with torch's operations.
 """
 
 import ctypes
@@ -83,13 +83,14 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     return out
 
 
-def draw(scores: Tensor, heats: Tensor, seeds: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(scores: Tensor, heats: Tensor, seeds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row of scores (B, V, FP32) and its log-probability, as `generate.engine.sampler` has them.
 
-    `heats` (B, FP32) are temperatures; `seeds` and `draws` (B, int64) make each row's random number.
+    `heats` (B, FP32) are temperatures; `seeds` and `counts`, of tokens sampled before (B, int64), make each row's
+    random number.
     """
     tokens, logprobs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
-    _call("draw", scores, scores.stride(0), heats, seeds, draws, tokens, logprobs, *scores.shape)
+    _call("draw", scores, scores.stride(0), heats, seeds, counts, tokens, logprobs, *scores.shape)
     return tokens, logprobs
 
 
@@ -122,27 +123,27 @@ def gate_backward(grad: Tensor, both: Tensor) -> Tensor:
 
 @cache
 def library() -> Kernels | None:
-    """The compiled kernels; None, said once, where there are none."""
+    """The compiled kernels; None, logged once, where they cannot be built."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        log.info("there is no C++ compiler here: models run on torch's operations alone, which takes longer")
+        log.info("no C++ compiler: models run on torch's operations alone, which is slower")
         return None
     try:
         return _loaded(_built(compiler))
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        log.warning("the kernels for this processor could not be built, slower ones stand in for them: %s", said)
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        log.warning("the CPU kernels could not be compiled, slower torch operations replace them: %s", reason)
         return None
 
 
 def _loaded(path: Path) -> Kernels:
     opened, types = ctypes.CDLL(str(path)), {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-    found: Kernels = {}
+    kernels: Kernels = {}
     for dtype, suffix in NAMES.items():
         for name, takes in (KERNELS | SINGLE if dtype == torch.float32 else KERNELS).items():
-            kernel = found[name, dtype] = getattr(opened, f"{name}_{suffix}")
-            kernel.argtypes, kernel.restype = [*(types[one] for one in takes.replace(" ", "")), ctypes.c_int], None
-    return found
+            kernel = kernels[name, dtype] = getattr(opened, f"{name}_{suffix}")
+            kernel.argtypes, kernel.restype = [*(types[kind] for kind in takes.replace(" ", "")), ctypes.c_int], None
+    return kernels
 
 
 def _built(compiler: str) -> Path:
@@ -158,7 +159,7 @@ def _built(compiler: str) -> Path:
         raise PermissionError(f"{path.parent} belongs to another user, who could put any code there: remove it")
     if folder.st_mode & 0o022:
         path.parent.chmod(0o700)
-    if not _ours(path):
+    if not _is_ours(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             command = [compiler, *FLAGS, "-o", made, SOURCE, *link]
@@ -168,8 +169,8 @@ def _built(compiler: str) -> Path:
     return path
 
 
-def _ours(path: Path) -> bool:
-    """Whether a library is there that nobody else can have written: loading it runs its code."""
+def _is_ours(path: Path) -> bool:
+    """Whether a library is there that no other user can have written: loading it runs its code."""
     return path.exists() and path.lstat().st_uid == os.getuid() and not path.stat().st_mode & 0o022
 
 
@@ -197,10 +198,10 @@ def _size(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _call(name: str, *given: Tensor | float) -> None:
+def _call(name: str, *arguments: Tensor | float) -> None:
     """Call a kernel for the type of its first argument."""
-    kernels, first = library(), given[0]
+    kernels, first = library(), arguments[0]
     assert kernels is not None
     assert isinstance(first, Tensor)
-    plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+    plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
     kernels[name, first.dtype](*plain, torch.get_num_threads())

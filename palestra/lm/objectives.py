@@ -1,7 +1,9 @@
 """Objectives: next-token prediction, DPO and its relatives, reward models."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,29 +20,63 @@ from palestra.rl.preference import DpoTerms, RewardTerms, dpo_terms, reward_term
 from palestra.spec.kinds.lm import DpoLossSpec, RewardLossSpec
 
 EVAL_BATCH = 64
+"""Sequences of an evaluation that are packed together."""
+Pair = tuple[Example, Example]
+PairLoss = Callable[[nn.Module, Batch], Loss]
+Item = TypeVar("Item")
 
 
-class NextToken:
+class _Batches(Generic[Item]):
+    """The batch of a step from its number alone, and an evaluation of sums over the first examples of each set."""
+
+    group: int
+
+    def __init__(self, mixture: Mixture[Item], evals: Mapping[str, Dataset[Item]], *, batch: int, eval_examples: int):
+        self.mixture, self.evals, self.size, self.eval_examples = mixture, evals, batch, eval_examples
+
+    def batch(self, step: int) -> Batch:
+        """The examples at the step's positions of the mixture."""
+        return self._pack(self.mixture.examples(np.arange(step * self.size, (step + 1) * self.size)))
+
+    @torch.no_grad()
+    def evaluate(self, engine: TrainEngine) -> dict[str, float]:
+        """The metrics of all evaluation sets together, and of each where there are several."""
+        metrics: dict[str, float] = {}
+        total: dict[str, float] = defaultdict(float)
+        for name, dataset in self.evals.items():
+            sums: dict[str, float] = defaultdict(float)
+            count, size = min(len(dataset), self.eval_examples), EVAL_BATCH // self.group
+            for start in range(0, count, size):
+                batch = self._pack([dataset[i] for i in range(start, min(start + size, count))])
+                for term, value in self._sums(engine, batch).items():
+                    sums[term] += value
+            for term, value in sums.items():
+                total[term] += value
+            if len(self.evals) > 1:
+                metrics |= {f"eval/{name}/{metric}": value for metric, value in self._means(sums).items()}
+        return {f"eval/{metric}": value for metric, value in self._means(total).items()} | metrics if total else {}
+
+    def _pack(self, examples: Sequence[Item]) -> Batch:
+        raise NotImplementedError
+
+    def _sums(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        raise NotImplementedError
+
+
+class NextToken(_Batches[Example]):
     """Minus the log-probability of every token with a loss weight, summed."""
 
     group = 1
 
     def __init__(
-        self,
-        mixture: Mixture[Example],
-        evals: Mapping[str, Dataset[Example]],
-        bytes_of: np.ndarray,
-        *,
-        batch: int,
-        eval_examples: int,
+        self, mixture: Mixture[Example], evals: Mapping[str, Dataset[Example]], bytes_of: np.ndarray, **sizes: int
     ):
-        self.mixture, self.evals, self.size, self.eval_examples = mixture, evals, batch, eval_examples
+        super().__init__(mixture, evals, **sizes)
         self.bytes_of = torch.from_numpy(bytes_of)
         """UTF-8 bytes of each token of the vocabulary; 0 for special ones."""
-
-    def batch(self, step: int) -> Batch:
-        """The examples at the step's positions of the mixture."""
-        return pack(self.mixture.examples(np.arange(step * self.size, (step + 1) * self.size)))
 
     def denominator(self, batch: Batch) -> float:
         """The tokens that are predicted."""
@@ -52,32 +88,22 @@ class NextToken:
         total = -(scored.logprobs * batch.loss_mask).sum()
         return Loss(total, {}, router_terms(model, scored.router, batch))
 
-    @torch.no_grad()
-    def evaluate(self, engine: TrainEngine) -> dict[str, float]:
-        """Loss a token and bits a byte of each evaluation set and of all together."""
-        found: dict[str, float] = {}
-        sums = torch.zeros(3, dtype=torch.float64)
-        for name, dataset in self.evals.items():
-            of_set = self._sums(engine, dataset)
-            sums += of_set
-            if len(self.evals) > 1:
-                found |= {f"eval/{name}/{metric}": value for metric, value in _rates(of_set).items()}
-        return {f"eval/{metric}": value for metric, value in _rates(sums).items()} | found if self.evals else {}
+    def _pack(self, examples: Sequence[Example]) -> Batch:
+        return pack(examples)
 
-    def _sums(self, engine: TrainEngine, dataset: Dataset[Example]) -> torch.Tensor:
-        """Nats, tokens and bytes (3) over the first examples of a set."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        count = min(len(dataset), self.eval_examples)
-        for start in range(0, count, EVAL_BATCH):
-            batch = pack([dataset[i] for i in range(start, min(start + EVAL_BATCH, count))])
-            nats = torch.zeros((), dtype=torch.float64)
-            for micro, counts in engine.ranks.micro_batches(batch, engine.micro_tokens, self.group):
-                scored: Scored = score(engine.transformer, micro.to(engine.device), entropy=False)
-                nats -= counts * (scored.logprobs.double() * micro.loss_mask.to(engine.device)).sum().cpu()
-            predicted = batch.loss_mask > 0
-            size = self.bytes_of[batch.tokens[predicted]].sum()
-            sums += torch.stack([engine.ranks.sum({"nats": nats})["nats"], predicted.sum(), size])
-        return sums
+    def _sums(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
+        nats = torch.zeros((), dtype=torch.float64)
+        for micro, counts in engine.ranks.micro_batches(batch, engine.micro_tokens, self.group):
+            scored: Scored = score(engine.transformer, micro.to(engine.device), entropy=False)
+            nats -= counts * (scored.logprobs.double() * micro.loss_mask.to(engine.device)).sum().cpu()
+        predicted = batch.loss_mask > 0
+        size = int(self.bytes_of[batch.tokens[predicted]].sum())
+        return {"nats": float(engine.ranks.sum({"nats": nats})["nats"]), "tokens": int(predicted.sum()), "bytes": size}
+
+    def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Loss a token and, where the tokens have text, bits a byte."""
+        bits = {"bits_per_byte": sums["nats"] / sums["bytes"] / math.log(2)} if sums["bytes"] else {}
+        return {"loss": sums["nats"] / sums["tokens"], **bits}
 
 
 def pack(examples: Sequence[Example]) -> Batch:
@@ -91,71 +117,29 @@ def pack(examples: Sequence[Example]) -> Batch:
     return Batch.pack(tokens, masks)
 
 
-def _rates(sums: torch.Tensor) -> dict[str, float]:
-    nats, tokens, size = sums.tolist()
-    rates = {"loss": nats / tokens}
-    if size:
-        rates["bits_per_byte"] = nats / size / math.log(2)
-    return rates
-
-
-Pair = tuple[Example, Example]
-PairLoss = Callable[[nn.Module, Batch], Loss]
-EVAL_PAIRS = 32
-
-
-class Preferences:
+class Preferences(_Batches[Pair]):
     """Pairs in batches, the chosen before the rejected; a loss of each pair."""
 
     group = 2
 
-    def __init__(
-        self,
-        mixture: Mixture[Pair],
-        evals: Mapping[str, Dataset[Pair]],
-        loss: PairLoss,
-        *,
-        batch: int,
-        eval_examples: int,
-    ):
-        self.mixture, self.evals, self.loss, self.size, self.eval_examples = mixture, evals, loss, batch, eval_examples
-
-    def batch(self, step: int) -> Batch:
-        """The pairs at the step's positions of the mixture."""
-        return pack_pairs(self.mixture.examples(np.arange(step * self.size, (step + 1) * self.size)))
+    def __init__(self, mixture: Mixture[Pair], evals: Mapping[str, Dataset[Pair]], loss: PairLoss, **sizes: int):
+        super().__init__(mixture, evals, **sizes)
+        self.loss = loss
 
     def denominator(self, batch: Batch) -> float:
         """The number of pairs."""
         return len(batch) / self.group
 
-    @torch.no_grad()
-    def evaluate(self, engine: TrainEngine) -> dict[str, float]:
-        """The mean loss and its terms over the pairs of each evaluation set and of all together."""
-        found: dict[str, float] = {}
-        totals: dict[str, float] = {}
-        pairs = 0
-        for name, dataset in self.evals.items():
-            count = min(len(dataset), self.eval_examples)
-            sums = self._sums(engine, dataset, count)
-            totals = {term: totals.get(term, 0.0) + value for term, value in sums.items()}
-            pairs += count
-            if len(self.evals) > 1:
-                found |= {f"eval/{name}/{term}": value / count for term, value in sums.items()}
-        return {f"eval/{term}": value / pairs for term, value in totals.items()} | found
+    def _pack(self, examples: Sequence[Pair]) -> Batch:
+        return pack([example for pair in examples for example in pair])
 
-    def _sums(self, engine: TrainEngine, dataset: Dataset[Pair], count: int) -> dict[str, float]:
-        """The loss and its terms, summed over the first pairs of a set."""
-        sums: dict[str, float] = {}
-        for start in range(0, count, EVAL_PAIRS):
-            batch = pack_pairs([dataset[i] for i in range(start, min(start + EVAL_PAIRS, count))])
-            for term, value in engine.losses(batch, self.loss, group=self.group).items():
-                sums[term] = sums.get(term, 0.0) + float(value)
-        return sums
+    def _sums(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
+        """The loss and its terms, and the number of pairs."""
+        losses = engine.losses(batch, self.loss, group=self.group)
+        return {"pairs": self.denominator(batch)} | {term: float(value) for term, value in losses.items()}
 
-
-def pack_pairs(pairs: Sequence[Pair]) -> Batch:
-    """Chosen, rejected, chosen, rejected, …"""
-    return pack([example for both in pairs for example in both])
+    def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {term: value / sums["pairs"] for term, value in sums.items() if term != "pairs"}
 
 
 def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
@@ -165,13 +149,10 @@ def dpo_loss(spec: DpoLossSpec, reference: Transformer) -> PairLoss:
         assert isinstance(model, Transformer)
         scored = score(model, batch, entropy=False)
         with torch.no_grad():
-            held = _by_sequence(score(reference, batch, entropy=False).logprobs, batch, spec.averages)
-        answers = _by_sequence(scored.logprobs, batch, spec.averages)
+            of_reference = _by_sequence(score(reference, batch, entropy=False).logprobs, batch, spec.averages)
+        of_policy = _by_sequence(scored.logprobs, batch, spec.averages)
         terms = dpo_terms(
-            answers[0::2],
-            answers[1::2],
-            held[0::2],
-            held[1::2],
+            *(of_policy[0::2], of_policy[1::2], of_reference[0::2], of_reference[1::2]),
             beta=spec.beta,
             loss=spec.type,
             label_smoothing=spec.label_smoothing,

@@ -1,4 +1,4 @@
-"""How the weights of a language model move: clipping, AdamW, Muon (Jordan et al. 2024), the moving average."""
+"""Optimizers of language models: gradient clipping, AdamW, Muon (Jordan et al. 2024), a moving average of weights."""
 
 import math
 from collections import defaultdict
@@ -17,12 +17,12 @@ from palestra.lm.moe import MoE
 from palestra.lm.ranks import like, whole
 from palestra.rl.schedules import value
 from palestra.spec.lm import MuonSpec, OptimSpec
-from palestra.spec.schedule import Schedule, in_fractions
+from palestra.spec.schedule import in_fractions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is iterated: the steepest at 0 that leads all singular values to between about 0.7 and 1.2."""
 TOGETHER = 2**26
-"""How many numbers are orthogonalised at once: enough to fill a GPU, little beside a model that has more."""
+"""How many numbers are orthogonalised at once: enough to fill a GPU, little compared with a model that has more."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,18 @@ class Stack:
 def stacked(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The parameters that Muon moves, by name, and the rows of the matrices in each: of every `Linear` and expert.
 
-    The rows of embeddings, heads and routers belong to one token or expert each and are no map between spaces: they
+    The rows of embeddings, heads and routers belong to one token or expert each and are not a map between spaces: they
     stay with Adam, as Jordan found best.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    parts: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(module, Linear):
-            found[f"{prefix}weight"] = tuple(module.parts.values())
+            parts[f"{prefix}weight"] = tuple(module.parts.values())
         elif isinstance(module, MoE):
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3:
-                    rows = parameter.shape[1]
-                    found[f"{prefix}{key}"] = (rows // 2, rows // 2) if key.endswith("gate_up") else (rows,)
-    return found
+            parts[f"{prefix}gate_up"] = (module.spec.mlp, module.spec.mlp)
+            parts[f"{prefix}down"] = (module.down.shape[1],)
+    return parts
 
 
 @torch.no_grad()
@@ -79,7 +77,7 @@ def orthogonalise(batch: Tensor, steps: int) -> Tensor:
     """For each matrix U·S·Vᵀ of the batch (n, rows, columns) U·S'·Vᵀ with S' near 1, by Newton–Schulz iteration.
 
     A singular value s becomes φ applied `steps` times to s / ‖S‖, with φ(x) = a·x + b·x³ + c·x⁵. Products are in bf16
-    on a GPU: its error is small beside the band in which S' lies anyway.
+    on a GPU: its error is small compared with the band in which S' lies anyway.
     """
     a, b, c = COEFFICIENTS
     tall = batch.shape[-2] > batch.shape[-1]
@@ -127,9 +125,8 @@ class Optimizer:
         """
         # A step takes the middle of what its schedule covers: no step is lost to a warm-up from 0 or a decay to 0.
         at = progress + 0.5 / self.steps
-        rates = {"lr": _rate(self.spec.lr, at)}
-        if isinstance(self.spec, MuonSpec):
-            rates["adam_lr"] = _rate(self.spec.adam_lr, at)
+        schedules = {"lr": self.spec.lr} | ({"adam_lr": self.spec.adam_lr} if isinstance(self.spec, MuonSpec) else {})
+        rates = {name: value(progress=at, **schedule.arguments()) for name, schedule in schedules.items()}
         norm = clip_gradients(list(self.parameters.values()), self.spec.max_grad_norm)
         if math.isfinite(norm):
             self._adam_step(rates.get("adam_lr", rates["lr"]))
@@ -201,19 +198,20 @@ class Ema:
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model has the averaged weights; after it its own again, to the bit."""
-        self._swap(model)
+
+        @torch.no_grad()
+        def swap() -> None:
+            # Numbers are exchanged, not tensors: compiled code and captured graphs know parameters by their address.
+            for name, parameter in _trained(model).items():
+                own = parameter.detach().clone()
+                parameter.copy_(self.average[name])
+                self.average[name].copy_(own)
+
+        swap()
         try:
             yield
         finally:
-            self._swap(model)
-
-    @torch.no_grad()
-    def _swap(self, model: nn.Module) -> None:
-        # Numbers are exchanged, not tensors: compiled code and captured graphs know the parameters by their address.
-        for name, parameter in _trained(model).items():
-            own = parameter.detach().clone()
-            parameter.copy_(self.average[name])
-            self.average[name].copy_(own)
+            swap()
 
     def state(self) -> dict[str, Any]:
         """The average, whole on every rank, and how many steps are in it."""
@@ -238,22 +236,18 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float | None) -> fl
         # The CPU adds up one number after the other, which is off by 0.2 % for 30 million; rows first is exact enough.
         gradients = [torch.linalg.vector_norm(gradient, dim=-1) for gradient in gradients]
     norm = whole(nn.utils.get_total_norm(gradients))
-    found = norm.item()
-    if most is not None and most < found < math.inf:
+    size = norm.item()
+    if most is not None and most < size < math.inf:
         nn.utils.clip_grads_with_norm_(parameters, most, norm)
-    return found
-
-
-def _rate(schedule: Schedule, progress: float) -> float:
-    return value(progress=progress, **schedule.arguments())
+    return size
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    narrow = [f"{name} is {p.dtype}" for name, p in found.items() if p.dtype.itemsize < 4]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    narrow = [f"{name} is {p.dtype}" for name, p in trained.items() if p.dtype.itemsize < 4]
     if narrow:
-        raise ValueError(f"weights that are trained are FP32, and computed with in bf16 where asked: {narrow[0]}")
-    return found
+        raise ValueError(f"trained weights must be FP32 (the computation may be in bf16): {narrow[0]}")
+    return trained
 
 
 def _moments(p: nn.Parameter) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Ranks:
             cuda = device.type == "cuda"
             if cuda:
                 torch.cuda.set_device(device)
-            # Words and sums of a few numbers on the host never wait for the GPU.
+            # Collectives of objects and numbers on the host never wait for the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
             atexit.register(_leave)  # not before: torch cannot join the same processes a second time
         return cls(dist.get_rank(), size)
@@ -97,7 +97,7 @@ class Ranks:
                 module.set_force_sum_reduction_for_comms(True)  # Gloo can add and nothing else
 
     def micro_batches(self, batch: Batch, max_tokens: int, group: int) -> list[tuple[Batch, float]]:
-        """This rank's micro-batches of everybody's batch, each with 1, or 0 where its results do not count.
+        """This rank's micro-batches of the common batch, each with 1, or 0 where its results do not count.
 
         Every rank has as many, so that all meet in every layer.
         """
@@ -107,11 +107,11 @@ class Ranks:
             [[share[i] for i in part] for part in micro_batches([sizes[g] for g in share], limit)]
             for share in balanced(sizes, self.size)
         ]
-        mine = [(batch.select_groups(part, group), 1.0) for part in bins[self.rank]]
-        absent = max(map(len, bins)) - len(mine)
+        parts = [(batch.select_groups(part, group), 1.0) for part in bins[self.rank]]
+        absent = max(map(len, bins)) - len(parts)
         if absent:
-            mine += [(batch.select_groups([sizes.index(min(sizes))], group), 0.0)] * absent
-        return mine
+            parts += [(batch.select_groups([sizes.index(min(sizes))], group), 0.0)] * absent
+        return parts
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sum over the ranks of each number, or of tensors of one shape."""
@@ -133,11 +133,11 @@ class Ranks:
             mine[name].copy_(like(value.to(mine[name].device), mine[name]))
 
     def abandon(self) -> None:
-        """Take no leave from the others at the end, after an error: they could be waited for without end."""
+        """Do not leave the process group at exit, after an error: that could wait for the others forever."""
         atexit.unregister(_leave)
 
     def from_first(self, value: Any) -> Any:
-        """What the first rank says, on every rank."""
+        """The first rank's value, on every rank."""
         if self.size == 1:
             return value
         box = [value]

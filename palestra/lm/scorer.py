@@ -37,11 +37,11 @@ class ScalarModel(nn.Module):
         self.value = ValueHead(transformer.shape.width).to(transformer.embed.device)
 
     def values(self, batch: Batch) -> Tensor:
-        """What each token and those before it are worth (T), in FP32."""
+        """The value of each token and those before it (T), in FP32."""
         return self.value(forward(self.transformer, batch).hidden)
 
     def scores_of(self, output: ModelOutput, batch: Batch) -> Tensor:
-        """What each sequence is worth (B), read at its last token, in FP32; `output` is of the batch."""
+        """The score of each sequence (B), read at its last token, in FP32; `output` is of the batch."""
         last = batch.cu_seqlens[1:].long() - 1
         return self.value(output.hidden[last])
 
@@ -49,7 +49,7 @@ class ScalarModel(nn.Module):
 Conversation = Sequence[Mapping[str, Any]]
 
 LANES = 16
-"""Sequences are filled up to a multiple of so many tokens: vectors are full, and there are few lengths."""
+"""Sequences are padded to a multiple of this many tokens: vectors are full, and there are few lengths."""
 TOKENS = 256
 """Tokens of a pass over short sequences: 4 to 5 times the rate of one by one for a small model; longer ones are
 passed alone, because they keep the processor busy by themselves."""
@@ -69,15 +69,14 @@ class Scorer:
     @classmethod
     def load(cls, folder: Path) -> "Scorer":
         """The reward model in a folder."""
-        found = load_pretrained(folder)
-        if found.score is None or found.tokenizer is None:
-            raise UsageError(
-                f"{folder} is not a reward model: it has no {'score' if found.score is None else 'tokenizer'}"
-            )
-        model = ScalarModel(found.model)
+        loaded = load_pretrained(folder)
+        if loaded.score is None or loaded.tokenizer is None:
+            missing = "score" if loaded.score is None else "tokenizer"
+            raise UsageError(f"{folder} is not a reward model: it has no {missing}")
+        model = ScalarModel(loaded.model)
         with torch.no_grad():
-            model.value.weight.copy_(found.score)
-        return cls(model, Tokenizer.load(found.tokenizer))
+            model.value.weight.copy_(loaded.score)
+        return cls(model, Tokenizer.load(loaded.tokenizer))
 
     @property
     def context(self) -> int:
@@ -104,31 +103,24 @@ class Scorer:
         """A number for each conversation that `encode` gave."""
         longest = max(map(len, sequences), default=0)
         if longest > self.context:
-            raise UsageError(
-                f"the conversation has {longest} tokens, and the reward model reads at most {self.context}"
-            )
+            raise UsageError(f"the conversation has {longest} tokens; the reward model reads at most {self.context}")
         same: dict[int, list[int]] = {}  # by length, once filled up
         for place, tokens in enumerate(sequences):
             same.setdefault(-(-len(tokens) // LANES) * LANES, []).append(place)
-        found: dict[int, float] = {}
+        scores: dict[int, float] = {}
         for length, places in same.items():
-            rows = self._rows(length)
+            # How many tokens an expert gets depends on all sequences of a pass: with experts there is one.
+            rows = 1 if self.model.transformer.shape.moe is not None else max(1, TOKENS // length)
             for start in range(0, len(places), rows):
                 taken = places[start : start + rows]
-                found |= zip(taken, self._pass([sequences[i] for i in taken], length, rows), strict=True)
-        return [found[place] for place in range(len(sequences))]
-
-    def _rows(self, length: int) -> int:
-        """Sequences of a pass. How many tokens an expert gets depends on all of them: with experts there is one."""
-        return 1 if self.model.transformer.shape.moe is not None else max(1, TOKENS // length)
+                scores |= zip(taken, self._pass([sequences[i] for i in taken], length, rows), strict=True)
+        return [scores[place] for place in range(len(sequences))]
 
     def _pass(self, sequences: Sequence[Sequence[int]], length: int, rows: int) -> list[float]:
         """The scores of at most `rows` sequences of at most `length` tokens; no token sees those that fill them up."""
         filled = [[*tokens, *[tokens[0]] * (length - len(tokens))] for tokens in sequences]
         filled += [filled[0]] * (rows - len(filled))
         hidden = forward(self.model.transformer, Batch.pack(filled)).hidden.unflatten(0, (rows, length))
-        return [self._read(row[len(tokens) - 1]) for row, tokens in zip(hidden, sequences, strict=False)]
-
-    def _read(self, hidden: Tensor) -> float:
-        """The score in the last hidden state (D), by itself: of several at once the product could round otherwise."""
-        return float(self.model.value(hidden[None]))
+        last = (row[len(tokens) - 1] for row, tokens in zip(hidden, sequences, strict=False))
+        # One by one: the product of several at once could round differently.
+        return [float(self.model.value(state[None])) for state in last]

@@ -54,7 +54,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training: its time does not count."""
+        """Excludes the time inside from the rates."""
         self._spent += time.perf_counter() - self._since
         yield
         self._since = time.perf_counter()
@@ -95,17 +95,17 @@ def profiled(
 
 
 class Objective(Protocol):
-    """What is trained for: which examples a step has, what is lost on them, and how well the model does."""
+    """What is trained: the examples of a step, their loss, and the evaluation."""
 
     group: int
     """How many consecutive sequences of a batch belong together: 2 for pairs."""
 
     def batch(self, step: int) -> Batch:
-        """The examples of a step, from its number alone."""
+        """The examples of a step, a function of its number alone."""
         ...
 
     def denominator(self, batch: Batch) -> float:
-        """What the batch's summed loss is divided by: its tokens, or its pairs."""
+        """The divisor of the batch's summed loss: its tokens, or its pairs."""
         ...
 
     @property
@@ -131,19 +131,19 @@ class Keeper(Protocol):
 
 
 class Sampler(Protocol):
-    """Lets the model write now and then, for people to read."""
+    """Samples completions for people to read."""
 
     def due(self, before: Counters, after: Counters) -> bool:
-        """Whether it is time to."""
+        """Whether samples are due."""
         ...
 
     def write(self, step: int) -> None:
-        """Let it write."""
+        """Sample, and write the texts."""
         ...
 
 
 class SuiteRunner(Protocol):
-    """Measures the model with suites now and then, and at the end."""
+    """Evaluates the model with suites during training and at the end."""
 
     def due(self, before: Counters, after: Counters, last: bool) -> list[str]:
         """The names of those that are due."""
@@ -152,13 +152,13 @@ class SuiteRunner(Protocol):
     def measure(
         self, labels: Sequence[str], counters: Counters, look: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """The metrics of some; calls `look` as it gets on."""
+        """The metrics of some suites; calls `look` between items."""
         ...
 
 
 @dataclass
 class LmParts:
-    """What a language model is trained with."""
+    """The parts of a training session."""
 
     engine: TrainEngine
     objective: Objective
@@ -179,7 +179,7 @@ def train(spec: LmSpec, session: Session, parts: LmParts, *, show: bool = True) 
 
 
 class LmTrainer:
-    """One session at work."""
+    """A training session."""
 
     headline = ("loss", "eval/loss")
     record: Recorder | Silent
@@ -229,19 +229,19 @@ class LmTrainer:
 
     def measure(self, names: Sequence[str]) -> Row:
         """By the averaged weights, where there are any."""
-        found: Row = {}
+        row: Row = {}
         labels = [name.removeprefix("suite/") for name in names if name.startswith("suite/")]
         with self.speed.paused(), self.engine.averaged():
             if "eval" in names:
                 with self.record.span("eval"):
-                    found |= self.parts.objective.evaluate(self.engine)
+                    row |= self.parts.objective.evaluate(self.engine)
             if labels:
                 with self.record.span("suites"):
-                    found |= self.parts.suites.measure(labels, self.counters)
+                    row |= self.parts.suites.measure(labels, self.counters)
             if "samples" in names:
                 with self.record.span("sample"):
                     self.parts.sampler.write(self.steps)
-        return found
+        return row
 
     def score(self, row: Row) -> tuple[str, float] | None:
         return ("eval/loss", -row["eval/loss"]) if "eval/loss" in row else None

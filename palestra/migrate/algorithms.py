@@ -70,95 +70,95 @@ def algorithm_fields(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
         raise UsageError(f"{block.path}.name: {theirs!r} has no counterpart here. There are ones for: {known}")
     block.known = KEYS[theirs]
     ours = NAMES[theirs]
-    found: dict[str, Any] = {"name": ours}
+    fields: dict[str, Any] = {"name": ours}
     if "gamma" in block:
-        found["gamma"] = block.take("gamma")
-    found |= optimizer_fields(setting.net, ours, setting.frames)
+        fields["gamma"] = block.take("gamma")
+    fields |= optimizer_fields(setting.net, ours, setting.frames)
     if ours in ("dqn", "sac", "crossq"):
-        found |= _replay(block, setting, ours)
+        fields |= _replay(block, setting, ours)
     if ours in ("dqn", "sarsa"):
-        found |= _exploration(block, setting.frames)
+        fields |= _exploration(block, setting.frames)
     elif ours in ("reinforce", "a2c", "ppo"):
-        found |= _on_policy(block, setting, ours)
+        fields |= _on_policy(block, setting, ours)
     if ours == "dqn":
-        found |= _dqn(block, setting, theirs, found["replay_ratio"] * setting.num_envs)
+        fields |= _dqn(block, setting, theirs, fields["replay_ratio"] * setting.num_envs)
     if ours == "sarsa":
-        found["horizon"] = _vector_steps(block, setting, 32)
+        fields["horizon"] = _vector_steps(block, setting, 32)
     if ours in ("sac", "crossq"):
-        found |= _soft(block, setting, ours)
+        fields |= _soft(block, setting, ours)
     if theirs in ("SIL", "PPOSIL"):
-        found["self_imitation"] = _self_imitation(block, setting.memory)
+        fields["self_imitation"] = _self_imitation(block, setting.memory)
     pdtype = block.take("action_pdtype", "default")
     if pdtype == "Beta" and ours in ("reinforce", "a2c", "ppo"):
-        found["distribution"] = "beta"
+        fields["distribution"] = "beta"
     elif pdtype not in ("default", "Normal", "Categorical", "MultiCategorical", "Bernoulli", "Argmax"):
         block.note("action_pdtype", f"{pdtype} has no counterpart here; the usual distribution was taken")
     block.read |= {"explore_var_spec", "action_policy"}
     setting.memory.read |= {"name", "sil_replay_name"} | ({"batch_size", "max_size"} if ours in ON_POLICY else set())
     setting.memory.wanted("use_cer", False, "combined experience replay has no counterpart here")
-    return found
+    return fields
 
 
 ON_POLICY = ("reinforce", "sarsa", "a2c", "ppo")
 
 
 def _on_policy(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     entropy = schedule(block, "entropy_coef_spec", setting.frames)
     if entropy is not None:
-        found["entropy"] = entropy
+        fields["entropy"] = entropy
     block.wanted("policy_loss_coef", 1, "the policy loss has weight 1 here: scale the other weights instead")
     if ours == "reinforce":
         # SLM-Lab standardizes whatever this says.
         block.take("center_return")
-        found["normalize_returns"] = True
-        found["horizon"] = _vector_steps(block, setting, EPISODES_TO_STEPS)
-        return found
-    found["value_coef"] = block.take("val_loss_coef", 1.0)
+        fields["normalize_returns"] = True
+        fields["horizon"] = _vector_steps(block, setting, EPISODES_TO_STEPS)
+        return fields
+    fields["value_coef"] = block.take("val_loss_coef", 1.0)
     block.wanted("normalize_v_targets", False, "value targets are not normalized here; env.normalize_reward may help")
     if ours == "a2c":
-        steps, found["lam"] = block.count("num_step_returns"), block.take("lam")
-        if found["lam"] is None and steps and setting.memory.data.get("name") not in EPISODIC:
-            found["horizon"] = steps  # SLM-Lab overrides its training_frequency with it
+        steps, fields["lam"] = block.count("num_step_returns"), block.take("lam")
+        if fields["lam"] is None and steps and setting.memory.data.get("name") not in EPISODIC:
+            fields["horizon"] = steps  # SLM-Lab overrides its training_frequency with it
             block.read.add("training_frequency")
-            return found
-        found["horizon"] = _vector_steps(block, setting, 16)
+            return fields
+        fields["horizon"] = _vector_steps(block, setting, 16)
         if steps:
-            what = "with lam it is ignored" if found["lam"] is not None else "returns go up to the horizon here"
-            block.note("num_step_returns", f"{what}, and {found['horizon']} vector steps are between updates")
-        elif found["lam"] is None:
+            what = "with lam it is ignored" if fields["lam"] is not None else "returns go up to the horizon here"
+            block.note("num_step_returns", f"{what}, and {fields['horizon']} vector steps are between updates")
+        elif fields["lam"] is None:
             block.note("lam", "without it SLM-Lab takes Monte Carlo returns; here the value at the horizon bootstraps")
-        return found
-    return found | _ppo(block, setting)
+        return fields
+    return fields | _ppo(block, setting)
 
 
 def _ppo(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
-    found: dict[str, Any] = {"lam": block.take("lam", 0.95), "epochs": block.count("training_epoch", 1)}
+    fields: dict[str, Any] = {"lam": block.take("lam", 0.95), "epochs": block.count("training_epoch", 1)}
     clip = schedule(block, "clip_eps_spec", setting.frames)
     if clip is not None:
-        found["clip"] = clip
+        fields["clip"] = clip
     horizon = block.count("time_horizon") or _vector_steps(block, setting, 128)
     rows, wanted = horizon * setting.num_envs, block.count("minibatch_size", 4)
     whole = horizon if setting.net.data.get("type") == "RecurrentNet" else 1  # which learns from whole sequences
     sizes = [size for size in range(whole, rows + 1, whole) if rows % size == 0 and (size > 1 or rows == 1)]
-    size = min(sizes, key=lambda one: (abs(one - wanted), one))
+    size = min(sizes, key=lambda size: (abs(size - wanted), size))
     if size != wanted:
         parts = f"{horizon} × {setting.num_envs}" + (" into whole sequences" if whole > 1 else "")
         block.note("minibatch_size", f"{wanted} does not divide {parts}; {size} was taken")
-    found |= {"horizon": horizon, "minibatch": size}
+    fields |= {"horizon": horizon, "minibatch": size}
     if block.take("clip_vloss", False):
-        found["clip_value"] = clip["start"] if isinstance(clip, dict) else clip
+        fields["clip_value"] = clip["start"] if isinstance(clip, dict) else clip
     how = block.take("normalize_advantages", "standardize")
-    found["normalize_advantages"] = bool(how)
+    fields["normalize_advantages"] = bool(how)
     if how not in (True, False, "standardize"):
         block.note("normalize_advantages", f"{how} has no counterpart here; advantages are standardized")
     block.wanted("symlog", False, "values are not squashed by symlog here")
     block.read.add("training_frequency")
-    return found
+    return fields
 
 
 def _replay(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
-    """What learns from a memory: SLM-Lab counts transitions between updates, but updates at most once a vector step."""
+    """Off-policy fields: SLM-Lab counts transitions between updates, but updates at most once per vector step."""
     memory, n = setting.memory, setting.num_envs
     frequency = max(1, block.count("training_frequency", 1))
     iterations = block.count("training_iter", n if ours != "dqn" else 1)
@@ -188,38 +188,38 @@ def _replay(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
 def _dqn(block: ForeignBlock, setting: Setting, theirs: str, updates: float) -> dict[str, Any]:
     net, memory = setting.net, setting.memory
     if theirs == "VanillaDQN":
-        found: dict[str, Any] = {"double": False, "tau": 1.0}
+        fields: dict[str, Any] = {"double": False, "tau": 1.0}
         net.read |= {"update_type", "update_frequency", "polyak_coef"}
     else:
-        found = {"double": True, **dqn_target_fields(net, setting.num_envs, updates, setting.frames)}
+        fields = {"double": True, **dqn_target_fields(net, setting.num_envs, updates, setting.frames)}
         if theirs != "DoubleDQN":
             block.note("name", "SLM-Lab's DQN computes the targets of double DQN, and so does the imported spec")
     if "Dueling" in str(net.data.get("type")):
-        found["dueling"] = True
+        fields["dueling"] = True
     if memory.data.get("name") == "PrioritizedReplay":
         alpha, eps = memory.take("alpha", 0.6), memory.take("epsilon", 1e-6)
-        found["prioritized"] = {"alpha": alpha, "eps": max(eps, 1e-12)}
+        fields["prioritized"] = {"alpha": alpha, "eps": max(eps, 1e-12)}
         memory.note("name", "SLM-Lab has no importance weights; here beta goes from 0.4 to 1")
-    return found
+    return fields
 
 
 def _soft(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
-    found: dict[str, Any] = sac_target_fields(setting.net, setting.num_envs) if ours == "sac" else {}
+    fields: dict[str, Any] = sac_target_fields(setting.net, setting.num_envs) if ours == "sac" else {}
     setting.net.read |= {"update_type", "update_frequency", "polyak_coef"}
     if setting.memory.data.get("name") == "PrioritizedReplay":
         setting.memory.note("name", f"{ours} samples uniformly here; priorities were left out")
         setting.memory.read |= {"alpha", "epsilon"}
-    found["policy_delay"] = block.count("policy_delay", 1)
+    fields["policy_delay"] = block.count("policy_delay", 1)
     if "fixed_alpha" in block:
-        found["alpha"] = block.take("fixed_alpha")
+        fields["alpha"] = block.take("fixed_alpha")
     target = block.take("target_entropy", "auto")
     if target != "auto":
-        found["target_entropy"] = target
+        fields["target_entropy"] = target
     if "alpha_lr" in block:
-        found["alpha_lr"] = block.take("alpha_lr")
+        fields["alpha_lr"] = block.take("alpha_lr")
     for key, usual in (("log_alpha_min", -5), ("log_alpha_max", 2)):
         block.wanted(key, usual, "the entropy's weight is not bounded here")
-    return found
+    return fields
 
 
 def _exploration(block: ForeignBlock, frames: int) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _exploration(block: ForeignBlock, frames: int) -> dict[str, Any]:
 
 
 def _vector_steps(block: ForeignBlock, setting: Setting, default: int) -> int:
-    """Vector steps between updates; SLM-Lab's episodic memory counts episodes, whose length nobody knows."""
+    """Vector steps between updates; SLM-Lab's episodic memory counts episodes, whose length is unknown."""
     count = block.count("training_frequency")
     if setting.memory.data.get("name") in EPISODIC:
         block.note(
@@ -244,7 +244,7 @@ def _vector_steps(block: ForeignBlock, setting: Setting, default: int) -> int:
 
 
 def _self_imitation(block: ForeignBlock, memory: ForeignBlock) -> dict[str, Any]:
-    found = {
+    fields = {
         "buffer": memory.count("max_size", 100_000),
         "batch": memory.count("batch_size", 512),
         "updates": block.count("training_iter", 1) * block.count("training_batch_iter", 1),
@@ -252,6 +252,6 @@ def _self_imitation(block: ForeignBlock, memory: ForeignBlock) -> dict[str, Any]
         "value_coef": block.take("sil_val_loss_coef", 0.01),
     }
     if "alpha" in memory:
-        found["alpha"] = memory.take("alpha")
+        fields["alpha"] = memory.take("alpha")
     memory.read.add("epsilon")
-    return found
+    return fields

@@ -1,4 +1,4 @@
-"""Blocks of a foreign spec that know which keys were read, and SLM-Lab's schedules as ours."""
+"""Blocks of a foreign spec that track which keys were read, and SLM-Lab's schedules as ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from palestra.errors import UsageError
 
 @dataclass
 class Notes:
-    """What the reader of an imported spec must know, a line each."""
+    """Notes for the reader of an imported spec, one line each."""
 
     lines: list[str] = field(default_factory=list)
 
@@ -21,7 +21,7 @@ class Notes:
 
 
 class ForeignBlock:
-    """A mapping whose keys are taken one by one."""
+    """A mapping that records which of its keys were taken."""
 
     def __init__(self, data: Any, path: str, notes: Notes, known: frozenset[str] | None = None):
         if data is None:
@@ -52,23 +52,22 @@ class ForeignBlock:
         return ForeignBlock(self.take(key, {}), f"{self.path}.{key}", self.notes, known)
 
     def note(self, key: str, what: str) -> None:
-        """Say something on a key."""
         self.notes.add(f"{self.path}.{key}", what)
 
     def wanted(self, key: str, harmless: Any, what: str) -> None:
-        """Take a key that has no counterpart, and say so unless its value is what we do anyway."""
+        """Take a key that has no counterpart, with a note unless its value is what we do anyway."""
         if key in self and self.data[key] != harmless:
             self.note(key, what)
         self.read.add(key)
 
     def rest(self) -> dict[str, Any]:
-        """What nobody took; all of it is then accounted for."""
+        """The keys that were not taken, which then count as taken."""
         left = {key: value for key, value in self.data.items() if key not in self.read}
         self.read |= set(left)
         return left
 
     def close(self) -> None:
-        """Warn about every key that was not taken: SLM-Lab reads none of those it does not know."""
+        """Add a note for every key that was not taken; SLM-Lab itself ignores keys that it does not know."""
         for key, value in self.rest().items():
             if self.known is not None and key not in self.known:
                 self.note(key, "SLM-Lab ignores this key, and so does the imported spec")
@@ -102,15 +101,15 @@ def schedule(block: ForeignBlock, key: str, frames: int) -> Any:
 
 
 def in_fractions(shape: str, start: float, end: float, first: float, last: float, frames: int) -> Any:
-    """A schedule over frames `first` to `last` of a run of `frames`; what lies beyond the run is cut off."""
+    """A schedule over frames `first` to `last` of a run of `frames`, truncated to the run."""
     if first >= frames or last <= first:
         return start
-    if last > frames:  # the line goes on beyond the end of the run
+    if last > frames:  # the line continues beyond the end of the run
         end = start + (end - start) * (frames - first) / (last - first) if shape == "linear" else end
         last = frames
-    found: dict[str, Any] = {"shape": shape, "start": start, "end": end}
+    fields: dict[str, Any] = {"shape": shape, "start": start, "end": end}
     if first > 0:
-        found["begin"] = first / frames
+        fields["begin"] = first / frames
     if last < frames:
-        found["finish"] = last / frames
-    return found
+        fields["finish"] = last / frames
+    return fields

@@ -22,67 +22,70 @@ LOSSES = {"dqn": ("SmoothL1Loss", "HuberLoss"), "reinforce": ("MSELoss", "Smooth
 def net_fields(block: ForeignBlock, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The fields of our `net`, for the fields of our `algorithm`."""
     kind, name = block.take("type", "MLPNet"), algorithm["name"]
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if "Conv" in kind:
-        found["trunk"] = "nature"
+        fields["trunk"] = "nature"
         if "conv_hid_layers" in block and [layer[:3] for layer in block.data["conv_hid_layers"]] != NATURE:
             block.note("conv_hid_layers", "other convolutions than the Nature network's; that one was taken")
-        found["hidden"] = flat(block.take("fc_hid_layers", [512]))
+        fields["hidden"] = flat(block.take("fc_hid_layers", [512]))
     elif kind == "RecurrentNet":
-        found |= _recurrent(block, name, "self_imitation" not in algorithm)
+        fields |= _recurrent(block, name, "self_imitation" not in algorithm)
     elif kind == "TorchArcNet":
-        found |= _arc(block, block.take("arc") or block.take("actor_arc"), name)
+        fields |= _arc(block, block.take("arc") or block.take("actor_arc"), name)
     else:
         if kind not in ("MLPNet", "DuelingMLPNet"):
             block.note("type", f"{kind} was taken as an MLP")
-        found["hidden"] = flat(block.take("hid_layers", [64, 64]))
+        fields["hidden"] = flat(block.take("hid_layers", [64, 64]))
     if "critic_hid_layers" in block:
-        found["critic_hidden"] = flat(block.take("critic_hid_layers"))
+        fields["critic_hidden"] = flat(block.take("critic_hid_layers"))
     if "actor_hid_layers" in block:
-        found["hidden"] = flat(block.take("actor_hid_layers"))
+        fields["hidden"] = flat(block.take("actor_hid_layers"))
     block.read |= {"conv_hid_layers", "hid_layers", "fc_hid_layers"}
     activation = block.take("hid_layers_activation", "relu")
     if kind != "TorchArcNet":  # a graph has its own
-        found["activation"] = _activation(block, activation)
+        if activation not in ACTIVATIONS:
+            block.note("hid_layers_activation", f"{activation} has no counterpart here; relu was taken")
+        fields["activation"] = ACTIVATIONS.get(activation, "relu")
     if name in ("sac", "crossq"):
         block.wanted("shared", False, "SLM-Lab ignores it: policy and critics have networks of their own")
         block.data.pop("shared", None)
-    if block.data.get("shared") and "critic_hidden" in found:
+    if block.data.get("shared") and "critic_hidden" in fields:
         block.note("critic_hid_layers", "the critic has no layers of its own in a shared net; they were left out")
-        del found["critic_hidden"]
+        del fields["critic_hidden"]
     for theirs, ours in (("shared", "shared"), ("layer_norm", "layer_norm"), ("log_std_init", "log_std")):
         if theirs in block:
-            found[ours] = block.take(theirs)
-    found["orthogonal"] = _orthogonal(block)
-    if found.get("trunk") == "nature" and not block.take("normalize", False):
+            fields[ours] = block.take(theirs)
+    init = block.take("init_fn")
+    fields["orthogonal"] = init == "orthogonal_"
+    if init not in (None, "orthogonal_"):
+        block.note("init_fn", f"{init} has no counterpart here; torch's own initial weights were taken")
+    if fields.get("trunk") == "nature" and not block.take("normalize", False):
         block.note("normalize", "images are always divided by 255 here")
     for key in ("actor_init_std", "critic_init_std"):
         if key in block and not block.data.get("shared"):
             block.note(key, "SLM-Lab ignores this key where the nets are separate; orthogonal weights have 0.01 and 1")
             block.read.add(key)
     block.read |= {"use_same_optim", "normalize"}
-    return found
+    return fields
 
 
 def optimizer_fields(block: ForeignBlock, algorithm: str, frames: int) -> dict[str, Any]:
-    """What our `algorithm` has of the net: learning rates, ε, clipping, β₁."""
-    found: dict[str, Any] = {}
-    optim = _optimiser(block, "actor_optim_spec" if "actor_optim_spec" in block else "optim_spec", algorithm)
+    """The fields of our `algorithm` that SLM-Lab has in the net: learning rates, ε, clipping, β₁."""
+    fields = _optimizer(block, "actor_optim_spec" if "actor_optim_spec" in block else "optim_spec", algorithm)
     scheduler = "actor_lr_scheduler_spec" if "actor_lr_scheduler_spec" in block else "lr_scheduler_spec"
-    optim["lr"] = _rate(block, scheduler, optim["lr"], frames)
-    found |= optim
+    fields["lr"] = _rate(block, scheduler, fields["lr"], frames)
     if "critic_optim_spec" in block:
-        critic = _optimiser(block, "critic_optim_spec", algorithm)
+        critic = _optimizer(block, "critic_optim_spec", algorithm)
         if algorithm in ("sac", "td3", "crossq"):
-            found["critic_lr"] = _rate(block, "critic_lr_scheduler_spec", critic["lr"], frames)
+            fields["critic_lr"] = _rate(block, "critic_lr_scheduler_spec", critic["lr"], frames)
         elif critic["lr"] != block.data.get("actor_optim_spec", {}).get("lr"):
             block.note("critic_optim_spec.lr", "policy and value have one learning rate here, the policy's")
     block.read |= {"optim_spec", "lr_scheduler_spec", "critic_lr_scheduler_spec", scheduler}
-    found["max_grad_norm"] = block.take("clip_grad_val")
+    fields["max_grad_norm"] = block.take("clip_grad_val")
     loss = block.take("loss_spec", {}).get("name", "MSELoss")
     if loss not in LOSSES.get(algorithm, ("MSELoss",)):
         block.note("loss_spec", f"the loss belongs to the algorithm here; {loss} was left out")
-    return found
+    return fields
 
 
 def dqn_target_fields(block: ForeignBlock, num_envs: int, updates: float, frames: int) -> dict[str, Any]:
@@ -113,22 +116,22 @@ def sac_target_fields(block: ForeignBlock, num_envs: int) -> dict[str, Any]:
 
 
 def polyak(share: float, updates: float) -> float:
-    """What moves a target in so many moves as far as `share` in one."""
+    """The tau that moves a target in `updates` steps as far as `share` does in one."""
     return share if updates == 1 else 1 - (1 - share) ** (1 / updates)
 
 
 def _recurrent(block: ForeignBlock, algorithm: str, possible: bool) -> dict[str, Any]:
     cell, size = str(block.take("cell_type", "GRU")).lower(), block.count("rnn_hidden_size", 64)
-    found: dict[str, Any] = {"hidden": flat(block.take("fc_hid_layers", []))}
+    hidden = flat(block.take("fc_hid_layers", []))
     for key in ("rnn_num_layers", "bidirectional", "seq_len"):
         block.wanted(key, 1, "the state is carried through the whole rollout by one layer here")
     if algorithm not in ("ppo", "a2c") or not possible:
-        what = f"{algorithm} has no recurrent form here" if possible else "self-imitation has none that remembers here"
-        block.note("type", f"{what}; a hidden layer stands for the recurrent one")
-        return {"hidden": [*found["hidden"], size]}
+        what = f"{algorithm} has no recurrent form here" if possible else "self-imitation has no recurrent form here"
+        block.note("type", f"{what}; a hidden layer was taken in place of the recurrent one")
+        return {"hidden": [*hidden, size]}
     if cell == "rnn":
         block.note("cell_type", "there is no plain RNN here; a GRU was taken")
-    return {**found, "recurrent": {"cell": "lstm" if cell == "lstm" else "gru", "size": size}}
+    return {"hidden": hidden, "recurrent": {"cell": "lstm" if cell == "lstm" else "gru", "size": size}}
 
 
 def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
@@ -140,9 +143,9 @@ def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
     layers = [(name, args) for module in arc.get("modules", {}).values() for name, args in _layers(module)]
     widths = [width for name, args in layers if "Linear" in name and (width := _width(args))]
     convolutions = [args or {} for name, args in layers if "Conv" in name]
-    found: dict[str, Any] = {"hidden": widths}
+    fields: dict[str, Any] = {"hidden": widths}
     if convolutions:
-        found["trunk"] = "nature"
+        fields["trunk"] = "nature"
         if [[args.get(key) for key in ("out_channels", "kernel_size", "stride")] for args in convolutions] != NATURE:
             block.note("arc", "other convolutions than the Nature network's; that one was taken")
     known = {*LAYERS, "BatchRenorm1d"} if algorithm == "crossq" else LAYERS
@@ -151,15 +154,15 @@ def _arc(block: ForeignBlock, arc: Any, algorithm: str) -> dict[str, Any]:
         block.note("arc", f"layers without a counterpart were left out: {', '.join(unknown)}")
     activations = [name.lower() for name, _ in layers if name.lower() in ACTIVATIONS]
     if activations:
-        found["activation"] = ACTIVATIONS[activations[0]]
+        fields["activation"] = ACTIVATIONS[activations[0]]
     if len(set(activations)) > 1:
         block.note("arc", f"one activation is for all layers here: {activations[0]}")
     if any("LayerNorm" in name for name, _ in layers):
-        found["layer_norm"] = True
+        fields["layer_norm"] = True
     critic = block.take("critic_arc")
     if critic is not None:
-        found["critic_hidden"] = _arc(block, critic, algorithm).get("hidden", widths)
-    return found
+        fields["critic_hidden"] = _arc(block, critic, algorithm).get("hidden", widths)
+    return fields
 
 
 def renorm_fields(block: ForeignBlock) -> dict[str, Any]:
@@ -174,8 +177,8 @@ def _layers(module: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(module, str):
         yield module, {}
     elif isinstance(module, list):
-        for one in module:
-            yield from _layers(one)
+        for layer in module:
+            yield from _layers(layer)
     elif isinstance(module, dict):
         for name, args in module.items():
             if name == "Sequential":
@@ -192,21 +195,21 @@ def _width(args: Any) -> int | None:
     return args if isinstance(args, int) else None
 
 
-def _optimiser(block: ForeignBlock, key: str, algorithm: str) -> dict[str, Any]:
+def _optimizer(block: ForeignBlock, key: str, algorithm: str) -> dict[str, Any]:
     inner = block.block(key)
-    name, found = inner.take("name", "Adam"), {}
+    name = inner.take("name", "Adam")
     if name.removeprefix("Global") != "Adam":
         inner.note("name", f"Adam is the optimizer here; {name} was left out")
-    found["lr"] = inner.take("lr", 1e-3)  # torch's, as are the others that a spec leaves out
+    fields = {"lr": inner.take("lr", 1e-3)}  # torch's default, as are the others that a spec leaves out
     if algorithm != "sarsa":
-        found["adam_eps"] = inner.take("eps", 1e-8)
+        fields["adam_eps"] = inner.take("eps", 1e-8)
     betas = inner.take("betas", [0.9, 0.999])
     if algorithm == "crossq":
-        found["beta1"] = betas[0]
+        fields["beta1"] = betas[0]
     elif list(betas) != [0.9, 0.999]:
         inner.note("betas", "Adam has β of 0.9 and 0.999 here")
     inner.close()
-    return found
+    return fields
 
 
 def _rate(block: ForeignBlock, key: str, lr: float, frames: int) -> Any:
@@ -218,19 +221,6 @@ def _rate(block: ForeignBlock, key: str, lr: float, frames: int) -> Any:
         inner.note("name", f"the scheduler {name} has no counterpart here; the learning rate is constant")
         return lr
     return in_fractions("linear", lr, 0.0, 0, last, frames)
-
-
-def _orthogonal(block: ForeignBlock) -> bool:
-    name = block.take("init_fn")
-    if name not in (None, "orthogonal_"):
-        block.note("init_fn", f"{name} has no counterpart here; torch's own initial weights were taken")
-    return name == "orthogonal_"
-
-
-def _activation(block: ForeignBlock, name: str) -> str:
-    if name not in ACTIVATIONS:
-        block.note("hid_layers_activation", f"{name} has no counterpart here; relu was taken")
-    return ACTIVATIONS.get(name, "relu")
 
 
 def flat(layers: Any) -> list[int]:
@@ -297,16 +287,16 @@ def search_fields(
     if not axes:
         scheduler.rest()
         return {}, {}
-    found: dict[str, Any] = {"space": axes, "trials": max(1, trials)}
+    fields: dict[str, Any] = {"space": axes, "trials": max(1, trials)}
     every: dict[str, Any] = {}
     if scheduler.data:
         grace = max(1, int(scheduler.take("grace_period", 1)))
         if grace < spec["train"]["frames"]:
             reduction = max(2, round(scheduler.take("reduction_factor", 4)))
-            found["pruner"] = {"asha": {"grace": grace, "reduction": reduction, "by": "frames"}}
+            fields["pruner"] = {"asha": {"grace": grace, "reduction": reduction, "by": "frames"}}
             every["eval"] = f"{grace} frames"  # trials are compared at evaluations
         scheduler.close()
-    return found, every
+    return fields, every
 
 
 def _flat(space: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""SLM-Lab's specs as ours: one of a JSON or YAML file, with a note on every key that did not come along."""
+"""Imports a spec of SLM-Lab from a JSON or YAML file, with a note on every key that was not converted."""
 
 import re
 from collections.abc import Mapping
@@ -32,14 +32,14 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Imported:
-    """A spec of ours as data and as YAML, and what its reader must know."""
+    """An imported spec and the notes for its reader."""
 
     name: str
     data: dict[str, Any]
     notes: list[str]
 
     def to_yaml(self, source: str) -> str:
-        """The file to write; the notes stand at its top."""
+        """The file to write, with the notes as comments at its top."""
         lines = [f"# Imported from SLM-Lab's {source} by `palestra import slm-lab`.", *(f"# {n}" for n in self.notes)]
         return "\n".join(lines) + "\n" + write_text(self.data)
 
@@ -95,8 +95,8 @@ def convert(spec: Mapping[str, Any], name: str) -> Imported:
         data["search"] = searched
         data["every"] |= every
     top.take("body")
-    for one in (top, agent, block, memory, net, meta):
-        one.close()
+    for part in (top, agent, block, memory, net, meta):
+        part.close()
     return Imported(data["name"], _checked(data, notes), notes.lines)
 
 
@@ -108,7 +108,7 @@ def _checked(data: dict[str, Any], notes: Notes) -> dict[str, Any]:
     except SpecError as error:
         outside = [problem for problem in error.problems if not problem.path.startswith("search.space")]
         if outside or "search" not in data:
-            raise UsageError(f"what this spec says is not possible here:\n{error}") from error
+            raise UsageError(f"the converted spec is not valid here:\n{error}") from error
         wrong = {problem.path.removeprefix("search.space.") for problem in error.problems}
         space = {key: axis for key, axis in data["search"]["space"].items() if key not in wrong}
         for problem in error.problems:
@@ -147,7 +147,6 @@ def _numbers(value: Any) -> Any:
 
 
 def _env_name(env: str) -> str:
-    """ "ALE/Pong-v5" as "pong"."""
     return env.rpartition("/")[2].partition("-")[0].lower()
 
 
@@ -164,13 +163,13 @@ def _only(top: ForeignBlock, key: str) -> ForeignBlock:
 
 
 def _critic(block: ForeignBlock, policy: dict[str, Any], frames: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What CrossQ's critics have of their own, for `algorithm` and for `net`; a note on what they cannot have."""
+    """The fields of CrossQ's critics that differ from the policy's, for `algorithm` and for `net`."""
     own = net_fields(block, policy) | optimizer_fields(block, policy["name"], frames)
     differ = {key: value for key, value in own.items() if value != policy.get(key)}
     rates = {"critic_lr": differ.pop("lr")} if "lr" in differ else {}
     widths = {"critic_hidden": differ.pop("hidden")} if "hidden" in differ else {}
     for key, value in differ.items():
-        block.note(key, f"policy and critics have the same here, the policy's; {value!r} was left out")
+        block.note(key, f"policy and critics share it here, and have the policy's; {value!r} was left out")
     block.read |= {"gpu", "update_type", "update_frequency", "polyak_coef"}
     block.close()
     return rates | renorm_fields(block), widths
@@ -181,17 +180,17 @@ def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     atari = str(name).startswith("ALE/")
     if str(name).startswith("playground/"):
         env.note("name", "MuJoCo Playground is not a part of Palestra: name a Gymnasium environment, see env.module")
-    found: dict[str, Any] = {"id": name, "num_envs": num_envs}
+    fields: dict[str, Any] = {"id": name, "num_envs": num_envs}
     kwargs: dict[str, Any] = {}
     if "max_t" in env:
         kwargs["max_episode_steps"] = env.count("max_t")
     for theirs, ours in (("normalize_obs", "normalize_obs"), ("normalize_reward", "normalize_reward")):
         if env.take(theirs, False):
-            found[ours] = True
-    if "clip_obs" in env and found.get("normalize_obs"):
-        found["clip_obs"] = env.take("clip_obs")
-    env.wanted("clip_obs", found.get("clip_obs"), "observations are clipped only where they are normalized here")
-    clip = env.take("clip_reward", 10.0 if found.get("normalize_reward") else None)
+            fields[ours] = True
+    if "clip_obs" in env and fields.get("normalize_obs"):
+        fields["clip_obs"] = env.take("clip_obs")
+    env.wanted("clip_obs", fields.get("clip_obs"), "observations are clipped only where they are normalized here")
+    clip = env.take("clip_reward", 10.0 if fields.get("normalize_reward") else None)
     if isinstance(clip, list):
         env.note("clip_reward", f"rewards are clipped as far below 0 as above here; {clip} was taken as its larger end")
         clip = max(map(abs, clip))
@@ -200,19 +199,18 @@ def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     if scale == "sign" or (atari and num_envs > 1):
         clip = 1.0  # SLM-Lab clips those of several Atari games, whatever clip_reward says
     if clip:
-        found["clip_reward"] = 1.0 if clip is True else float(clip)
+        fields["clip_reward"] = 1.0 if clip is True else float(clip)
     stack = env.count("frame_op_len", 1)
     if stack > 1 and not atari:
-        found["frame_stack"] = stack
+        fields["frame_stack"] = stack
     env.wanted("frame_op_len", 4 if atari else stack, "Atari games come with 4 frames stacked")
     env.read |= {"frame_op", "max_t"}
     env.wanted("device", "cpu", "environments run where they run here")
     kwargs |= env.rest()  # SLM-Lab hands all others to gymnasium.make
-    return {**found, "kwargs": kwargs} if kwargs else found
+    return {**fields, "kwargs": kwargs} if kwargs else fields
 
 
 def _meta(meta: ForeignBlock) -> dict[str, Any]:
-    found: dict[str, Any] = {"max_session": meta.count("max_session", 1)}
     every: dict[str, Any] = {}
     if "log_frequency" in meta:
         every["log"] = f"{meta.count('log_frequency')} frames"
@@ -222,4 +220,4 @@ def _meta(meta: ForeignBlock) -> dict[str, Any]:
     meta.wanted("distributed", False, "sessions are independent seeds here, each of max_frame frames")
     meta.wanted("search_resources", None, "`search.parallel` and `search.threads` say how much a trial gets")
     meta.read |= {*FILLED_BY_SLM_LAB}
-    return {**found, "every": every}
+    return {"max_session": meta.count("max_session", 1), "every": every}

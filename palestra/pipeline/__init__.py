@@ -1,4 +1,4 @@
-"""Pipelines: steps that know their inputs, each with an address made of all that its result depends on."""
+"""Pipelines: graphs of steps, each with an address that is a hash of all that its result depends on."""
 
 from palestra.pipeline.step import Execution, Output, Step, step
 

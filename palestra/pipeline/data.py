@@ -1,4 +1,4 @@
-"""The data steps as steps of a pipeline: `from palestra.pipeline.data import download, tokenize`."""
+"""The built-in data steps: `from palestra.pipeline.data import download, tokenize`."""
 
 import importlib
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from palestra.pipeline.step import Step, step
 
 
 def data_step(name: str) -> Callable[..., Step]:
-    """The maker of a built-in step, by its name in the table."""
+    """The built-in step of that name in `STEPS`, as a function that makes a `Step`."""
     if name not in STEPS:
-        raise UsageError(f"there is no data step {name!r}; there are {', '.join(STEPS)}")
+        raise UsageError(f"no data step {name!r}; there are {', '.join(STEPS)}")
     module, function = STEPS[name].split(":")
     return step(getattr(importlib.import_module(module), function), name=name, resumes=True)
 

@@ -1,4 +1,4 @@
-"""Pipelines as people write them: YAML files, Python files, and steps that are Palestra specs."""
+"""Pipeline files: YAML, Python, and steps that run Palestra specs."""
 
 import importlib.util
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 from palestra.errors import UsageError
 from palestra.pipeline.data import data_step
 from palestra.pipeline.step import Output, Step, step
-from palestra.runs.run import Run, open_run
+from palestra.runs.run import open_run
 from palestra.runs.store import write_bytes
 from palestra.spec.imports import typed_arguments
 from palestra.spec.kinds.pipeline import REFERENCE, PipelineSpec, step_function
@@ -26,7 +26,7 @@ LATEST = "latest"
 
 
 def spec_step(name: str, data: Mapping[str, Any], output_of: Callable[[str], Output]) -> Step:
-    """The step that runs a spec; its address counts all of the spec besides the fields marked `Execution`."""
+    """The step that runs a spec; its address depends on all of the spec except the fields marked `Execution`."""
     spec = resolved(data)
     parts = split(spec, plain(spec))
     config = {"spec": parts.counted, "execution": parts.execution, "unset": parts.unset}
@@ -40,26 +40,21 @@ def run_spec(
     execution: Execution[list[tuple[list[str], Any]]],
     unset: Execution[list[list[str]]],
 ) -> None:
-    """Run a spec with `out` as the folder of all runs, from where a killed attempt was.
+    """Run a spec with `out` as the folder of runs, resuming the run of a killed attempt.
 
-    `out/latest` names the run, so that `out` itself can be given wherever a run is asked for.
+    `out/latest` names the run, so that `out` itself can be given in place of a run.
     """
-    from palestra.api import run  # here: it takes the kinds with it
+    from palestra.api import run  # here: it imports the kinds
 
     whole = resolved(plain(SpecParts(spec, execution, unset).joined()))
-    begun = _begun(out / whole.name)
-    found = run(
-        whole,
-        resume=begun,
-        allow=[".".join(path) for path, _ in execution],
-        root=out,
-        quiet=True,
-    )
-    write_bytes(out / LATEST, f"{os.path.relpath(found.path, out)}\n".encode())
+    begun = next((out / whole.name).glob("*/trial.json"), None)
+    resume = None if begun is None else open_run(out / whole.name)
+    done = run(whole, resume=resume, allow=[".".join(path) for path, _ in execution], root=out, quiet=True)
+    write_bytes(out / LATEST, f"{os.path.relpath(done.path, out)}\n".encode())
 
 
 def with_outputs(value: Any, output_of: Callable[[str], Output]) -> Any:
-    """The value with every text or path `step:…` replaced by the output that it means."""
+    """The value with every text or path `step:…` replaced by that step's output."""
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         return output_of(text) if isinstance(text, str) and text.startswith(REFERENCE) else value
@@ -71,11 +66,6 @@ def with_outputs(value: Any, output_of: Callable[[str], Output]) -> Any:
     return value
 
 
-def _begun(folder: Path) -> Run | None:
-    """The run of an attempt that was killed."""
-    return open_run(folder) if folder.is_dir() and any(folder.glob("*/trial.json")) else None
-
-
 PREFIX = "outputs"
 
 
@@ -85,7 +75,7 @@ class Pipeline:
 
     name: str
     prefix: str
-    """Where outputs lie, unless the command says otherwise."""
+    """Where outputs are written, unless the command gives another place."""
     steps: list[Step]
 
 
@@ -100,7 +90,7 @@ def load_pipeline(
     if file is not None:
         if list(overrides):
             raise UsageError(
-                f"{file} is Python, which has no keys to override: give -s VAR=VALUE to its `def pipeline(var)`"
+                f"{file} is a Python file without keys to override: give -s VAR=VALUE to its `def pipeline(var)`"
             )
         return _from_python(file, name, variables or {})
     loaded = load_spec(source, variables=variables, overrides=overrides).spec
@@ -122,24 +112,22 @@ def pipeline_of(spec: PipelineSpec) -> Pipeline:
         given = spec.steps[name]
         if given.use is None:
             assert isinstance(given.spec, dict)  # PipelineSpec.conflicts
-            found = spec_step(name, given.spec, output_of)
+            step = spec_step(name, given.spec, output_of)
         else:
-            found = _function_step(given.use, given.arguments, output_of).named(name)
-        retries = given.retries if given.retries is not None else spec.retries or found.retries
-        made[name] = replace(found, retries=retries)
+            step = _function_step(given.use, given.arguments, output_of).named(name)
+        retries = given.retries if given.retries is not None else spec.retries or step.retries
+        made[name] = replace(step, retries=retries)
     return Pipeline(spec.name, spec.prefix, list(made.values()))
 
 
 def run(spec: PipelineSpec, launch: Any) -> Any:
-    """A pipeline is run by its own command."""
-    raise UsageError(
-        f"{spec.name} is a pipeline: run it with `palestra pipeline run`, which knows which steps are done"
-    )
+    """Refused: a pipeline is run by its own command."""
+    raise UsageError(f"{spec.name} is a pipeline: run it with `palestra pipeline run`")
 
 
 def load(run: Any, which: str = "best") -> Any:
-    """A pipeline as such has trained nothing: its steps have."""
-    raise UsageError("a pipeline has no model of its own: give the output folder of a step that has trained one")
+    """Refused: only the steps of a pipeline have trained models."""
+    raise UsageError("a pipeline has no model of its own: give the output folder of a step that trained one")
 
 
 def _function_step(use: str, arguments: Mapping[str, Any], output_of: Callable[[str], Output]) -> Step:
@@ -149,14 +137,14 @@ def _function_step(use: str, arguments: Mapping[str, Any], output_of: Callable[[
         return data_step(use)(**given)
     if "out" in inspect.signature(function).parameters and not hasattr(function, "__wrapped__"):
         return step(function)(**given)
-    made = function(**given)  # decorated with @step, or a function that decides which step to make
+    made = function(**given)  # decorated with @step, or a function that returns a step
     if not isinstance(made, Step):
-        raise UsageError(f"{use} neither takes `out`, the folder that a step writes into, nor makes a Step")
+        raise UsageError(f"{use} neither takes `out`, the folder that a step writes into, nor returns a Step")
     return made
 
 
 def _python_file(source: Source) -> tuple[Path | None, str | None]:
-    """The file of "file.py" and "file.py:name", and that name."""
+    """The file and the name of "file.py" or "file.py:name"."""
     if not isinstance(source, str | os.PathLike):
         return None, None
     file, _, name = os.fspath(source).partition(".py:")
@@ -172,39 +160,39 @@ def _from_python(file: Path, name: str | None, variables: Mapping[str, Any]) -> 
     if name is None:
         if variables:
             raise UsageError(f"{file} has no `def pipeline(…)` to give {', '.join(variables)} to")
-        found: Any = [value for value in vars(module).values() if isinstance(value, Step)]
+        value: Any = [value for value in vars(module).values() if isinstance(value, Step)]
     else:
-        found = getattr(module, name, None)
-        if found is None:
+        value = getattr(module, name, None)
+        if value is None:
             raise UsageError(
-                f"{file} has no {name!r}: it should be a step, a list of steps, or a function that makes one"
+                f"{file} has no {name!r}: expected a step, a list of steps, or a function that returns one"
             )
-        if callable(found):
+        if callable(value):
             typed = {key: read_value(v, f"-s {key}") if isinstance(v, str) else v for key, v in variables.items()}
             try:
-                inspect.signature(found).bind(**typed)
+                inspect.signature(value).bind(**typed)
             except TypeError as error:
                 raise UsageError(f"{file}:{name}: {error}") from error
-            found = found(**typed)
-    steps = [found] if isinstance(found, Step) else list(found) if isinstance(found, list | tuple) else []
-    if not steps or not all(isinstance(one, Step) for one in steps):
-        raise UsageError(f"{file} makes no steps: define them at its top, or in `def pipeline() -> list[Step]`")
+            value = value(**typed)
+    steps = [value] if isinstance(value, Step) else list(value) if isinstance(value, list | tuple) else []
+    if not steps or not all(isinstance(step, Step) for step in steps):
+        raise UsageError(f"{file} defines no steps: define them at its top, or in `def pipeline() -> list[Step]`")
     return Pipeline(file.stem, PREFIX, steps)
 
 
 def _imported(file: Path) -> ModuleType:
-    """A Python file as a module that the processes of steps find too, beside which they look for others."""
+    """A Python file as a module that worker processes can import too, with its folder on their path."""
     if not file.is_file():
-        raise UsageError(f"there is no pipeline file {file}")
+        raise UsageError(f"no pipeline file {file}")
     folder, name = str(file.absolute().parent), file.stem
     if folder not in sys.path:
         sys.path.insert(0, folder)
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(file.absolute()):
-        del sys.modules[name]  # read anew: it may have changed
+        del sys.modules[name]  # read again: it may have changed
         known = None
     if known is not None or not name.isidentifier():
-        raise UsageError(f"{file} cannot be imported as {name!r}: give it the name of a module that there is not yet")
+        raise UsageError(f"{file} cannot be imported as {name!r}: rename it to a module name that is not taken")
     spec = importlib.util.spec_from_file_location(name, file.absolute())
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,6 @@
-"""The graph of steps: order, what a run would do with each step and why, and what an address is made of."""
+"""The graph of steps: their order, the plan of a run, and what an address is made of."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class Node:
 
 
 class Graph:
-    """All steps that some targets need, inputs before those who need them. Equal steps are one."""
+    """All steps that some targets need, each after its inputs. Equal steps are one node."""
 
     def __init__(self, targets: Iterable[Step]):
         self.nodes: dict[str, Node] = {}
@@ -40,33 +41,32 @@ class Graph:
         return self._addresses[id(step)]
 
     def needed(self, targets: Iterable[str], is_done: Callable[[str], bool]) -> list[str]:
-        """What must run for the targets, in order: nothing behind a step that is done, whose inputs may be gone."""
-        found: set[str] = set()
-        waiting = list(targets)
-        while waiting:
-            address = waiting.pop()
-            if address not in found and not is_done(address):
-                found.add(address)
-                waiting += self.nodes[address].inputs
-        return [address for address in self.nodes if address in found]
+        """What must run for the targets, in order; inputs of a step that is done are not needed and may be gone."""
+        needed: set[str] = set()
+        stack = list(targets)
+        while stack:
+            address = stack.pop()
+            if address not in needed and not is_done(address):
+                needed.add(address)
+                stack += self.nodes[address].inputs
+        return [address for address in self.nodes if address in needed]
 
     def _add(self, step: Step) -> None:
         identified = identity(step, self.address)
-        found = address_of(identified)
-        self._addresses[id(step)] = found
+        address = self._addresses[id(step)] = address_of(identified)
         self._steps.append(step)
-        if found in self.nodes:
-            first = self.nodes[found].step
+        if address in self.nodes:
+            first = self.nodes[address].step
             if _origin(first.function) != _origin(step.function):
                 raise UsageError(
-                    f"two steps are called {step.name} and have the same config, but one runs {_origin(first.function)}"
-                    f" and one {_origin(step.function)}: give them different names"
+                    f"two steps are called {step.name} with the same config, but one runs {_origin(first.function)}, "
+                    f"the other {_origin(step.function)}: give them different names"
                 )
             return
         needs: dict[bool, dict[str, None]] = {True: {}, False: {}}  # dicts for their order
         for output in outputs(step.config):
             needs[output.awaited][self.address(output.step)] = None
-        self.nodes[found] = Node(step, found, identified, tuple(needs[True]), tuple(needs[False]))
+        self.nodes[address] = Node(step, address, identified, tuple(needs[True]), tuple(needs[False]))
 
 
 def _origin(function: Callable[..., Any]) -> str:
@@ -75,33 +75,27 @@ def _origin(function: Callable[..., Any]) -> str:
 
 
 def _inputs_first(targets: Iterable[Step]) -> Iterator[Step]:
-    """All steps, each after its inputs. Not by recursion: a chain may be longer than Python's stack."""
-    seen: set[int] = set()
-    open_ones: set[int] = set()
-    for target in targets:
-        stack = [(target, iter(list(outputs(target.config))))]
-        if id(target) in seen:
-            continue
-        seen.add(id(target))
-        open_ones.add(id(target))
-        while stack:
-            step, rest = stack[-1]
-            for output in rest:
-                if id(output.step) in open_ones:
-                    raise UsageError(f"{output.step.name} needs its own output, by way of {step.name}")
-                if id(output.step) not in seen:
-                    seen.add(id(output.step))
-                    open_ones.add(id(output.step))
-                    stack.append((output.step, iter(list(outputs(output.step.config)))))
-                    break
-            else:
-                yield step
-                open_ones.discard(id(step))
-                stack.pop()
+    """All steps, each after its inputs: depth first, with a stack, as a chain may be longer than Python's."""
+    finished: dict[int, bool] = {}  # False: on the path from a target to the top of the stack
+    stack = list(targets)[::-1]
+    while stack:
+        step = stack.pop()
+        if id(step) not in finished:
+            finished[id(step)] = False
+            stack.append(step)
+            inputs = [output.step for output in outputs(step.config)]
+            for other in inputs:
+                if finished.get(id(other)) is False:
+                    raise UsageError(f"{other.name} needs its own output, by way of {step.name}")
+            stack += inputs[::-1]
+        elif not finished[id(step)]:
+            finished[id(step)] = True
+            yield step
 
 
 Action = Literal["run", "skip", "wait", "refuse"]
 NEEDS = "needs"
+ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
@@ -114,35 +108,29 @@ class Planned:
 
 
 def chosen(graph: Graph, only: Sequence[str]) -> list[str]:
-    """The steps that `--only` names by regular expressions, or the targets; one that fits no step is an error."""
+    """The steps whose names `--only` matches, or the targets; an expression that matches none is an error."""
     if not only:
         return graph.targets
-    found: dict[str, None] = {}
+    matching: dict[str, None] = {}  # a dict for its order
     for pattern in only:
         try:
-            fits = [a for a, node in graph.nodes.items() if re.search(pattern, node.step.name)]
+            matches = [a for a, node in graph.nodes.items() if re.search(pattern, node.step.name)]
         except re.error as error:
             raise UsageError(f"--only {pattern!r} is not a regular expression: {error}") from error
-        if not fits:
+        if not matches:
             names = ", ".join(sorted({node.step.name for node in graph.nodes.values()}))
-            raise UsageError(f"--only {pattern!r} fits no step; there are {names}")
-        found |= dict.fromkeys(fits)
-    return list(found)
+            raise UsageError(f"--only {pattern!r} matches no step; there are {names}")
+        matching |= dict.fromkeys(matches)
+    return list(matching)
 
 
 def plan(graph: Graph, outputs: Outputs, *, only: Sequence[str] = (), force_failed: bool = False) -> list[Planned]:
-    """What would happen with each step that is asked for, and with those that it needs."""
-    done: dict[str, bool] = {}
-
-    def is_done(address: str) -> bool:
-        if address not in done:
-            done[address] = outputs.done(address) is not None
-        return done[address]
-
+    """What a run would do with each chosen step and with the steps that it needs, and why."""
+    is_done = functools.cache(lambda address: outputs.done(address) is not None)  # a request under a URL
     targets = chosen(graph, only)
-    needed = graph.needed(targets, is_done)
+    shown = {*targets, *graph.needed(targets, is_done)}
     planned, stuck = [], set()
-    for address in _in_order(graph, {*targets, *needed}):
+    for address in [address for address in graph.nodes if address in shown]:
         step = _planned(graph, outputs, address, done=is_done(address), stuck=stuck, force_failed=force_failed)
         if step.action == "refuse" or step.reason.startswith(NEEDS):
             stuck.add(address)
@@ -161,24 +149,19 @@ def _planned(
     attempt = outputs.attempt(address)
     if attempt is not None and attempt["state"] == "failed" and not force_failed:
         return Planned(address, "refuse", f"failed before ({attempt['error']}): --force-failed tries again")
-    if (owner := outputs.owner(address)) is not None:
-        return Planned(address, "wait", f"process {owner.pid} on {owner.host} is at work on it")
+    if (owner := outputs.lease(address).holder()) is not None:
+        return Planned(address, "wait", f"process {owner.pid} on {owner.host} is running it")
     if outputs.half_done(address):
-        return Planned(address, "run", "done before, but for the name of its folder")
+        return Planned(address, "run", "done before, except for the final rename of its folder")
     if attempt is None:
         return Planned(address, "run", "not done yet")
-    reasons = {"failed": "failed before", "running": "its process is gone", "stopped": "was stopped"}
+    reasons = {"failed": "failed before", "running": "its process died", "stopped": "was stopped"}
     return Planned(address, "run", f"not done yet: {reasons[attempt['state']]}")
-
-
-def _in_order(graph: Graph, addresses: Iterable[str]) -> list[str]:
-    wanted = set(addresses)
-    return [address for address in graph.nodes if address in wanted]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of one step."""
+    """What the address of one step is made of."""
 
     address: str
     place: str
@@ -187,69 +170,52 @@ class Explanation:
     made_of: dict[str, str]
     """Dotted path to value."""
     left_out: dict[str, str]
-    """The same of the fields that say how it is carried out."""
+    """The same of the fields marked `Execution`."""
     other: str | None
     """The address of the newest other step of its name that is done."""
     differences: list[tuple[str, str, str]]
-    """Path, value there, value here; "(absent)" on the side that has none."""
+    """Path, value there, value here; `ABSENT` on the side that has none."""
 
 
 def explain(graph: Graph, outputs: Outputs, name: str) -> Explanation:
-    """All about the address of the step of a name, or of an address."""
+    """What the address of a step is made of; the step is given by its name or address."""
     node = _named(graph, name)
     here = lines(node.identity)
     others = [status for status in outputs.earlier(node.step.name) if status["address"] != node.address]
-    there = lines(others[0]["identity"]) if others else {}
+    there = lines(others[0]["identity"]) if others else here
+    differing = [path for path in dict.fromkeys([*here, *there]) if there.get(path) != here.get(path)]
+    if node.step.function is run_spec:
+        left_out = {".".join(path): repr(value) for path, value in node.step.config["execution"]}
+    else:
+        left_out = dict(_execution_only(node.step.config, "", execution_fields(node.step.config, node.step.function)))
     return Explanation(
         address=node.address,
         place=outputs.place(node.address),
         done=outputs.done(node.address) is not None,
         made_of=here,
-        left_out=dict(_left_out(node)),
+        left_out=left_out,
         other=others[0]["address"] if others else None,
-        differences=_differences(there, here) if others else [],
+        differences=[(path, there.get(path, ABSENT), here.get(path, ABSENT)) for path in differing],
     )
 
 
 def _named(graph: Graph, name: str) -> Node:
-    found = [node for node in graph.nodes.values() if name in (node.step.name, node.address)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(
-            f"{len(found)} steps are called {name}: give one's address: {', '.join(n.address for n in found)}"
-        )
+    nodes = [node for node in graph.nodes.values() if name in (node.step.name, node.address)]
+    if len(nodes) == 1:
+        return nodes[0]
+    if nodes:
+        addresses = ", ".join(node.address for node in nodes)
+        raise UsageError(f"{len(nodes)} steps are called {name}: give the address of one: {addresses}")
     names = ", ".join(dict.fromkeys(node.step.name for node in graph.nodes.values()))
     raise UsageError(f"no step is called {name}; there are {names}")
 
 
-def _left_out(node: Node) -> Iterator[tuple[str, str]]:
-    if node.step.function is run_spec:
-        yield from ((".".join(path), repr(value)) for path, value in node.step.config["execution"])
-        return
-    marked = execution_fields(node.step.config, node.step.function)
-    for key, value in children(node.step.config):
-        if key in marked:
-            yield key, repr(value)
-        else:
-            yield from _inside(value, key)
-
-
-def _inside(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Execution-only fields of dataclasses and models inside a config."""
-    marked = frozenset() if isinstance(value, Mapping | list | tuple) else _marked(value)
+def _execution_only(value: Any, path: str, marked: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """The fields marked `Execution` in a config, and in dataclasses and models inside it."""
     for key, item in children(value):
+        at = f"{path}.{key}" if path else key
         if key in marked:
-            yield f"{path}.{key}", repr(item)
+            yield at, repr(item)
         else:
-            yield from _inside(item, f"{path}.{key}")
-
-
-def _marked(value: Any) -> frozenset[str]:
-    return execution_fields(value, type(value)) if list(children(value)) else frozenset()
-
-
-def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    paths = dict.fromkeys([*here, *there])
-    absent = "(absent)"
-    return [(p, there.get(p, absent), here.get(p, absent)) for p in paths if there.get(p) != here.get(p)]
+            parts = not isinstance(item, Mapping | list | tuple) and any(children(item))
+            yield from _execution_only(item, at, execution_fields(item, type(item)) if parts else frozenset())

@@ -1,4 +1,4 @@
-"""The page of a pipeline: its graph as SVG, its results, and each step with what it made and cost. One HTML file."""
+"""The HTML report of a pipeline: its graph as SVG, its results, and each step with its output and cost."""
 
 import base64
 import json
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError
@@ -21,15 +20,15 @@ from palestra.work.redact import redacted
 
 WIDTH, HEIGHT = 190.0, 50.0
 GAP, BEND, LAYER_GAP, MARGIN = 22.0, 14.0, 40.0, 12.0
-"""Between boxes; the room that an edge takes where it passes a layer; between layers; around all. Pixels."""
+"""Pixels between boxes; for an edge that passes a layer; between layers; around the whole graph."""
 SWEEPS = 12
 SMALLEST = 0.55
-"""As far as a picture that is wider than the page is made smaller; beyond that it scrolls."""
+"""The minimum scale of a graph that is wider than the page; beyond that it scrolls."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A step as it is drawn."""
+    """A step in the graph."""
 
     key: str
     title: str
@@ -38,34 +37,31 @@ class Box:
     """A class of the style sheet: done, ran, running, failed, blocked, waiting."""
     link: str = ""
     needs: tuple[str, ...] = ()
-    """The keys of its inputs; those that are not drawn are left out."""
+    """The keys of its inputs; those that are not in the graph are left out."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Place:
     """A box in its layer, or the bend of an edge that passes the layer."""
 
     width: float
+    y: float
     above: list["_Place"] = field(default_factory=list)
     below: list["_Place"] = field(default_factory=list)
     x: float = 0.0
-    """The middle."""
+    """The center."""
 
 
 def picture(boxes: Sequence[Box]) -> tuple[str, float]:
-    """One `<svg>` of the boxes, inputs first, and the edges between them; and how wide it is."""
-    layers, places, chains = _layers(boxes)
-    _untangle(layers)
-    _straighten(layers)
-    left = min((one.x - one.width / 2 for layer in layers for one in layer), default=0.0)
-    for layer in layers:
-        for one in layer:
-            one.x += MARGIN - left
-    width = max((one.x + one.width / 2 for layer in layers for one in layer), default=0.0) + MARGIN
+    """One `<svg>` of the boxes, inputs on top, with the edges between them; and its width."""
+    layers, places, edges = _layers(boxes)
+    _arrange(layers)
+    every = [place for layer in layers for place in layer]
+    left = min((place.x - place.width / 2 for place in every), default=0.0)
+    for place in every:
+        place.x += MARGIN - left
+    width = max((place.x + place.width / 2 for place in every), default=0.0) + MARGIN
     height = len(layers) * (HEIGHT + LAYER_GAP) - LAYER_GAP + 2 * MARGIN
-    tops = {id(one): _top(level) for level, layer in enumerate(layers) for one in layer}
-    edges = [_edge([(one.x, tops[id(one)]) for one in chain]) for chain in chains]
-    drawn = [_node(box, places[box.key].x, tops[id(places[box.key])]) for box in boxes]
     head = (
         f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" style="min-width: {SMALLEST * width:.0f}px" '
@@ -75,115 +71,94 @@ def picture(boxes: Sequence[Box]) -> tuple[str, float]:
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="tip" d="M0 0L8 4L0 8z"/></marker></defs>'
     )
-    return "\n".join([head, arrow, *edges, *drawn, "</svg>"]), width
+    drawn = [*map(_edge, edges), *(_node(box, places[box.key]) for box in boxes)]
+    return "\n".join([head, arrow, *drawn, "</svg>"]), width
 
 
 def depths(boxes: Sequence[Box]) -> dict[str, int]:
     """The layer of each box: one below the lowest of its inputs; without inputs, one above the first that needs it."""
-    found: dict[str, int] = {}
+    depth: dict[str, int] = {}
     for box in boxes:
-        found[box.key] = max((found[key] + 1 for key in box.needs if key in found), default=0)
+        depth[box.key] = max((depth[key] + 1 for key in box.needs if key in depth), default=0)
     needed: dict[str, int] = {}
     for box in boxes:
         for key in box.needs:
-            needed[key] = min(found[box.key], needed.get(key, found[box.key]))
-    return {key: needed[key] - 1 if level == 0 and key in needed else level for key, level in found.items()}
+            needed[key] = min(depth[box.key], needed.get(key, depth[box.key]))
+    return {key: needed[key] - 1 if level == 0 and key in needed else level for key, level in depth.items()}
 
 
 def _layers(boxes: Sequence[Box]) -> tuple[list[list[_Place]], dict[str, _Place], list[list[_Place]]]:
-    """Boxes and bends by layer, the place of each box, and the places that each edge goes through."""
+    """Boxes and bends by layer, the place of each box, and the places along each edge."""
     depth = depths(boxes)
     layers: list[list[_Place]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     places: dict[str, _Place] = {}
-    chains = []
+    edges = []
+
+    def add(level: int, width: float) -> _Place:
+        layers[level].append(_Place(width, MARGIN + level * (HEIGHT + LAYER_GAP)))
+        return layers[level][-1]
+
     for box in boxes:
-        place = places[box.key] = _Place(WIDTH)
+        place = places[box.key] = add(depth[box.key], WIDTH)
         for key in box.needs:
-            if key in places:
-                bends = [_Place(BEND) for _ in range(depth[key] + 1, depth[box.key])]
-                for level, bend in enumerate(bends, depth[key] + 1):
-                    layers[level].append(bend)
-                chain = [places[key], *bends, place]
-                for upper, lower in pairwise(chain):
+            if key in depth:
+                bends = [add(level, BEND) for level in range(depth[key] + 1, depth[box.key])]
+                edges.append([places[key], *bends, place])
+                for upper, lower in pairwise(edges[-1]):
                     upper.below.append(lower)
                     lower.above.append(upper)
-                chains.append(chain)
-        layers[depth[box.key]].append(place)
-    return layers, places, chains
+    return layers, places, edges
 
 
-def _untangle(layers: list[list[_Place]]) -> None:
-    """Order each layer by the middle of its neighbors', downwards and upwards in turn (Sugiyama et al. 1981)."""
-    for sweep in range(SWEEPS):
-        down = sweep % 2 == 0
-        for level, layer in list(enumerate(layers))[:: 1 if down else -1]:
-            beside = layers[level - 1 if down else level + 1] if 0 <= level + (-1 if down else 1) < len(layers) else []
-            rank = {id(one): place for place, one in enumerate(beside)}
-            own = {id(one): place for place, one in enumerate(layer)}
-            middles = {}
-            for one in layer:
-                near = [rank[id(other)] for other in (one.above if down else one.below)]
-                scale = len(layer) / max(1, len(beside))
-                middles[id(one)] = scale * sum(near) / len(near) if near else own[id(one)]
-            layer.sort(key=lambda one: (middles[id(one)], own[id(one)]))
-
-
-def _straighten(layers: list[list[_Place]]) -> None:
-    """Put each place below its inputs, and above those who need it, as far as its neighbors let it."""
+def _arrange(layers: list[list[_Place]]) -> None:
+    """Order and place each layer by the mean of its neighbors, downward and upward in turn (Sugiyama et al. 1981)."""
     for layer in layers:
         _spread(layer, [0.0] * len(layer))
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         for layer in layers[:: 1 if down else -1]:
-            wanted = []
-            for one in layer:
-                near = (one.above if down else one.below) or [one]
-                wanted.append(sum(other.x for other in near) / len(near))
-            _spread(layer, wanted)
+            wanted = {}
+            for place in layer:
+                near = (place.above if down else place.below) or [place]
+                wanted[place] = sum(other.x for other in near) / len(near)
+            layer.sort(key=lambda place: wanted[place])
+            _spread(layer, [wanted[place] for place in layer])
 
 
 def _spread(layer: list[_Place], wanted: list[float]) -> None:
-    """Positions in the given order, as near as can be to the wanted ones on the mean, without overlaps."""
+    """Positions in the given order without overlaps, on average at the wanted ones."""
     right = float("-inf")
-    for one, x in zip(layer, wanted, strict=True):
-        one.x = max(x, right + GAP + one.width / 2)
-        right = one.x + one.width / 2
-    shift = sum(x - one.x for one, x in zip(layer, wanted, strict=True)) / max(1, len(layer))
-    for one in layer:
-        one.x += shift
+    for place, x in zip(layer, wanted, strict=True):
+        place.x = max(x, right + GAP + place.width / 2)
+        right = place.x + place.width / 2
+    shift = sum(x - place.x for place, x in zip(layer, wanted, strict=True)) / max(1, len(layer))
+    for place in layer:
+        place.x += shift
 
 
-def _top(level: int) -> float:
-    return MARGIN + level * (HEIGHT + LAYER_GAP)
-
-
-def _edge(points: list[tuple[float, float]]) -> str:
-    """A curve from the bottom of a box through bends to the top of another."""
-    x, top = points[0]
-    path = [f"M{x:.1f} {top + HEIGHT:.1f}"]
-    y = top + HEIGHT
-    for place, (to, top) in enumerate(points[1:], 1):
-        middle = (y + top) / 2
-        path.append(f"C{x:.1f} {middle:.1f} {to:.1f} {middle:.1f} {to:.1f} {top:.1f}")
-        x, y = to, top
-        if place < len(points) - 1:  # straight past the layer
-            y = top + HEIGHT
-            path.append(f"V{y:.1f}")
+def _edge(places: list[_Place]) -> str:
+    """A curve from the bottom of a box, straight past the layers between, to the top of another."""
+    path = [f"M{places[0].x:.1f} {places[0].y + HEIGHT:.1f}"]
+    for upper, lower in pairwise(places):
+        middle = (upper.y + HEIGHT + lower.y) / 2
+        path.append(f"C{upper.x:.1f} {middle:.1f} {lower.x:.1f} {middle:.1f} {lower.x:.1f} {lower.y:.1f}")
+        if lower is not places[-1]:
+            path.append(f"V{lower.y + HEIGHT:.1f}")
     return f'<path class="edge" d="{"".join(path)}" marker-end="url(#arrow)"/>'
 
 
-def _node(box: Box, x: float, top: float) -> str:
+def _node(box: Box, place: _Place) -> str:
     inside = (
         f'<g class="box {escape(box.state)}"><title>{escape(box.key)}</title>'
-        f'<rect x="{x - WIDTH / 2:.1f}" y="{top:.1f}" width="{WIDTH:g}" height="{HEIGHT:g}" rx="7"/>'
-        f'<text x="{x:.1f}" y="{top + 21:.1f}">{escape(_cut(box.title, 22))}</text>'
-        f'<text class="note" x="{x:.1f}" y="{top + 38:.1f}">{escape(_cut(box.note, 30))}</text></g>'
+        f'<rect x="{place.x - WIDTH / 2:.1f}" y="{place.y:.1f}" width="{WIDTH:g}" height="{HEIGHT:g}" rx="7"/>'
+        f'<text x="{place.x:.1f}" y="{place.y + 21:.1f}">{escape(_shortened(box.title, 22))}</text>'
+        f'<text class="note" x="{place.x:.1f}" y="{place.y + 38:.1f}">{escape(_shortened(box.note, 30))}</text></g>'
     )
     return f'<a href="{escape(box.link)}">{inside}</a>' if box.link else inside
 
 
-def _cut(text: str, most: int) -> str:
-    """Without its middle where it is too long: names often differ at their ends."""
+def _shortened(text: str, most: int) -> str:
+    """Without its middle if it is too long: names often differ at their ends."""
     half = most // 2
     return text if len(text) <= most else f"{text[: most - half - 1]}…{text[-half:]}"
 
@@ -205,8 +180,8 @@ main { display: flex; gap: 28px; align-items: flex-start; }
 .graph { max-width: 100%; height: auto; }
 main.wide { display: block; }
 .wide .picture { max-width: 100%; max-height: none; position: static; margin-bottom: 20px; }
-.told { flex: 1; min-width: 0; display: grid; gap: 14px; }
-@media (max-width: 800px) { main { flex-direction: column; } .told { width: 100%; }
+.steps { flex: 1; min-width: 0; display: grid; gap: 14px; }
+@media (max-width: 800px) { main { flex-direction: column; } .steps { width: 100%; }
   .picture { position: static; max-width: 100%; max-height: none; } }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px;
   scroll-margin-top: 12px; overflow-x: auto; }
@@ -244,16 +219,16 @@ img { display: block; max-width: min(100%, 640px); margin: 10px 0; border-radius
 
 LOG_LINES, LOG_BYTES = 40, 20_000
 BESIDE = 640.0
-"""Pixels up to which the graph stands beside the steps; a wider one stands above them."""
+"""Pixels up to which the graph is at the left of the steps; a wider one is above them."""
 TIMES = ("seconds", "started", "finished", "tries")
-"""What is told of a step's status."""
+"""The fields of a step's status that the report shows."""
 SHOWN = ("accuracy", "loss", "bits_per_byte", "return", "score", "perplexity")
-"""The last part of the names of metrics that are worth a row; pass@k too."""
+"""The last part of the names of metrics in the table of results; pass@k too."""
 Cells = Sequence[str]
 
 
 @dataclass(frozen=True)
-class Told:
+class StepReport:
     """What is known of one step."""
 
     node: Node
@@ -261,34 +236,31 @@ class Told:
     status: dict[str, Any]
     """Of a step that is done, else empty."""
     attempt: dict[str, Any]
-    """How the last attempt stands, where it is not done."""
-    folder: Path | None
-    """Its output, or what of it tells something."""
+    """The last attempt, if the step is not done."""
     log: str
+    counts: dict[str, Any]
+    """What a data step counted (counts.json)."""
     run: Run | None
-
-    @property
-    def seconds(self) -> float | None:
-        """How long it took."""
-        return self.status.get("seconds")
+    """The run of a step that is a spec."""
 
 
 def write_report(name: str, graph: Graph, outputs: Outputs, states: Mapping[str, str] | None = None) -> str:
-    """Write `report-NAME.html` under the prefix, and beside it `report-NAME.json` for programs; where the page is."""
-    told = [_told(node, outputs, (states or {}).get(node.address)) for node in graph.nodes.values()]
-    record = {"name": name, "prefix": outputs.where, "made": _now(), "steps": [_record(one, outputs) for one in told]}
+    """Write `report-NAME.html` under the prefix, and `report-NAME.json` for programs; returns the page's place."""
+    steps = [_step_report(node, outputs, (states or {}).get(node.address)) for node in graph.nodes.values()]
+    record = {"name": name, "prefix": outputs.where, "made": _now(), "steps": [_record(s, outputs) for s in steps]}
     outputs.publish(f"report-{name}.json", (json.dumps(redacted(record), indent=1) + "\n").encode())
-    return outputs.publish(f"report-{name}.html", _page(name, outputs.where, told).encode())
+    return outputs.publish(f"report-{name}.html", _page(name, outputs.where, steps).encode())
 
 
-def _record(one: Told, outputs: Outputs) -> dict[str, Any]:
-    node = one.node
-    about = {"name": node.step.name, "address": node.address, "output": outputs.place(node.address), "state": one.state}
-    about |= {"inputs": list(node.inputs), "not_awaited": list(node.unawaited), "identity": node.identity}
-    return about | {key: one.status[key] for key in TIMES if key in one.status} | {"error": one.attempt.get("error")}
+def _record(step: StepReport, outputs: Outputs) -> dict[str, Any]:
+    node = step.node
+    about = {"name": node.step.name, "address": node.address, "output": outputs.place(node.address)}
+    about |= {"state": step.state, "inputs": list(node.inputs), "not_awaited": list(node.unawaited)}
+    times = {key: step.status[key] for key in TIMES if key in step.status}
+    return about | {"identity": node.identity} | times | {"error": step.attempt.get("error")}
 
 
-def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
+def _step_report(node: Node, outputs: Outputs, state: str | None) -> StepReport:
     address = node.address
     status = outputs.done(address) or {}
     attempt = {} if status else outputs.attempt(address) or {}
@@ -296,27 +268,25 @@ def _told(node: Node, outputs: Outputs, state: str | None) -> Told:
         state = "ran" if state == "ran" else "done"
     elif state in (None, "done", "ran"):
         state = attempt.get("state", "waiting")
-    folder = outputs.told(address)
-    return Told(node, state or "waiting", status, attempt, folder, _tail(outputs.read_log(address)), _run_in(folder))
+    log = outputs.read_log(address)[-LOG_BYTES:].decode(errors="replace")
+    folder = outputs.report_folder(address)
+    counts, run = {}, None
+    if folder is not None:
+        counts = read_json(folder / "counts.json") if (folder / "counts.json").is_file() else {}
+        run = open_run(folder) if (folder / "latest").is_file() else None
+    return StepReport(node, state or "waiting", status, attempt, "\n".join(log.splitlines()[-LOG_LINES:]), counts, run)
 
 
-def _tail(log: bytes) -> str:
-    """The end of a log."""
-    return "\n".join(log[-LOG_BYTES:].decode(errors="replace").splitlines()[-LOG_LINES:])
-
-
-def _run_in(folder: Path | None) -> Run | None:
-    """The run of a step that is a spec."""
-    return open_run(folder) if folder is not None and (folder / "latest").is_file() else None
-
-
-def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
-    seconds = sum(one.seconds or 0.0 for one in told)
-    states = ", ".join(f"{count} {state}" for state, count in Counter(one.state for one in told).items())
-    graph, width = picture([_box(one) for one in told])
+def _page(name: str, prefix: str, steps: Sequence[StepReport]) -> str:
+    seconds = sum(step.status.get("seconds", 0.0) for step in steps)
+    states = ", ".join(f"{count} {state}" for state, count in Counter(step.state for step in steps).items())
+    graph, width = picture([_box(step) for step in steps])
     wide = ' class="wide"' if width > BESIDE else ""
-    failures = [_failure(one) for one in told if one.state == "failed"]
-    results = [row for one in told if one.run is not None for row in _results(one.node.step.name, one.run)]
+    tables = {
+        "Failures": (("step", "error"), [_failure(step) for step in steps if step.state == "failed"]),
+        "Results": (("step", "metric", "first", "last"), [row for step in steps for row in _results(step)]),
+        "Data": (("step", "rows in", "rows out", "dropped"), [row for step in steps for row in _data_row(step)]),
+    }
     return "\n".join(
         [
             "<!doctype html>",
@@ -324,109 +294,97 @@ def _page(name: str, prefix: str, told: Sequence[Told]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>",
             f"<header><h1>{escape(name)}</h1>",
-            f"<p>{len(told)} steps: {escape(states)}. {_time(seconds)} of work in all. "
+            f"<p>{len(steps)} steps: {escape(states)}. {_time(seconds)} of work in all. "
             f"Outputs in <code>{escape(prefix)}</code>. {_now()}</p></header>",
-            f'<main{wide}><div class="picture">{graph}</div><div class="told">',
-            _table(("step", "error"), failures, "Failures") if failures else "",
-            _table(("step", "metric", "first", "last"), results, "Results") if results else "",
-            _table(("step", "rows in", "rows out", "dropped"), _data_rows(told), "Data") if _data_rows(told) else "",
-            *(_section(one) for one in told),
+            f'<main{wide}><div class="picture">{graph}</div><div class="steps">',
+            *(_table(title, head, rows) for title, (head, rows) in tables.items() if rows),
+            *map(_section, steps),
             "</div></main></body></html>\n",
         ]
     )
 
 
-def _failure(one: Told) -> Cells:
-    error = escape(str(one.attempt.get("error", "")))
-    return (
-        f'<a href="#{escape(one.node.address)}">{escape(one.node.step.name)}</a>',
-        f'<span class="bad">{error}</span>',
-    )
+def _failure(step: StepReport) -> Cells:
+    name = f'<a href="#{escape(step.node.address)}">{escape(step.node.step.name)}</a>'
+    return name, f'<span class="bad">{escape(str(step.attempt.get("error", "")))}</span>'
 
 
-def _box(one: Told) -> Box:
-    note = one.state if one.seconds is None else f"{one.state}, {_time(one.seconds)}"
-    needs = (*one.node.inputs, *one.node.unawaited)
-    return Box(one.node.address, one.node.step.name, note, one.state, f"#{one.node.address}", needs)
+def _box(step: StepReport) -> Box:
+    node, seconds = step.node, step.status.get("seconds")
+    note = step.state if seconds is None else f"{step.state}, {_time(seconds)}"
+    return Box(node.address, node.step.name, note, step.state, f"#{node.address}", (*node.inputs, *node.unawaited))
 
 
-def _section(one: Told) -> str:
-    node, trace = one.node, one.attempt.get("traceback")
-    about = [("address", f"<code>{escape(node.address)}</code>")]
-    if one.seconds is not None:
-        about.append(("took", _time(one.seconds)))
-    about += [(key, escape(str(one.status[key]))) for key in TIMES[1:] if key in one.status]
-    if one.attempt.get("error"):
-        about.append(("error", f'<span class="bad">{escape(str(one.attempt["error"]))}</span>'))
-    if one.folder is not None and one.run is not None:
-        about.append(("run", f"<code>{escape(str(one.run.path))}</code>"))
+def _section(step: StepReport) -> str:
+    node, trace = step.node, step.attempt.get("traceback")
+    about = {"address": f"<code>{escape(node.address)}</code>"}
+    if "seconds" in step.status:
+        about["took"] = _time(step.status["seconds"])
+    about |= {key: escape(str(step.status[key])) for key in TIMES[1:] if key in step.status}
+    if step.attempt.get("error"):
+        about["error"] = f'<span class="bad">{escape(str(step.attempt["error"]))}</span>'
+    if step.run is not None:
+        about["run"] = f"<code>{escape(str(step.run.path))}</code>"
+    opened = " open" if step.state == "failed" else ""
     parts = [
         f'<section id="{escape(node.address)}"><h2>{escape(node.step.name)} '
-        f'<span class="badge {escape(one.state)}">{escape(one.state)}</span></h2>',
-        "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in about) + "</dl>",
-        _counts(one.folder),
-        *_plots(one.run),
-        _details("what its address is made of", _pairs(lines(node.identity))),
-        _details("log", f"<pre>{escape(one.log)}</pre>", opened=one.state == "failed") if one.log.strip() else "",
-        _details("traceback", f"<pre>{escape(trace)}</pre>") if trace else "",
-        "</section>",
+        f'<span class="badge {escape(step.state)}">{escape(step.state)}</span></h2>',
+        "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in about.items()) + "</dl>",
+        _pairs({key: json.dumps(value, ensure_ascii=False) for key, value in step.counts.items()}),
+        *_plots(step.run),
+        f"<details><summary>what its address is a hash of</summary>{_pairs(lines(node.identity))}</details>",
     ]
-    return "\n".join(part for part in parts if part)
+    if step.log.strip():
+        parts.append(f"<details{opened}><summary>log</summary><pre>{escape(step.log)}</pre></details>")
+    if trace:
+        parts.append(f"<details><summary>traceback</summary><pre>{escape(trace)}</pre></details>")
+    return "\n".join([*filter(None, parts), "</section>"])
 
 
-def _results(step: str, run: Run) -> list[Cells]:
+def _results(step: StepReport) -> list[Cells]:
     """The first and the last evaluation of a run, mean over seeds."""
+    name, run = escape(step.node.step.name), step.run
+    if run is None:
+        return []
     try:
-        rows = run.metrics()
-    except PalestraError as error:  # a damaged run has a step of its own to say so
-        return [(step, escape(str(error)), "", "")]
-    evaluated = {seed: [row for row in rows if row["seed"] == seed and _shown(row)] for seed in run.seeds}
-    firsts = [of_seed[0] for of_seed in evaluated.values() if of_seed]
-    lasts = [of_seed[-1] for of_seed in evaluated.values() if of_seed]
-    once = all(len(of_seed) < 2 for of_seed in evaluated.values())
-    found: list[Cells] = []
-    for metric in sorted({key for row in lasts for key in _shown(row)}):
-        first = "" if once else _mean([row[metric] for row in firsts if metric in row])
-        last = _mean([row[metric] for row in lasts if metric in row])
-        found.append((escape(step), escape(metric.removeprefix("eval/")), first, last))
-    return found
+        metrics = run.metrics()
+    except PalestraError as error:  # a damaged run must not hide the others
+        return [(name, escape(str(error)), "", "")]
+    by_seed = {seed: [row for row in metrics if row["seed"] == seed and _shown(row)] for seed in run.seeds}
+    firsts, lasts = ([rows[index] for rows in by_seed.values() if rows] for index in (0, -1))
+    once = all(len(rows) < 2 for rows in by_seed.values())
+    return [
+        (name, escape(metric.removeprefix("eval/")), "" if once else _mean(metric, firsts), _mean(metric, lasts))
+        for metric in sorted({key for row in lasts for key in _shown(row)})
+    ]
 
 
 def _shown(row: Mapping[str, Any]) -> list[str]:
-    """The metrics of evaluations that are worth a row: of the whole, or of tasks where there is no whole."""
-    found = []
+    """The evaluation metrics that get a row: overall ones, or those of tasks where there are no overall ones."""
+    shown = []
     for key, value in row.items():
         last = key.rpartition("/")[2]
         if not key.startswith("eval/") or not isinstance(value, int | float) or last.endswith("_se"):
             continue
         if "/samples/" not in key and "/parts/" not in key and (last in SHOWN or last.startswith("pass@")):
-            found.append(key)
-    whole = [key for key in found if key.count("/") == 1]
-    return whole or found
+            shown.append(key)
+    return [key for key in shown if key.count("/") == 1] or shown
 
 
-def _data_rows(told: Sequence[Told]) -> list[Cells]:
-    found: list[Cells] = []
-    for one in told:
-        counts = _read_counts(one.folder)
-        if "rows_in" in counts or "rows_out" in counts:
-            dropped = {reason: count for reason, count in counts.get("dropped", {}).items() if count}
-            numbers = [f"{counts[key]:,}" if key in counts else "" for key in ("rows_in", "rows_out")]
-            if not counts.get("rows_out") and sum(dropped.values()) < counts.get("rows_in", 0):
-                numbers[1] = ""  # it makes something else of its rows: a classifier, a tokenizer
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
-            found.append((escape(one.node.step.name), *numbers, escape(reasons)))
-    return found
+def _mean(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    values = [row[metric] for row in rows if metric in row]
+    return f"{sum(values) / len(values):.4g}" if values else ""
 
 
-def _read_counts(folder: Path | None) -> dict[str, Any]:
-    path = None if folder is None else folder / "counts.json"
-    return read_json(path) if path is not None and path.is_file() else {}
-
-
-def _counts(folder: Path | None) -> str:
-    counts = _read_counts(folder)
-    return _pairs({key: json.dumps(value, ensure_ascii=False) for key, value in counts.items()}) if counts else ""
+def _data_row(step: StepReport) -> Iterable[Cells]:
+    counts = step.counts
+    if "rows_in" in counts or "rows_out" in counts:
+        dropped = {reason: count for reason, count in counts.get("dropped", {}).items() if count}
+        numbers = [f"{counts[key]:,}" if key in counts else "" for key in ("rows_in", "rows_out")]
+        if not counts.get("rows_out") and sum(dropped.values()) < counts.get("rows_in", 0):
+            numbers[1] = ""  # its output is not rows: a classifier, a tokenizer
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in dropped.items())
+        yield escape(step.node.step.name), *numbers, escape(reasons)
 
 
 def _plots(run: Run | None) -> Iterable[str]:
@@ -437,26 +395,21 @@ def _plots(run: Run | None) -> Iterable[str]:
 
 
 def _pairs(values: Mapping[str, str]) -> str:
-    rows = [(f"<code>{escape(key)}</code>", f"<code>{escape(value)}</code>") for key, value in values.items()]
-    return '<table class="pairs">' + "".join(f"<tr><td>{a}</td><td>{b}</td></tr>" for a, b in rows) + "</table>"
+    cells = "".join(
+        f"<tr><td><code>{escape(key)}</code></td><td><code>{escape(value)}</code></td></tr>"
+        for key, value in values.items()
+    )
+    return f'<table class="pairs">{cells}</table>' if cells else ""
 
 
-def _table(head: Cells, rows: Iterable[Cells], title: str) -> str:
+def _table(title: str, head: Cells, rows: Iterable[Cells]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     columns = "".join(f"<th>{name}</th>" for name in head)
     return f"<section><h2>{title}</h2><table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></section>"
 
 
-def _details(title: str, inside: str, *, opened: bool = False) -> str:
-    return f"<details{' open' if opened else ''}><summary>{title}</summary>{inside}</details>"
-
-
 def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4g}" if values else ""
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs a pipeline: in parallel over the graph, each step once, whoever else works on the same prefix."""
+"""Runs a pipeline: steps in parallel over the graph, each once, also next to other processes on the same prefix."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ def carry_out(
     inputs: Sequence[str],
     resumes: bool,
 ) -> dict[str, Any]:
-    """Do a step up to its commit, which is the owner of the lease's; gives what its status has to say of the output."""
+    """In a worker: run a step up to its commit, which is left to the lease's owner; returns what the status stores."""
     with outputs.alone(address):
         for needed in inputs:
             outputs.fetch(needed)
@@ -42,20 +42,20 @@ def carry_out(
 log = logging.getLogger("palestra.pipeline")
 
 STOP_SECONDS = 30.0
-"""What a training step gets to save its state in when the run is stopped; a second Ctrl-C ends it at once."""
+"""The time a training step has to save its state after a stop request; a second Ctrl-C ends it at once."""
 
 
 class PipelineFailed(PalestraError):
-    """Steps failed; the others were run as far as they did not need these."""
+    """Steps failed; the others ran as far as they did not need these."""
 
 
 class FailedBefore(PalestraError):
-    """A step is not tried anew by itself."""
+    """A step that failed in an earlier run is not retried by itself."""
 
 
 @dataclass
 class PipelineOutcome:
-    """What a run came to."""
+    """How the steps of a run ended."""
 
     states: dict[str, str] = field(default_factory=dict)
     """By address: waiting, running, elsewhere, done, ran, failed or blocked."""
@@ -64,7 +64,7 @@ class PipelineOutcome:
 
     @property
     def ran(self) -> list[str]:
-        """The steps that this run carried out."""
+        """The steps that this run has run."""
         return [address for address, state in self.states.items() if state == "ran"]
 
 
@@ -80,7 +80,7 @@ def run(
     max_parallel: int = 2,
     watch: Watcher = lambda outcome: None,
 ) -> PipelineOutcome:
-    """Carry out all that the targets need and that is not done; raises `PipelineFailed` at the end if a step failed."""
+    """Run all that the targets need and that is not done; raises `PipelineFailed` at the end if a step failed."""
     if max_parallel < 1:
         raise UsageError(f"--max-parallel: expected at least 1, got {max_parallel}")
     graph = Graph(targets)
@@ -89,9 +89,9 @@ def run(
     failed = [address for address, state in outcome.states.items() if state == "failed"]
     if failed:
         blocked = sum(state == "blocked" for state in outcome.states.values())
-        behind = f" ({blocked} that need {'it' if len(failed) == 1 else 'them'} did not run)" if blocked else ""
-        told = "\n".join(f"  {address}: {outcome.errors[address]}" for address in failed)
-        raise PipelineFailed(f"{len(failed)} step{'s' if len(failed) > 1 else ''} failed{behind}:\n{told}")
+        dependent = f" ({blocked} that need {'it' if len(failed) == 1 else 'them'} did not run)" if blocked else ""
+        errors = "\n".join(f"  {address}: {outcome.errors[address]}" for address in failed)
+        raise PipelineFailed(f"{len(failed)} step{'s' if len(failed) > 1 else ''} failed{dependent}:\n{errors}")
     return outcome
 
 
@@ -101,7 +101,7 @@ class _Runner:
         self.force_failed = force_failed
         self.outcome = PipelineOutcome()
         self.leases: dict[str, Lease] = {}
-        """Of the steps that the fan-out has."""
+        """Of the steps in flight."""
         self.started: dict[str, str] = {}
         self.known_done: set[str] = set()  # once done, always done
         self.forced: set[str] = set()
@@ -116,7 +116,7 @@ class _Runner:
         size = min(self.parallel, sum(state == "waiting" for state in states.values()))
         if size == 0:
             return self.outcome
-        if self.force_failed:  # what failed before; not what another process fails with meanwhile
+        if self.force_failed:  # what failed before, not what another process fails with in the meantime
             self.forced = {address for address, state in states.items() if state == "waiting" and self._failed(address)}
         threads = max(1, (os.cpu_count() or 1) // size)
         running = fanout.run(
@@ -151,11 +151,10 @@ class _Runner:
 
     def _items(self, threads: int) -> Iterator[WorkItem | None]:
         while True:
-            node = self._next()
-            yield None if node is None else self._item(node, threads)
+            yield self._next(threads)
 
-    def _next(self) -> Node | None:
-        """A step whose inputs are all there; those of which one failed are blocked."""
+    def _next(self, threads: int) -> WorkItem | None:
+        """A step whose inputs are all done; a step with a failed input is blocked."""
         states = self.outcome.states
         for address, state in states.items():
             if state != "waiting" or address in self.leases:
@@ -164,14 +163,14 @@ class _Runner:
             if any(needed in ("failed", "blocked") for needed in inputs):
                 states[address] = "blocked"
             elif all(needed in ("done", "ran") for needed in inputs):
-                return self.graph.nodes[address]
+                return self._item(self.graph.nodes[address], threads)
         return None
 
     def _item(self, node: Node, threads: int) -> WorkItem:
         address = node.address
         self.leases[address] = lease = self.outputs.lease(address)
 
-        def done(held: bool) -> bool:  # with the lease held, what a killed process had but to name
+        def done(held: bool) -> bool:  # a killed process may have left only the rename to do
             return self._is_done(address) or (held and self.outputs.finish(address))
 
         return WorkItem(
@@ -187,11 +186,11 @@ class _Runner:
         )
 
     def _begin(self, node: Node) -> tuple[Any, ...]:
-        """What an attempt at a step is given; note that it begins."""
+        """The arguments of an attempt at a step; stores that it begins."""
         address, step = node.address, node.step
         if (error := self._failed(address)) is not None and address not in self.forced:
             raise FailedBefore(f"failed before ({error}): --force-failed tries again")
-        self.forced.discard(address)  # anew once, not as often as it fails
+        self.forced.discard(address)  # retried once, not as often as it fails
         self.started[address] = _now()
         about = {"state": "running", "owner": asdict(Owner.here()), "started": self.started[address]}
         self.outputs.write_attempt(address, about)
@@ -203,14 +202,14 @@ class _Runner:
     def _path(self, output: Output) -> Path:
         address = self.graph.address(output.step)
         folder = self.outputs.path(address) if output.awaited else self.outputs.current(address)
-        return folder / output.path if output.path else folder
+        return folder / output.path
 
     def _complete(self, node: Node, outcome: WorkOutcome) -> None:
         address, lease = node.address, self.leases[node.address]
         self.outcome.seconds[address] = outcome.seconds
         if outcome.error is not None and self.stop.requested:
             return
-        with lease.fenced():  # a step that another process took over is theirs to finish or to fail
+        with lease.fenced():  # a step that another process took over is not ours to finish or to fail
             if outcome.error is None:
                 self.outputs.commit(address, lease.token, self._status(node, outcome) | outcome.value)
         try:
@@ -251,12 +250,12 @@ class _Runner:
                 self._note(address, {"state": "failed", "error": text, "traceback": str(error)}, lease)
 
     def _note(self, address: str, about: dict[str, Any], lease: Lease) -> None:
-        """Write down how an attempt ended; without a note, such as on a full disk, the step is tried anew."""
+        """Store how an attempt ended; if that fails, as on a full disk, the next run tries the step again."""
         try:
             with lease.fenced():
                 self.outputs.write_attempt(address, about | {"finished": _now()})
         except (OSError, PalestraError) as error:
-            log.warning("that %s is %s could not be noted: %s", address, about["state"], error)
+            log.warning("the state of %s (%s) could not be stored: %s", address, about["state"], error)
 
 
 def _now() -> str:
@@ -264,7 +263,7 @@ def _now() -> str:
 
 
 def _short(error: BaseException) -> str:
-    """An error in a line: what a worker's exception said, not where."""
+    """An error in one line: the type and message of a worker's exception, without its traceback."""
     kind, message = getattr(error, "type_name", type(error).__name__), getattr(error, "message", str(error))
     first = message.strip().splitlines()[0] if message.strip() else ""
     return f"{kind}: {first}" if first else kind

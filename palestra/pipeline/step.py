@@ -1,4 +1,4 @@
-"""A step: a name, a function, a config that may hold other steps' outputs, and the address made of all these.
+"""A step: a name, a function, a config that may hold other steps' outputs, and the address made of them.
 
 @step
     def clean(out: Path, *, source: Path, min_words: int = 5, workers: Execution[int] = 2) -> None: ...
@@ -7,12 +7,12 @@
     docs = clean(source=raw / "books.jsonl")
 
 Calling a decorated function makes a `Step` and runs nothing. Without the decorator: `Step("clean", function, config)`,
-where `config` is a dataclass or a pydantic model, given to `function(config, out)`, or a dict, given as keywords.
-A function writes all that it makes into the folder `out`.
+where `config` is a dataclass or a pydantic model, passed as `function(config, out)`, or a dict, passed as keywords.
+A function writes its output into the folder `out`.
 
-A value is a path where it is a `Path`, or text with a slash or an ending (`books.jsonl`, `data/*.txt`), or stands under
-a key of `KEYS`, and something is there. Hashes are kept in `PALESTRA_CACHE/hashes`, for as long as a file has the size
-and the times that it had.
+A value is a path if something exists there and it is a `Path`, or text with a slash or a suffix (`books.jsonl`,
+`data/*.txt`), or the value of a key in `KEYS`. Hashes of files are cached in `PALESTRA_CACHE/hashes` until the size or
+the times of a file change.
 """
 
 import dataclasses
@@ -50,17 +50,17 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step. Two that are equal in name and config are the same step, whoever made them."""
+    """One step. Two with the same name and config are the same step."""
 
     name: str
-    """What it is called: the first part of its address; slashes make folders."""
+    """The first part of its address; slashes make folders."""
     function: Callable[..., Any]
     config: Any = field(default_factory=dict)
     """A dict, a dataclass or a pydantic model."""
     retries: int = 0
-    """How often a failed one is tried again in the same run of the pipeline."""
+    """How often a failed step is retried in the same run of the pipeline."""
     resumes: bool = False
-    """Whether the function goes on with what a killed attempt left in `out`; else it finds an empty folder."""
+    """Whether the function resumes from what a killed attempt left in `out`; else `out` is empty."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name) or len(self.name) > LONGEST_NAME:
@@ -77,21 +77,20 @@ class Step:
         return replace(self, name=name)
 
     def unawaited(self, path: str = "") -> "Output":
-        """Its output as it is when another step begins: part of that one's address, but neither run nor waited for."""
+        """Its output as it is when another step begins: part of that step's address, but neither run nor waited for."""
         return Output(self, path, awaited=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A file or folder in a step's output. In a config it stands where the path will."""
+    """A file or folder in a step's output: a placeholder for its path in a config."""
 
     step: Step
     path: str = ""
     awaited: bool = True
 
     def __post_init__(self) -> None:
-        parts = Path(self.path).parts
-        if Path(self.path).is_absolute() or ".." in parts:
+        if Path(self.path).is_absolute() or ".." in Path(self.path).parts:
             raise UsageError(f"{self.path!r} is not a path inside the output of {self.step.name}")
 
     def __truediv__(self, path: str) -> "Output":
@@ -99,7 +98,7 @@ class Output:
 
 
 def step(function: Callable[..., Any] | None = None, *, name: str | None = None, **about: Any) -> Callable[..., Any]:
-    """A function as a maker of steps; `about` are fields of `Step`, such as `retries` and `resumes`."""
+    """Decorator: calling the function makes a step; `about` are fields of `Step`, such as `retries` and `resumes`."""
     if function is None:
         return functools.partial(step, name=name, **about)
     signature = inspect.signature(function)
@@ -107,7 +106,9 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
         raise UsageError(f"{function.__qualname__} must take `out`, the folder that it writes into")
     for parameter in signature.parameters.values():
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            raise UsageError(f"{function.__qualname__}: a step gets its config by names, so {parameter} cannot be")
+            raise UsageError(
+                f"{function.__qualname__}: a step gets its config as keywords, so {parameter} is not allowed"
+            )
     rest = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "out"])
 
     @functools.wraps(function)
@@ -130,46 +131,46 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
 
 
 def call(function: Callable[..., Any] | str, config: Any, out: Path) -> Any:
-    """Carry a step out, its inputs being paths by now; the function may be what `portable` made of it."""
+    """Run a step whose inputs are paths by now; the function may be a result of `portable`."""
     if isinstance(function, str):
-        function = _found(*function.split(":"))
+        function = _imported(*function.split(":"))
     return function(**config, out=out) if isinstance(config, Mapping) else function(config, out)
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any] | str:
-    """The function as "module:name", where another process can import it so; else itself.
+    """The function as "module:name" if another process can import it, else itself.
 
-    By its name pickle would find what the decorator made of it, and not send it.
+    pickle would look up the decorated function under that name, and refuse to send the plain one.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if module in (None, "__main__") or name is None or "<" in name or module not in sys.modules:
         return function
     try:
-        return f"{module}:{name}" if _found(module, name) is function else function
+        return f"{module}:{name}" if _imported(module, name) is function else function
     except AttributeError:
         return function
 
 
-def _found(module: str, name: str) -> Callable[..., Any]:
-    found: Any = importlib.import_module(module)
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return getattr(found, "step_function", found)
+        value = getattr(value, part)
+    return getattr(value, "step_function", value)
 
 
 def execution_fields(config: Any, function: Callable[..., Any]) -> frozenset[str]:
-    """The fields of a config that are no part of the address."""
+    """The fields of a config that are not part of the address."""
     if isinstance(config, BaseModel):
         return frozenset(name for name, info in type(config).model_fields.items() if Execution in info.metadata)
     owner = type(config) if dataclasses.is_dataclass(config) else plain(function)
-    if not isinstance(owner, type | FunctionType):  # a callable object: nothing says what its config's fields are
+    if not isinstance(owner, type | FunctionType):  # a callable object has no annotations of its config
         return frozenset()
     try:
         hints = get_type_hints(owner, include_extras=True)
     except NameError as error:
         raise UsageError(
-            f"the types of {owner.__module__}:{owner.__qualname__} cannot be read ({error}): "
-            "import at run time what they name"
+            f"the types of {owner.__module__}:{owner.__qualname__} cannot be resolved ({error}): "
+            "import the names at run time"
         ) from error
     return frozenset(name for name, hint in hints.items() if is_execution(hint))
 
@@ -181,7 +182,7 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value that may hold outputs, each with its key; nothing for a value that has no parts."""
+    """The items of a value that may hold outputs, each with its key; nothing for a value without items."""
     if isinstance(value, BaseModel):
         yield from ((name, getattr(value, name)) for name in type(value).model_fields)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type | Step | Output):
@@ -191,7 +192,7 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         yield from ((str(index), item) for index, item in enumerate(value))
     elif isinstance(value, set | frozenset) and any(True for item in value for _ in outputs(item)):
-        raise UsageError("the outputs of steps cannot stand in a set, which has no order: use a list")
+        raise UsageError("a set cannot hold outputs of steps, because it has no order: use a list")
 
 
 def outputs(value: Any) -> Iterator[Output]:
@@ -206,13 +207,13 @@ def outputs(value: Any) -> Iterator[Output]:
 
 
 def filled(value: Any, path_of: Callable[[Output], Any]) -> Any:
-    """The value with each output of a step replaced."""
+    """The value with each output of a step replaced by its path."""
     if isinstance(value, Output):
         return path_of(value)
     if isinstance(value, Step):
         return path_of(Output(value))
     if isinstance(value, BaseModel):
-        # Not validated again: what was an output is a path now, which is what the field is for.
+        # Not validated again: the field now holds the path that it is declared for.
         return value.model_copy(update={name: filled(item, path_of) for name, item in children(value)})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {f.name: filled(getattr(value, f.name), path_of) for f in dataclasses.fields(value) if f.init}
@@ -228,13 +229,13 @@ def filled(value: Any, path_of: Callable[[Output], Any]) -> Any:
 
 
 KEYS = frozenset(("path", "source", "init", "tokenizer", "model", "order", "replay"))
-"""Under these a text without a slash is a path too, if there is a file or folder of that name."""
+"""Under these keys a text without a slash is a path too, if a file or folder of that name exists."""
 RECENT_NS = 2_000_000_000
-"""A file that changed just now may change again without another time: clocks of file systems tick coarsely."""
+"""A file that changed just now may change again with the same time: file systems have coarse clocks."""
 
 
 def content_hash(value: str | PurePath, key: str) -> str | None:
-    """A hash of what is at a path, the names inside a folder included; None where the value is no path."""
+    """A hash of the content at a path, including the names inside a folder; None if the value is not a path."""
     text = os.fspath(value)
     if "://" in text or len(text) > 4096 or not text.isprintable() or not re.search(r"\w", text):  # such as "/"
         return None
@@ -246,7 +247,7 @@ def content_hash(value: str | PurePath, key: str) -> str | None:
 
 
 def _of(path: Path) -> str:
-    """The hash of one file or folder; only what changed since the last time is read."""
+    """The hash of one file or folder; only files that changed since the last time are read."""
     kept = cache_root() / "hashes" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     known = json.loads(kept.read_bytes()) if kept.exists() else {}
     hashes: list[tuple[str, str]] = []
@@ -264,7 +265,7 @@ def _of(path: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a folder but hidden ones, in order."""
+    """The files of a folder except hidden ones, in order."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = [Path(where, name) for name in sorted(names) if not name.startswith(".")]
@@ -276,16 +277,16 @@ def _hash(parts: list[tuple[str, str]]) -> str:
 
 
 DIGITS = 10
-"""Hexadecimal digits of the hash in an address: among a thousand steps of a name two collide once in 2 million."""
+"""Hexadecimal digits of the hash: among a thousand steps of one name two collide with probability 1 in 2 million."""
 INPUT = "$step"
 FILE = "$file"
-"""A path and what is there: the same file with other content is another input."""
+"""A path and the hash of its content: the same file with other content is another input."""
 TYPE = "$type"
 """The class of a config inside a config: `Adam(lr=1)` is not `Sgd(lr=1)`."""
 
 
 def identity(step: Step, address_of: Callable[[Step], str]) -> dict[str, Any]:
-    """All that a step's result depends on, as plain data: what the address is a hash of."""
+    """All that a step's result depends on, as plain data; its hash is the address."""
     config = _plain(step.config, step.name, address_of, execution_fields(step.config, step.function))
     if isinstance(config, dict):
         config.pop(TYPE, None)  # of the whole config: that is what the function takes
@@ -299,7 +300,7 @@ def address_of(identified: Mapping[str, Any]) -> str:
 
 
 def lines(identified: Mapping[str, Any]) -> dict[str, str]:
-    """What an address is made of, one line a value: dotted path to what it is; for people, so without secrets."""
+    """What an address is made of, for people: dotted path to value, without secrets."""
     return {"name": identified["name"]} | dict(_lines(redacted(identified["config"]), ""))
 
 
@@ -317,19 +318,19 @@ def _lines(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _counted(value: Any, left_out: frozenset[str], where: str) -> Iterator[tuple[str, Any]]:
-    """The parts of a value that count; what is left out cannot be what the result depends on."""
+    """The items of a value that are part of the address; the others must not hold outputs."""
     for key, item in children(value):
         if key not in left_out:
             yield key, item
-        elif found := next(outputs(item), None):
+        elif output := next(outputs(item), None):
             raise UsageError(
-                f"{where}.{key} is marked Execution, which does not count, but is the output of {found.step.name}, "
-                "which a result depends on: leave the mark out"
+                f"{where}.{key} is marked Execution, but is the output of {output.step.name}, on which the result "
+                "depends: remove the mark"
             )
 
 
 def _key(where: str) -> str:
-    """The key that a value stands under, or the list that it stands in."""
+    """The key of a value, or of the list that holds it."""
     return next((part for part in reversed(where.split(".")) if not part.isdigit()), "")
 
 
@@ -360,8 +361,8 @@ def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: 
         case type() | FunctionType():
             if "<" in value.__qualname__:
                 raise UsageError(
-                    f"{where}: {value.__qualname__} cannot be part of a step's address, because nothing outside of "
-                    "where it is made tells it from another: define it at the top of a module"
+                    f"{where}: {value.__qualname__} cannot be part of a step's address, because it is local and cannot "
+                    "be imported: define it at the top of a module"
                 )
             return f"{value.__module__}:{value.__qualname__}"
         case functools.partial():
@@ -370,7 +371,7 @@ def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: 
             if bad := [key for key in value if not isinstance(key, str | int) or str(key).startswith("$")]:
                 raise UsageError(f"{where}: {bad[0]!r} cannot be a key in a step's config: use text without '$'")
             if len({str(key) for key in value}) < len(value):
-                raise UsageError(f"{where}: two keys are the same as text, such as 1 and '1': use text alone")
+                raise UsageError(f"{where}: two keys are the same as text, such as 1 and '1': use only text")
             return {key: again(item, f"{where}.{key}") for key, item in _counted(value, left_out, where)}
         case list() | tuple():
             return [again(item, f"{where}.{index}") for index, item in enumerate(value)]
@@ -381,7 +382,7 @@ def _plain(value: Any, where: str, address_of: Callable[[Step], str], left_out: 
         case _ if hasattr(value, "tolist") and hasattr(value, "dtype"):  # NumPy's scalars and arrays
             return again(value.tolist(), where)
     raise UsageError(
-        f"{where}: a {type(value).__name__} cannot be part of a step's address, because it has no form that is the "
-        "same everywhere: pass what it is made from (numbers, text, lists, dicts, dataclasses), or mark the field "
-        "Execution[…] if the result does not depend on it"
+        f"{where}: a {type(value).__name__} cannot be part of a step's address, because it has no canonical form: pass "
+        "what it is made from (numbers, text, lists, dicts, dataclasses), or mark the field Execution[…] if the result "
+        "does not depend on it"
     )

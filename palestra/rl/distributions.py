@@ -1,8 +1,8 @@
-"""The distributions policies act by: a few tensor operations each, sampled from noise drawn beforehand.
+"""Action distributions: a few tensor operations each, sampled from noise that was generated beforehand.
 
-`sample(noise)` is a deterministic function of the parameters and of noise shaped like them (`noise_shape`), so a
-collector draws one block `(T, *noise_shape)` for a whole rollout with `draw` and spends no generator call per step.
-`log_prob` and `entropy` have the batch's shape: joint actions are summed over their parts.
+`sample(noise)` is a deterministic function of the parameters and of noise shaped like them, so a collector generates
+the noise of a whole rollout with one call of `noise` and spends no generator call per step. `log_prob` and `entropy`
+have the batch's shape: joint actions are summed over their parts.
 """
 
 import math
@@ -16,15 +16,15 @@ HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 def _log_exponential(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
-    # torch's exponential_ never draws 0 (its documented support is open), so the logarithm is finite.
+    # torch's exponential_ never returns 0 (its documented support is open), so the logarithm is finite.
     return torch.empty(tuple(shape), device=generator.device).exponential_(generator=generator).log_()
 
 
 class Categorical:
-    """One of K actions by its logit, `(..., K)`; sampled by the Gumbel-max trick.
+    """One of K actions by their logits, `(..., K)`; sampled by the Gumbel-max trick.
 
     `mask` (True = allowed) gives the others probability exactly 0 and gradient exactly 0. The same mask must be passed
-    when acting and when learning. A row with nothing allowed comes out uniform: it stays finite in rows not used.
+    when acting and when learning. A row that allows nothing is uniform, so that unused rows stay finite.
     """
 
     __slots__ = ("logprobs",)
@@ -35,13 +35,8 @@ class Categorical:
             logits = logits.masked_fill(~mask, 0.5 * torch.finfo(logits.dtype).min)
         self.logprobs = torch.log_softmax(logits, dim=-1)
 
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one `sample`."""
-        return self.logprobs.shape
-
     @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    def noise(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
         """Standard Gumbel noise on the generator's device."""
         return _log_exponential(generator, shape).neg_()
 
@@ -65,18 +60,12 @@ class Categorical:
 class MultiCategorical:
     """Independent categoricals of the given sizes, from logits `(..., sum(sizes))` laid end to end."""
 
-    __slots__ = ("noise_shape", "parts", "sizes")
+    __slots__ = ("parts", "sizes")
 
     def __init__(self, logits: Tensor, sizes: Sequence[int], mask: Tensor | None = None):
         self.sizes = list(sizes)
-        self.noise_shape = logits.shape
         masks = [None] * len(self.sizes) if mask is None else mask.split(self.sizes, dim=-1)
         self.parts = [Categorical(part, m) for part, m in zip(logits.split(self.sizes, dim=-1), masks, strict=True)]
-
-    @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
-        """Standard Gumbel noise on the generator's device."""
-        return Categorical.draw(generator, shape)
 
     def sample(self, noise: Tensor) -> Tensor:
         """Actions `(..., len(sizes))`, int64."""
@@ -105,13 +94,8 @@ class Bernoulli:
     def __init__(self, logits: Tensor):
         self.logits = logits
 
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one `sample`."""
-        return self.logits.shape
-
     @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    def noise(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
         """Standard logistic noise (a difference of two Gumbels) on the generator's device."""
         return _log_exponential(generator, shape) - _log_exponential(generator, shape)
 
@@ -146,13 +130,8 @@ class DiagonalGaussian:
         self.mean = mean
         self.log_std = log_std.expand_as(mean)
 
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one `sample`."""
-        return self.mean.shape
-
     @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    def noise(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
         """Standard normal noise on the generator's device."""
         return torch.randn(tuple(shape), generator=generator, device=generator.device)
 
@@ -183,9 +162,9 @@ class Beta:
     __slots__ = ("alpha", "beta")
 
     ATTEMPTS = 8
-    """Draws made beforehand for each gamma variable; one is accepted with probability above 0.95."""
+    """Proposals generated for each gamma variable; each is accepted with probability above 0.95."""
     EDGE = 1e-6
-    """How near to a bound, in units of the range, an action is scored: log 0 is never taken."""
+    """Actions are scored at least this far from a bound, in units of the range: log 0 is never taken."""
 
     def __init__(self, alpha: Tensor, beta: Tensor):
         self.alpha, self.beta = alpha, beta
@@ -196,14 +175,12 @@ class Beta:
         alpha, beta = (1.0 + F.softplus(outputs)).chunk(2, dim=-1)
         return cls(alpha, beta)
 
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one `sample`: two gamma variables, each with its attempts of two numbers."""
-        return torch.Size((*self.alpha.shape, 2, self.ATTEMPTS, 2))
-
     @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
-        """Standard normal and log-uniform numbers, side by side on the last dimension, for `noise_shape`."""
+    def noise(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+        """Standard normal and log-uniform numbers, stacked on the last dimension.
+
+        `shape` is `(..., D, 2, ATTEMPTS, 2)`: two gamma variables per action, each with its proposals of two numbers.
+        """
         normal = torch.randn(tuple(shape[:-1]), generator=generator, device=generator.device)
         exponential = torch.empty(tuple(shape[:-1]), device=generator.device).exponential_(generator=generator)
         return torch.stack((normal, -exponential), dim=-1)
@@ -259,16 +236,6 @@ class SquashedGaussian:
         self.mean = mean
         self.log_std = log_std.expand_as(mean)
 
-    @property
-    def noise_shape(self) -> torch.Size:
-        """The shape of the noise of one `sample`."""
-        return self.mean.shape
-
-    @staticmethod
-    def draw(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
-        """Standard normal noise on the generator's device."""
-        return DiagonalGaussian.draw(generator, shape)
-
     def sample(self, noise: Tensor) -> Tensor:
         """Actions `(..., D)`, differentiable in mean and log_std (reparametrized)."""
         return torch.tanh(self.mean + self.log_std.exp() * noise)
@@ -280,15 +247,8 @@ class SquashedGaussian:
         return torch.tanh(before), (gaussian - log_tanh_slope(before)).sum(dim=-1)
 
     def mode(self) -> Tensor:
-        """The tanh of the mean: the middle of the distribution, and what evaluation acts by."""
+        """The tanh of the mean: the median of the distribution, and the action taken in evaluation."""
         return torch.tanh(self.mean)
-
-    def log_prob(self, action: Tensor) -> Tensor:
-        """Log-density of actions `(..., D)`, summed to `(...)`; of 1 itself, that of the number just below."""
-        most = 1.0 - torch.finfo(action.dtype).eps
-        before = torch.atanh(action.clamp(-most, most))
-        gaussian = DiagonalGaussian(self.mean, self.log_std).log_prob(before)
-        return gaussian - log_tanh_slope(before).sum(dim=-1)
 
 
 def log_tanh_slope(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The action must have been sampled from p. As values, with x = log q(a) - log p(a
 
 | estimator | formula        | expectation under p | range | expected gradient in p's parameters, a held fixed |
 |-----------|----------------|---------------------|-------|---------------------------------------------------|
-| k1        | -x             | KL(p‖q)             | ℝ     | 0: a loss of k1 teaches nothing                   |
+| k1        | -x             | KL(p‖q)             | ℝ     | 0: k1 is useless as a loss                        |
 | k2        | x² / 2         | biased, O(x³)       | ≥ 0   | ∇KL(p‖q)                                          |
 | k3        | exp(x) - 1 - x | KL(p‖q)             | ≥ 0   | ∇KL(q‖p), the other direction                     |
 
@@ -15,14 +15,14 @@ formula holds as it stands, and k3 is infinite in float32 above x = 88.
 Both are given as log-probabilities (..., K) that are normalized over the same K; p is the student's, q the teacher's.
 Generalized knowledge distillation (Agarwal et al. 2024, arXiv 2306.13649) takes one of three:
 
-| divergence | formula                                            | what the student does                     |
+| divergence | formula                                            | what the student learns                   |
 |------------|----------------------------------------------------|-------------------------------------------|
-| forward KL | KL(q‖p) = Σ q (log q - log p)                      | covers all that the teacher may say       |
-| reverse KL | KL(p‖q) = Σ p (log p - log q)                      | says only what the teacher may say        |
-| JSD(β)     | β KL(q‖m) + (1-β) KL(p‖m), with m = β q + (1-β) p  | between them, and never above log 2       |
+| forward KL | KL(q‖p) = Σ q (log q - log p)                      | covers all modes of the teacher           |
+| reverse KL | KL(p‖q) = Σ p (log p - log q)                      | stays within the teacher's modes          |
+| JSD(β)     | β KL(q‖m) + (1-β) KL(p‖m), with m = β q + (1-β) p  | between the two; never above log 2        |
 
 JSD(β) / β becomes the forward KL as β goes to 0, and JSD(β) / (1-β) the reverse KL as β goes to 1. A probability of 0
-adds nothing, whatever its logarithm. The mixture is added up in logarithms: probabilities that round to 0 have none.
+adds nothing, whatever its logarithm. The mixture is computed in log space, where small probabilities do not round to 0.
 """
 
 import math
@@ -62,26 +62,20 @@ def binary_kl(logprobs_p: Tensor, logprobs_q: Tensor) -> Tensor:
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def categorical_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
-    """Exact KL between categoricals given by logits `(..., K)`, `(...)`."""
-    logprobs_p, logprobs_q = torch.log_softmax(logits_p, dim=-1), torch.log_softmax(logits_q, dim=-1)
-    return (logprobs_p.exp() * (logprobs_p - logprobs_q)).sum(dim=-1)
-
-
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(q‖p) (...), in nats."""
-    return _expected(teacher, teacher, student)
+    return _terms(teacher.exp(), teacher, student).sum(-1)
 
 
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(p‖q) (...), in nats; infinite where the student may say what the teacher never does."""
-    return _expected(student, student, teacher)
+    """KL(p‖q) (...), in nats; infinite where the student allows what the teacher gives probability 0."""
+    return _terms(student.exp(), student, teacher).sum(-1)
 
 
 def jensen_shannon(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """JSD(β) (...), in nats, 0 < β < 1."""
     mixture = log_mixture(student, teacher, beta)
-    return beta * _expected(teacher, teacher, mixture) + (1 - beta) * _expected(student, student, mixture)
+    return beta * forward_kl(mixture, teacher) + (1 - beta) * reverse_kl(student, mixture)
 
 
 def forward_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
@@ -106,18 +100,13 @@ def log_mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
 
 
-def _expected(weights: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """Σ exp(weights) (above - below)."""
-    return _terms(weights.exp(), above, below).sum(-1)
-
-
 def _centred(student: Tensor, other: Tensor) -> Tensor:
-    """p (log p - log o - KL(p‖o)): a function of p's logits, so its slopes add up to 0."""
+    """p (log p - log o - KL(p‖o)): gradients in p's logits, which add up to 0."""
     p = student.exp()
     terms = _terms(p, student, other)
     return terms - p * terms.sum(-1, keepdim=True)
 
 
 def _terms(probabilities: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    # 0 · (-inf - -inf) would be no number.
+    # 0 · (-inf - -inf) would be NaN.
     return torch.where(probabilities > 0, probabilities * (above - below), 0.0)

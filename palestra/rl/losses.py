@@ -23,16 +23,11 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within ±20: exp overflows at 88, and inf times a clipped branch's zero gradient is NaN."""
 
 
-def masked_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Sum of the elements where `mask` is True; what stands elsewhere does not matter, not even NaN."""
-    return x.sum() if mask is None else torch.where(mask, x, 0.0).sum()
-
-
 def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean of the elements where `mask` is True; 0 where there are none."""
+    """Mean of the elements where `mask` is True, whatever the others hold, even NaN; 0 where there are none."""
     if mask is None:
         return x.mean()
-    return masked_sum(x, mask) / mask.sum().clamp_min(1)
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp_min(1)
 
 
 class PolicyTerms(NamedTuple):
@@ -42,15 +37,6 @@ class PolicyTerms(NamedTuple):
     ratio: Tensor
     approx_kl: Tensor
     clipped: Tensor
-
-
-class PolicyLoss(NamedTuple):
-    """Masked means of the clipped policy loss; all but `loss` are detached."""
-
-    loss: Tensor
-    approx_kl: Tensor
-    clip_fraction: Tensor
-    ratio_mean: Tensor
 
 
 def ppo_policy_terms(
@@ -78,31 +64,12 @@ def ppo_policy_terms(
     return PolicyTerms(loss, ratio, approx_kl, (ratio < low) | (ratio > high))
 
 
-def ppo_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float | Tensor,
-    clip_high: float | Tensor,
-    mask: Tensor | None = None,
-) -> PolicyLoss:
-    """The mean of `ppo_policy_terms` over the elements where `mask` is True."""
-    terms = ppo_policy_terms(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, mask=mask)
-    return PolicyLoss(
-        loss=masked_mean(terms.loss, mask),
-        approx_kl=masked_mean(terms.approx_kl, mask),
-        clip_fraction=masked_mean(terms.clipped.to(terms.loss.dtype), mask),
-        ratio_mean=masked_mean(terms.ratio, mask),
-    )
-
-
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip: float | Tensor | None = None
 ) -> Tensor:
-    """(V - return)² per element, without the ½ that some codes have: a coefficient means what Stable-Baselines3's does.
+    """(V - return)² per element, without the ½ of some implementations: coefficients are Stable-Baselines3's.
 
-    With `clip`, the larger of that and the loss of `old_values + clip(V - old_values, ±clip)`, as in PPO's first code.
+    With `clip`, the larger of that and the loss of `old_values + clip(V - old_values, ±clip)`, as in OpenAI's PPO.
     """
     squared = (values - returns).square()
     if clip is not None:
@@ -115,7 +82,7 @@ def value_loss(
 
 
 def quantile_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Huber's quantile loss with κ = 1 (eq. 10), (B,): summed over the quantiles, a mean over the targets.
+    """Quantile Huber loss with κ = 1 (Dabney et al. 2018, eq. 10), (B,): a sum over quantiles, a mean over targets.
 
     `values` (B, N) are the quantiles at (2i + 1) / 2N of one distribution a row, `targets` (B, M) samples of another.
     """
@@ -126,11 +93,11 @@ def quantile_loss(values: Tensor, targets: Tensor) -> Tensor:
     return ((levels[:, None] - (over.detach() < 0).to(values.dtype)).abs() * huber).mean(dim=2).sum(dim=1)
 
 
-DISCRETE_TARGET = 0.6  # of log |A|; near 1 (as first published, 0.98) the weight of the entropy grows without end
+DISCRETE_TARGET = 0.6  # of log |A|; near 1 (0.98 in Christodoulou 2019) α grows without bound
 
 
 def target_entropy(actions: int, *, discrete: bool) -> float:
-    """The entropy in nats aimed at where none is given: -dim(A) in units of half the range, or 0.6 · log |A|."""
+    """The default target entropy in nats: -dim(A) in units of half the range, or 0.6 · log |A|."""
     return DISCRETE_TARGET * math.log(actions) if discrete else -float(actions)
 
 
@@ -150,7 +117,7 @@ def td_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> Tensor
 
 
 def twin_loss(q: Tensor, targets: Tensor) -> Tensor:
-    """Half the squared error of each twin `(2, B)`, averaged over the batch and added up over the twins."""
+    """Half the squared error of each twin `(2, B)`: mean over the batch, sum over the twins."""
     return 0.5 * (q - targets).square().mean(dim=1).sum()
 
 
@@ -187,18 +154,18 @@ def clipped(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual:
     gradient and counts as `high` too.
     """
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high))
-    held = ratio.detach()
-    above = (advantages > 0) & (held > 1.0 + high)
+    ratio = ratio.detach()
+    above = (advantages > 0) & (ratio > 1.0 + high)
     if dual is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
-        above = above | ((advantages < 0) & (held > dual))
-    return TrustTerms(loss, (advantages < 0) & (held < 1.0 - low), above)
+        above = above | ((advantages < 0) & (ratio > dual))
+    return TrustTerms(loss, (advantages < 0) & (ratio < 1.0 - low), above)
 
 
 def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> TrustTerms:
     """-clip(r, low, high)·A·log π, the weight a constant (CISPO, MiniMax 2025): none loses its gradient."""
-    held = ratio.detach()
-    return TrustTerms(-held.clamp(low, high) * advantages * logprobs, held < low, held > high)
+    ratio = ratio.detach()
+    return TrustTerms(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high)
 
 
 def soft_gate(ratio: Tensor, advantages: Tensor, *, positive: float, negative: float) -> TrustTerms:
@@ -214,7 +181,7 @@ def tv_mask(
 ) -> TrustTerms:
     """-r·A where the probability itself has not moved by more than `threshold` the way A pushes (DPPO, 2026).
 
-    |π - anchor| of the drawn token is a lower bound of the total variation. A rare token's ratio may be large while
+    |π - anchor| of the sampled token is a lower bound of the total variation. A rare token's ratio may be large while
     hardly any probability has moved: a clip of the ratio would stop it, this does not.
     """
     moved = (logprobs.exp() - anchor_logprobs.exp()).detach()

@@ -1,7 +1,7 @@
 """Normalization: running statistics, reward scale; batch, group and leave-one-out baselines."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,59 +9,44 @@ from torch import Tensor
 from palestra.rl.returns import reverse_scan
 
 
-class RunningMeanStd:
-    """Mean and variance of everything seen so far, in float64 (Chan et al. 1979, parallel merge).
+class Moments(NamedTuple):
+    """Mean and variance of everything seen so far, in float64 (Chan et al. 1979, parallel merge)."""
 
-    Only `update` changes the statistics; evaluation calls `normalize` alone.
-    """
+    mean: Tensor
+    var: Tensor
+    count: Tensor
 
-    def __init__(self, shape: Sequence[int] = (), device: torch.device | str | None = None):
-        self.mean = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
-        self.var = torch.ones_like(self.mean)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+    @classmethod
+    def start(cls, shape: Sequence[int] = (), device: torch.device | str | None = None) -> "Moments":
+        """Mean 0 and variance 1 before the first batch."""
+        mean = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+        return cls(mean, torch.ones_like(mean), torch.zeros((), dtype=torch.float64, device=device))
 
-    def update(self, batch: Tensor, mask: Tensor | None = None) -> None:
-        """Add a batch `(..., *shape)`; rows where `mask` `(...)` is False do not count."""
+    def merged(self, batch: Tensor, mask: Tensor | None = None) -> "Moments":
+        """With a batch `(..., *shape)` added; rows where `mask` `(...)` is False do not count."""
         rows = batch[mask] if mask is not None else batch.reshape(-1, *self.mean.shape)
         if rows.shape[0] == 0:
-            return
+            return self
         var, mean = torch.var_mean(rows.to(torch.float64), dim=0, correction=0)
         total = self.count + rows.shape[0]
         delta = mean - self.mean
         # The first batch has weight 1, so the initial mean 0 and variance 1 leave no trace.
         weight = rows.shape[0] / total
-        self.var = (1.0 - weight) * self.var + weight * var + delta.square() * weight * (1.0 - weight)
-        self.mean = self.mean + delta * weight
-        self.count = total
-
-    def normalize(self, x: Tensor, clip: float | None = None, eps: float = 1e-8) -> Tensor:
-        """(x - mean) / √(var + eps), held within ±clip; subtracted in float64, returned in x's own precision."""
-        dtype = x.dtype if x.is_floating_point() else torch.float32
-        scaled = (x.to(torch.float64) - self.mean) / torch.sqrt(self.var + eps)
-        return (scaled if clip is None else scaled.clamp(-clip, clip)).to(dtype)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The statistics; `update` makes new tensors, so these stay as they are."""
-        return {"mean": self.mean, "var": self.var, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from the statistics in `state`."""
-        self.mean = state["mean"].to(self.mean)
-        self.var = state["var"].to(self.var)
-        self.count = state["count"].to(self.count)
+        var = (1.0 - weight) * self.var + weight * var + delta.square() * weight * (1.0 - weight)
+        return Moments(self.mean + delta * weight, var, total)
 
 
 class RewardScale:
     """Divides rewards by the running standard deviation of the discounted return (Engstrom et al. 2020, §3).
 
     The mean is never subtracted, which would change what is optimal. Each environment's running return
-    R_t = γ·R_{t-1} + r_t starts again at 0 after an episode's end; γ is the agent's own.
+    R_t = γ·R_{t-1} + r_t restarts at 0 after an episode's end; γ is the agent's.
     """
 
     def __init__(self, num_envs: int, gamma: float, device: torch.device | str | None = None):
         self.gamma = gamma
         self.running = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self.statistics = RunningMeanStd(device=device)
+        self.moments = Moments.start(device=device)
 
     def update(self, rewards: Tensor, ended: Tensor, valid: Tensor | None = None) -> None:
         """Add a block of raw rewards `(T, N)`, with the ends of episodes; rows with `valid=False` do not count."""
@@ -75,28 +60,28 @@ class RewardScale:
         # The recurrence runs forwards in time: solve it on the reversed block.
         returns = reverse_scan(torch.cat((first, rewards[1:])).flip(0), decay.flip(0)).flip(0)
         self.running = returns[-1] * passes[-1]
-        self.statistics.update(returns, valid)
+        self.moments = self.moments.merged(returns, valid)
 
     def scale(self, rewards: Tensor, clip: float | None = None, eps: float = 1e-8) -> Tensor:
         """Rewards / √(var + eps), held within ±clip, in their own precision."""
-        scaled = rewards / torch.sqrt(self.statistics.var + eps)
+        scaled = rewards / torch.sqrt(self.moments.var + eps)
         return (scaled if clip is None else scaled.clamp(-clip, clip)).to(rewards.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The running returns and their statistics; `update` makes new tensors, so these stay as they are."""
-        return {"running": self.running, **self.statistics.state_dict()}
+        """The running returns and their moments; `update` makes new tensors, so these stay as they are."""
+        return {"running": self.running, **self.moments._asdict()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from `state`."""
         self.running = state["running"].to(self.running)
-        self.statistics.load_state_dict(state)
+        self.moments = Moments(*(state[name].to(self.running) for name in Moments._fields))
 
 
 def batch_normalize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, correction: int = 0) -> Tensor:
     """(x - mean) / (std + eps) over all elements where `mask` is True, 0 elsewhere.
 
     The std is the population's, or with `correction=1` the sample's (n - 1). Equal values, and a single one, give
-    exactly 0, so that the rounding of their mean, divided by its own size, cannot pass for a signal.
+    exactly 0, so that the rounding error of their mean, divided by a std as small, cannot pass for a signal.
     """
     if mask is None:
         # Welford's: exact for equal values. A sample of one has no deviation: NaN without the bound.
@@ -106,8 +91,8 @@ def batch_normalize(x: Tensor, mask: Tensor | None = None, eps: float = 1e-8, co
     smallest = torch.where(mask, x, torch.inf).amin()
     shifted = torch.where(mask, x - smallest, 0.0)
     count = mask.sum().clamp_min(1)
-    centred = torch.where(mask, shifted - shifted.sum() / count, 0.0)
-    return centred / ((centred.square().sum() / (count - correction).clamp_min(1)).sqrt() + eps)
+    centered = torch.where(mask, shifted - shifted.sum() / count, 0.0)
+    return centered / ((centered.square().sum() / (count - correction).clamp_min(1)).sqrt() + eps)
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,8 +111,8 @@ def group_std(rewards: Tensor, group_ids: Tensor, *, correction: int = 0) -> Ten
 
     A group of one, and one of equal rewards, has 0.
     """
-    centred, group, sizes = _centre(rewards, group_ids)
-    squares = torch.zeros_like(centred).index_add(0, group, centred.square())
+    centered, group, sizes = _centre(rewards, group_ids)
+    squares = torch.zeros_like(centered).index_add(0, group, centered.square())
     return (squares[group] / (sizes - correction).clamp_min(1)).sqrt().to(rewards.dtype)
 
 
@@ -141,11 +126,11 @@ def group_normalize(
 ) -> Tensor:
     """Rewards `(B,)` less their group's mean, and with "std" divided by (`group_std` + eps) of their group.
 
-    "std" is GRPO (Shao et al. 2024), "none" is Dr. GRPO (Liu et al. 2025). Groups are told apart by id, in any order
+    "std" is GRPO (Shao et al. 2024), "none" is Dr. GRPO (Liu et al. 2025). Groups are identified by id, in any order
     and of any size; a group of one, and one of equal rewards, gets 0.
     """
-    centred = _centre(rewards, group_ids)[0].to(rewards.dtype)
-    return centred if scale == "none" else centred / (group_std(rewards, group_ids, correction=correction) + eps)
+    centered = _centre(rewards, group_ids)[0].to(rewards.dtype)
+    return centered if scale == "none" else centered / (group_std(rewards, group_ids, correction=correction) + eps)
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -153,5 +138,5 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     r_i - (Σr - r_i) / (n - 1) = (r_i - mean)·n / (n - 1).
     """
-    centred, _, sizes = _centre(rewards, group_ids)
-    return (centred * sizes / (sizes - 1).clamp_min(1)).to(rewards.dtype)
+    centered, _, sizes = _centre(rewards, group_ids)
+    return (centered * sizes / (sizes - 1).clamp_min(1)).to(rewards.dtype)

@@ -1,4 +1,4 @@
-"""Losses of preferences between two answers, pair by pair: DPO and its relatives, and reward models."""
+"""Preference losses, one per pair of completions: DPO and its variants, and reward models."""
 
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,7 @@ class DpoTerms(NamedTuple):
 
     loss: Tensor
     chosen_reward: Tensor
-    """β · log(π / reference) of the chosen answer: the reward for which π would be optimal, up to the prompt's own."""
+    """β · log(π / reference) of the chosen completion: the implicit reward, up to a term of the prompt."""
     rejected_reward: Tensor
     margin: Tensor
     """chosen_reward - rejected_reward."""
@@ -27,7 +27,7 @@ class RewardTerms(NamedTuple):
 
     loss: Tensor
     margin: Tensor
-    """Score of the chosen answer minus that of the rejected one."""
+    """Score of the chosen completion minus that of the rejected one."""
     accuracy: Tensor
     """1 where the margin is positive, 0 where it is negative, ½ where it is 0."""
 
@@ -42,18 +42,16 @@ def dpo_terms(
     loss: DpoLoss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> DpoTerms:
-    """Direct preference optimization, of the answers' log-probabilities under the policy and under the reference.
+    """Direct preference optimization, of the completions' log-probabilities under the policy and under the reference.
 
-    With Δ = log(π / reference) of the chosen answer minus that of the rejected one:
+    With Δ = log(π / reference) of the chosen completion minus that of the rejected one:
 
     - sigmoid: -(1 - ε)·log σ(βΔ) - ε·log σ(-βΔ), ε being `label_smoothing`, how often a label is taken to be wrong
       (Rafailov et al. 2023, eq. 7; with ε > 0 conservative DPO, Mitchell 2023).
-    - ipo: (Δ - 1/(2β))² (Azar et al. 2023, eq. 17). Δ grows with the length of answers, its aim does not: means over
-      tokens, given in place of sums, make it independent of that.
+    - ipo: (Δ - 1/(2β))² (Azar et al. 2023, eq. 17). Δ grows with completion length, its target does not: pass means
+      over tokens in place of sums to make it independent of length.
     - hinge: max(0, 1 - βΔ) (SLiC, Zhao et al. 2023, with the reference as in Liu et al. 2024).
     """
-    if label_smoothing and loss != "sigmoid":
-        raise ValueError(f"label_smoothing belongs to the sigmoid loss, not to {loss!r}")
     chosen_ratio, rejected_ratio = chosen - reference_chosen, rejected - reference_rejected
     delta = chosen_ratio - rejected_ratio
     if loss == "sigmoid":
@@ -63,7 +61,7 @@ def dpo_terms(
     elif loss == "hinge":
         losses = F.relu(1 - beta * delta)
     else:
-        raise ValueError(f"no DPO loss is called {loss!r}: sigmoid, ipo or hinge")
+        raise ValueError(f"unknown DPO loss {loss!r}: expected sigmoid, ipo or hinge")
     margin = beta * delta.detach()
     return DpoTerms(
         loss=losses,
@@ -75,10 +73,10 @@ def dpo_terms(
 
 
 def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, center: float = 0.0) -> RewardTerms:
-    """Bradley and Terry's -log σ(chosen - rejected - margin) + center·(chosen + rejected)², of two answers' scores.
+    """Bradley and Terry's -log σ(chosen - rejected - margin) + center·(chosen + rejected)², of two completions' scores.
 
-    `margin` is by how much the chosen answer should lead (Llama 2, eq. 2). The loss without `center` does not change
-    when all scores move together; `center` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
+    `margin` is the lead that the chosen completion should have (Llama 2, eq. 2). Without `center` the loss is invariant
+    to a common shift of all scores; `center` holds them around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
     lead = chosen - rejected
     loss = -F.logsigmoid(lead - margin) + center * (chosen + rejected).square()

@@ -1,11 +1,9 @@
-"""Returns and advantages: discounted, n-step and λ-returns, GAE, V-trace; terminations, truncations, dummy rows.
-
-`next_values[t]` is the value of the true successor of step t (see `palestra.rl.returns`). A return bootstraps from
-it where the episode was truncated and where the block ends, never where the episode terminated.
+"""Returns and advantages over (T, N) blocks: discounted and λ-returns, GAE, V-trace.
 
 `next_values[t]` is the value of the true successor of step t: of the *final* observation where the episode ended,
-never of the one after the reset. Termination switches it off, truncation does not; both stop credit from flowing
-back. Rows with `valid=False` come out as 0, whatever they hold, and pass nothing on.
+never of the one after the reset. A return bootstraps from it where the episode was truncated and where the block ends,
+never where the episode terminated; both kinds of end stop credit from flowing back. Rows with `valid=False` come out
+as 0, whatever they hold, and pass nothing on.
 """
 
 import torch
@@ -84,43 +82,13 @@ def discounted_returns(
 ) -> Tensor:
     """Σ_k γ^k r_{t+k} to the end of the episode or block, `(T, N)`.
 
-    With `next_values` the part cut off by a truncation or by the block's end is bootstrapped; without them it counts
-    as 0 (plain Monte Carlo).
+    With `next_values` a truncation and the block's end bootstrap; without them what follows counts as 0 (Monte Carlo).
     """
     if next_values is None:
         next_values = torch.zeros_like(rewards)
     return lambda_returns(
         rewards, next_values, terminated=terminated, truncated=truncated, valid=valid, gamma=gamma, lam=1.0
     )
-
-
-@torch.no_grad()
-def n_step_returns(
-    rewards: Tensor,
-    next_values: Tensor,
-    *,
-    terminated: Tensor,
-    truncated: Tensor,
-    valid: Tensor | None = None,
-    gamma: float,
-    n: int,
-) -> Tensor:
-    """G_t = Σ_{k<m} γ^k r_{t+k} + γ^m V(s'_{t+m-1}), `(T, N)`, m = n or fewer where the episode or the block ends.
-
-    n rounds over the whole block: the m-step return of t is the reward plus the (m-1)-step return of t + 1.
-    """
-    if n < 1:
-        raise ValueError(f"n-step returns need n of at least 1, not {n}")
-    passes_on = continues(terminated, truncated, valid)
-    rewards, next_values = full_precision(rewards), full_precision(next_values)
-    one_step = rewards + gamma * torch.where(terminated, 0.0, next_values)
-    if valid is not None:
-        rewards, one_step = torch.where(valid, rewards, 0.0), torch.where(valid, one_step, 0.0)
-    returns = one_step
-    for _ in range(min(n, rewards.shape[0]) - 1):
-        longer = rewards[:-1] + gamma * returns[1:]
-        returns = torch.cat((torch.where(passes_on[:-1], longer, one_step[:-1]), one_step[-1:]))
-    return returns
 
 
 @torch.no_grad()

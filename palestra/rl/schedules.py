@@ -1,4 +1,4 @@
-"""How a number changes over training: a pure function of progress, in Python floats."""
+"""Schedules: a scheduled value as a pure function of training progress, in Python floats."""
 
 import math
 from typing import Literal
@@ -51,20 +51,18 @@ def value(
     linear = (1.0 - p) * start + p * end
     if shape == "linear":
         return linear
-    if shape == "cosine":
-        left = 0.5 * (1.0 + math.cos(math.pi * p))
-        return left * start + (1.0 - left) * end
-    if shape == "rate":
-        left = rate ** math.floor(p * STAIRS)
-        return left * start + (1.0 - left) * end
     if shape == "periodic":
         return linear + (start - end) * p * (1.0 - p) * math.sin(2.0 * math.pi * p / period)
-    if shape == "wsd":
+    if shape == "cosine":
+        left = 0.5 * (1.0 + math.cos(math.pi * p))
+    elif shape == "rate":
+        left = rate ** math.floor(p * STAIRS)
+    elif shape == "wsd":
         left = 1.0 - math.sqrt(p)
-        return left * start + (1.0 - left) * end
-    if shape == "inverse_sqrt":
+    elif shape == "inverse_sqrt":
         if begin <= 0:
             raise ValueError("an inverse_sqrt schedule must begin after 0")
         left = math.sqrt(begin / min(max(progress, begin), finish))
-        return left * start + (1.0 - left) * end
-    raise ValueError(f"no schedule is called {shape!r}: constant, linear, cosine, rate, periodic, wsd or inverse_sqrt")
+    else:
+        raise ValueError(f"unknown schedule {shape!r}: constant, linear, cosine, rate, periodic, wsd or inverse_sqrt")
+    return left * start + (1.0 - left) * end

@@ -1,1 +1,1 @@
-"""From prompts to judged trajectories: workflows, and the executor that keeps a bounded number of them at work."""
+"""From prompts to verified trajectories: workflows, and the executor that keeps a bounded number of them in flight."""

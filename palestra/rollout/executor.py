@@ -22,6 +22,7 @@ from palestra.rollout.records import group_state, load_group
 from palestra.rollout.types import Group, Trajectory
 from palestra.spec.algorithm import FiltersSpec
 from palestra.spec.imports import load_function
+from palestra.spec.kinds.posttrain import RolloutSpec
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Status
 
@@ -65,25 +66,15 @@ class Executor:
         self,
         prompts: Prompts,
         start: Start,
+        spec: RolloutSpec,
         *,
         loop: LoopThread,
         batch: int,
-        samples: int,
-        staleness: int = 0,
-        on_stale: Literal["wait", "drop"] = "wait",
-        running: int | None = None,
-        failures: int = 0,
         total: int | None = None,
-        timeout: float | None = None,
-        on_timeout: Literal["zero", "exclude"] = "zero",
-        max_filtered: int | None = None,
         filter: Filter = lambda group: None,
     ):
-        """`total` is how many groups the run trains on, beyond which no prompt is started.
-
-        `timeout` is in seconds per workflow; `max_filtered` is in batches.
-        """
-        self.prompts, self.batch, self.samples, self.staleness = prompts, batch, samples, staleness
+        """`total` is how many groups the run trains on, beyond which no prompt is started."""
+        self.prompts, self.spec, self.batch = prompts, spec, batch
         self.version = 0
         """Of the weights that generate; the trainer sets it when it publishes."""
         self.fates: Counter[tuple[Fate, int]] = Counter()
@@ -94,9 +85,7 @@ class Executor:
         """How many workflows have ended, which shows progress."""
         self.reasons: Counter[str] = Counter()
         """Filtered groups by reason."""
-        self._start, self._loop, self._filter = start, loop, filter
-        self._on_stale, self._most_running, self._failures, self._total = on_stale, running, failures, total
-        self._timeout, self._on_timeout, self._max_filtered = timeout, on_timeout, max_filtered
+        self._start, self._loop, self._total, self._filter = start, loop, total, filter
         self._next = self._taken = self._long = 0
         self._unused: Counter[str] = Counter()  # why groups since the last batch are not trained on
         self._again: deque[InFlight] = deque()
@@ -144,7 +133,7 @@ class Executor:
                 order.version, order.since = self.version, time.monotonic()
                 self._running[order.number] = order
                 started.append(order)
-                workflows.append(_limited(workflow, self._timeout))
+                workflows.append(_limited(workflow, self.spec.timeout_seconds))
         finally:
             if started:
                 self._loop.start_all(workflows, lambda place, task: self._hand_in(started[place], task))
@@ -211,10 +200,11 @@ class Executor:
         self.totals, self.reasons = Counter(state["totals"]), Counter(state["reasons"])
 
     def _room(self) -> int:
-        bound = (self.staleness + self.version + 1) * self.batch
+        bound = (self.spec.staleness + self.version + 1) * self.batch
         bound = bound if self._total is None else min(bound, self._total)
         room = bound - self._taken - len(self._ready) - len(self._running)
-        return room if self._most_running is None else min(room, self._most_running - len(self._running))
+        running = self.spec.running
+        return room if running is None else min(room, running - len(self._running))
 
     def _sampled(self) -> InFlight:
         order = InFlight(self._next, self.prompts.sample(self._next))
@@ -246,14 +236,14 @@ class Executor:
         assert order.ended is not None
         error = asyncio.CancelledError() if order.ended.cancelled() else order.ended.exception()
         if isinstance(error, RolloutTimeout):
-            log.warning("the rollout of %s took longer than %g s and was cancelled", order.problem.id, self._timeout)
+            log.warning("the rollout of %s %s and was cancelled", order.problem.id, error)
             self._unusable("timeout", order.version, "timeout")
             return
         if error is not None:
             self._fail(order, error)
             return
         completed = [_finite(t, order.problem.id) for t in order.ended.result()]
-        left_out = {Status.ERROR, Status.TIMEOUT} if self._on_timeout == "exclude" else {Status.ERROR}
+        left_out = {Status.ERROR, Status.TIMEOUT} if self.spec.on_timeout == "exclude" else {Status.ERROR}
         verified = tuple(t for t in completed if t.verdict.status not in left_out)
         if not verified and any(t.verdict.status == Status.TIMEOUT for t in completed):
             log.warning("%s: none of %d completions was verified in time", order.problem.id, len(completed))
@@ -268,7 +258,7 @@ class Executor:
             failed = len(completed) - len(verified)
             log.warning("%s: %d of %d completions not verified: %s", order.problem.id, failed, len(completed), notes)
         seconds = time.monotonic() - order.since
-        group = Group(order.number, order.problem, order.version, verified, self.samples, seconds)
+        group = Group(order.number, order.problem, order.version, verified, self.spec.group, seconds)
         reason = self._filter(group)
         if reason is None:
             self._ready[group.number] = group
@@ -292,7 +282,7 @@ class Executor:
         """Count a group that is not trained on; too many since the last batch end the run."""
         self._count(fate, version)
         self._unused[reason] += 1
-        groups, most = self._unused.total(), self._max_filtered
+        groups, most = self._unused.total(), self.spec.max_filtered_batches
         if most is not None and groups >= most * self.batch:
             reasons = ", ".join(f"{why} {n}" for why, n in self._unused.most_common())
             raise PalestraError(
@@ -305,16 +295,16 @@ class Executor:
     def _fail(self, order: InFlight, error: BaseException) -> None:
         self._count("failed", order.version)
         failed = self.totals["failed"]
-        if failed > self._failures:
+        if failed > self.spec.failures:
             raise PalestraError(
                 f"the rollout of {order.problem.id} (number {order.number}) failed: {type(error).__name__}: {error}"
             ) from error
-        log.warning("prompt %s failed (%d of at most %d): %s", order.problem.id, failed, self._failures, error)
+        log.warning("prompt %s failed (%d of at most %d): %s", order.problem.id, failed, self.spec.failures, error)
 
     def _choose(self) -> list[int] | None:
         """The numbers of the next batch, the lowest that are ready; None while it has to wait."""
         self._drop_stale()
-        if len(self._ready) < self.batch or (self._on_stale == "wait" and self._too_early()):
+        if len(self._ready) < self.batch or (self.spec.on_stale == "wait" and self._too_early()):
             return None
         return sorted(self._ready)[: self.batch]
 
@@ -329,14 +319,14 @@ class Executor:
         done = left = 0
         for version in sorted(all_):
             done, left = done + ready[version], left + all_[version]
-            later = (version + self.staleness - self.version) * self.batch
+            later = (version + self.spec.staleness - self.version) * self.batch
             if left - later > min(done, self.batch) and left > done:  # and some in flight would help
                 return True
         return False
 
     def _drop_stale(self) -> None:
         """Start groups again whose tokens are older than the bound."""
-        bound = self.version - self.staleness
+        bound = self.version - self.spec.staleness
         late = [group for group in self._ready.values() if group.oldest < bound]
         for group in sorted(late, key=lambda group: group.number):
             del self._ready[group.number]
@@ -354,7 +344,7 @@ def _finite(trajectory: Trajectory, id: str) -> Trajectory:
     return replace(trajectory, verdict=replace(verdict, status=Status.ERROR, note=note))
 
 
-async def _limited(coroutine: Awaitable[list[Trajectory]], seconds: float | None) -> list[Trajectory]:
+async def _limited(coroutine: Awaitable[list[Trajectory]], seconds: float) -> list[Trajectory]:
     limit = asyncio.timeout(seconds)
     try:
         async with limit:

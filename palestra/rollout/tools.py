@@ -56,6 +56,10 @@ def calculate(expression: str) -> str:
         value = _value(ast.parse(text, mode="eval").body)
     except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: of too many parentheses
         raise NotCalculable("not an arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise NotCalculable("division by zero") from error
+    except OverflowError as error:
+        raise NotCalculable("a number is too large or too small") from error
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
@@ -70,34 +74,27 @@ def _value(node: ast.expr) -> Fraction:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _power(_value(left), _value(right))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
-            try:
-                return _small(Fraction(BINARY[type(op)](_value(left), _value(right))))
-            except ZeroDivisionError as error:
-                raise NotCalculable("division by zero") from error
+            return _small(Fraction(BINARY[type(op)](_value(left), _value(right))))
     raise NotCalculable(UNDERSTOOD)
 
 
 def _number(number: int | float) -> Fraction:
     if abs(number) == float("inf"):
-        raise NotCalculable("a number is too large or too small")
-    # As it is written: 0.1 is a tenth.
-    return _small(Fraction(repr(number)))
+        raise OverflowError
+    return _small(Fraction(repr(number)))  # as it is written: 0.1 is a tenth
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
-        raise NotCalculable("division by zero")
+        raise ZeroDivisionError
     if exponent.denominator == 1:
         # Before the work is done, which can take for ever.
         if abs(base) != 1 and _bits(base) * abs(exponent) > 2 * BITS:
-            raise NotCalculable("a number is too large or too small")
+            raise OverflowError
         return _small(Fraction(base**exponent.numerator))
     if base < 0:
         raise NotCalculable("a root of a negative number")
-    try:
-        return _number(float(base) ** float(exponent))
-    except OverflowError as error:
-        raise NotCalculable("a number is too large or too small") from error
+    return _number(float(base) ** float(exponent))
 
 
 def _bits(value: Fraction) -> int:
@@ -106,7 +103,7 @@ def _bits(value: Fraction) -> int:
 
 def _small(value: Fraction) -> Fraction:
     if _bits(value) > BITS:
-        raise NotCalculable("a number is too large or too small")
+        raise OverflowError
     return value
 
 
@@ -131,7 +128,7 @@ async def _calculator(expression: str) -> str:
 
 def _python() -> Tool:
     """Runs a program in the sandbox; the result is its output, and the last line of an error."""
-    from palestra.tasks.sandbox import Sandbox
+    from palestra.tasks.sandbox.sandbox import Sandbox
 
     sandbox = Sandbox()
     sandbox.start()  # raises now where the machine cannot isolate programs

@@ -1,1 +1,1 @@
-"""Search over the fields of any spec: proposals, rungs, trials side by side, and what came of them."""
+"""Search: trials of any spec with sampled values, paused and promoted at rungs, and their ranking."""

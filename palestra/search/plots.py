@@ -25,19 +25,13 @@ def search_plots(
 ) -> None:
     """Write parallel_coordinates, importance and best_so_far as PNG; `order`: trials with a score, best first."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = importances(space, order)
-    drawings = {
-        "parallel_coordinates": (
-            max(6.4, 1.7 * (len(space) + 1)),
-            4.2,
-            lambda axes: _parallel_coordinates(axes, space, order, metric, maximize=maximize),
-        ),
-        "importance": (6.4, 1.4 + 0.35 * len(found), lambda axes: _importance_bars(axes, found, order, metric)),
-        "best_so_far": (6.4, 3.8, lambda axes: _best_so_far(axes, records, order, metric)),
-    }
-    for name, (width, height, draw) in drawings.items():
-        figure = new_figure(width, height)
-        draw(figure.add_subplot())
+    trials = new_figure(max(6.4, 1.7 * (len(space) + 1)), 4.2)
+    _parallel_coordinates(trials.add_subplot(), space, order, metric, maximize=maximize)
+    importance = new_figure(6.4, 1.4 + 0.35 * len(space))
+    _importance_bars(importance.add_subplot(), importances(space, order), order, metric)
+    best = new_figure(6.4, 3.8)
+    _best_so_far(best.add_subplot(), records, order, metric)
+    for name, figure in (("parallel_coordinates", trials), ("importance", importance), ("best_so_far", best)):
         figure.savefig(folder / f"{name}.png", dpi=150)
 
 
@@ -57,15 +51,15 @@ def importances(space: Mapping[str, Axis], records: Sequence[TrialRecord]) -> di
     if len(scored) < 3:
         return dict.fromkeys(space, 0.0)
     score = ranks([next(iter(record.scores.values())) for record in scored])
-    found = {}
+    importance = {}
     for key, axis in space.items():
         values = [record.values[key] for record in scored]
         if axis.form == "choice":  # η is the correlation of the scores with the mean of their group
             x = np.array([score[[other == value for other in values]].mean() for value in values])
         else:
             x = ranks(values)
-        found[key] = abs(float(np.corrcoef(x, score)[0, 1])) if np.ptp(x) and np.ptp(score) else 0.0
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        importance[key] = abs(float(np.corrcoef(x, score)[0, 1])) if np.ptp(x) and np.ptp(score) else 0.0
+    return dict(sorted(importance.items(), key=lambda item: -item[1]))
 
 
 def _parallel_coordinates(
@@ -123,9 +117,9 @@ def _marks(axis: Axis) -> list[tuple[float, str]]:
     return [(0.0, f"{axis.values[0]:g}"), (1.0, f"{axis.values[1]:g}")]
 
 
-def _importance_bars(axes: "Axes", found: Mapping[str, float], order: Sequence[TrialRecord], metric: str) -> None:
-    names = list(found)[::-1]
-    axes.barh(range(len(names)), [found[name] for name in names], color=PALETTE[0], height=0.6)
+def _importance_bars(axes: "Axes", importance: Mapping[str, float], order: Sequence[TrialRecord], metric: str) -> None:
+    names = list(importance)[::-1]
+    axes.barh(range(len(names)), [importance[name] for name in names], color=PALETTE[0], height=0.6)
     style_axes(axes)
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1)

@@ -1,4 +1,4 @@
-"""An experiment's folder and what a search came to: the ranking, summary.json, trials.csv, best.yaml, plots."""
+"""The folder of a search and its results: ranking, summary.json, trials.csv, best.yaml, plots."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,20 +33,15 @@ NAME = "search.json"
 
 @dataclass(frozen=True)
 class Experiment:
-    """A search as its readers see it."""
+    """The folder of a search."""
 
     path: Path
 
     @property
     def info(self) -> dict[str, Any]:
-        """What search.json says: name, id, created, command, and the spec as it was given."""
+        """search.json: name, id, created, command, and the spec as it was given."""
         info = read_json(self.path / NAME)
         return info | {"spec": translated(info["spec"])}
-
-    @property
-    def root(self) -> Path:
-        """The folder of all runs."""
-        return self.path.parent.parent
 
     @property
     def spec(self) -> ExperimentSpec:
@@ -55,20 +50,20 @@ class Experiment:
 
     @property
     def best(self) -> Path:
-        """Where the best spec is written at the end."""
+        """The path of the best spec, written at the end."""
         return self.path / "best.yaml"
 
     def trial(self, number: int) -> Path:
-        """The folder of a trial, made or not."""
+        """The folder of a trial, whether it exists or not."""
         return self.path / "trials" / str(number)
 
     def summary(self) -> dict[str, Any]:
-        """What the trials came to (summary.json); empty until the search has ended."""
+        """summary.json; empty until the search has ended."""
         path = self.path / "summary.json"
         return read_json(path) if path.exists() else {}
 
     def amend(self, spec: ExperimentSpec) -> None:
-        """Store a search that is continued with changes."""
+        """Store the spec of a search that is resumed with changes."""
         with clear_write_errors(self.path):
             write_json(self.path / NAME, self.info | {"spec": _given(spec)})
 
@@ -92,38 +87,35 @@ def new_experiment(root: Path, spec: ExperimentSpec, command: Sequence[str]) -> 
 
 
 def find_experiment(ref: str | Path, root: Path) -> Experiment:
-    """The search meant by a path, name/id, or a name (its newest)."""
+    """The search with this path, name/id, or name (the newest of that name)."""
     for path in (Path(os.path.abspath(ref)), Path(os.path.abspath(root)) / ref):
         if (path / NAME).is_file():
             return Experiment(path)
         made = [file.parent for file in path.glob(f"*/{NAME}")]
         if made:
-            return Experiment(max(made, key=_age))
-    raise UsageError(f"no search {str(ref)!r}: give the folder of one, with a {NAME} in it, or its name in {root}")
-
-
-def _age(path: Path) -> tuple[str, int]:
-    return path.name.partition("-")[0], (path / NAME).stat().st_mtime_ns
+            return Experiment(max(made, key=lambda p: (p.name.partition("-")[0], (p / NAME).stat().st_mtime_ns)))
+    raise UsageError(f"no search {str(ref)!r}: give a folder with a {NAME} in it, or the name of a search in {root}")
 
 
 def _given(spec: ExperimentSpec) -> dict[str, Any]:
-    """Without defaults: a trial with another algorithm must not be given the defaults of this one."""
+    """Without defaults: a trial with another algorithm must not get the defaults of this one."""
     return spec.model_dump(mode="json", exclude_unset=True)
 
 
 def ranked(records: Sequence[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
     """Trials with a score, best first: complete ones before pruned ones, those of a higher rung before lower ones."""
     sign = -1.0 if maximize else 1.0
-    scored = [(record, record.score) for record in records if record.score is not None]
-    scored.sort(key=lambda one: (one[0].state != "complete", -one[0].rung, sign * one[1], one[0].number))
-    return [record for record, _ in scored]
+    scored = [record for record in records if record.score is not None]
+    return sorted(scored, key=lambda r: (r.state != "complete", -r.rung, sign * (r.score or 0.0), r.number))
 
 
 def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, records: list[TrialRecord]) -> None:
     """Write summary.json, trials.csv, best.yaml and the plots, then delete the checkpoints that are not kept."""
     metric, direction = search.goal(spec.kind)
     order = ranked(records, maximize=direction == "maximize")
-    by = _by(spec, search)
+    # The cost of a trial is counted in frames or tokens if the kind counts them.
+    units = [unit for unit in ("frames", "tokens") if unit in spec.counts]
+    by = search.pruner.asha.by if search.pruner is not None else next(iter(units), "steps")
     counts = {record.number: counted(experiment.trial(record.number), by) for record in records}
     complete = [counts[record.number] for record in records if record.state == "complete"]
     summary = {
@@ -135,69 +127,58 @@ def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSp
         "score": order[0].score if order else None,
         "counted": sum(counts.values()),
         "counted_if_all_ran": max(complete) * len(records) if complete else None,
-        "trials": [_row(record, counts[record.number]) for record in records],
+        "trials": [
+            {
+                "trial": record.number,
+                "values": record.values,
+                "score": record.score,
+                "counted": counts[record.number],
+                "state": record.state,
+                "scores": {str(rung): score for rung, score in record.scores.items()},
+                "reason": record.reason or None,
+            }
+            for record in records
+        ],
     }
     with clear_write_errors(experiment.path):
         write_json(experiment.path / "summary.json", summary)
-        write_bytes(experiment.path / "trials.csv", _csv(records, list(search.space), counts, metric, by).encode())
+        write_bytes(experiment.path / "trials.csv", csv_bytes(_rows(summary, list(search.space))))
         if order:
             write_bytes(experiment.best, best_yaml(experiment, spec, order[0], metric).encode())
-            search_plots(
-                experiment.path / "plots", search.space, records, order, metric, maximize=direction == "maximize"
-            )
+            plots = experiment.path / "plots"
+            search_plots(plots, search.space, records, order, metric, maximize=direction == "maximize")
         if search.keep is not None:
             _delete_checkpoints(experiment, records, order[: search.keep])
 
 
 def best_yaml(experiment: Experiment, spec: ExperimentSpec, best: TrialRecord, metric: str) -> str:
-    """The best spec as a file for `palestra train`, with a word on what its score is worth."""
-    seeds = ", ".join(map(str, spec.seeds))
-    fresh = max(spec.seeds) + 1
-    told = [
-        f"The best of {spec.name}/{experiment.path.name}: trial {best.number}, {metric} {best.score:g}, seeds {seeds}.",
-        "It was chosen for that score, with these seeds: the score says nothing of others, and is no benchmark.",
-        f"With fresh ones: palestra train best.yaml seed={fresh} max_session=4",
-    ]
-    text = write_text(escape(with_values(given_data(spec), best.values)))
-    return "".join(f"# {line}\n" for line in told) + text
+    """The best spec as a file for `palestra train`, with a warning that its score is a selected one."""
+    name, seeds = f"{spec.name}/{experiment.path.name}", ", ".join(map(str, spec.seeds))
+    comment = (
+        f"# The best of {name}: trial {best.number}, {metric} {best.score:g}, seeds {seeds}.\n"
+        "# It was selected for that score on these seeds: the score is optimistic and is not a benchmark.\n"
+        f"# With fresh seeds: palestra train best.yaml seed={max(spec.seeds) + 1} max_session=4\n"
+    )
+    return comment + write_text(escape(with_values(given_data(spec), best.values)))
 
 
-def _by(spec: ExperimentSpec, search: SearchSpec) -> str:
-    """What the cost of a trial is counted in: frames or tokens where the kind counts them."""
-    if search.pruner is not None:
-        return search.pruner.asha.by
-    return next((unit for unit in ("frames", "tokens") if unit in spec.counts), "steps")
+def _rows(summary: Mapping[str, Any], keys: list[str]) -> Iterator[list[Any]]:
+    yield ["trial", *keys, summary["metric"], summary["by"], "state"]
+    for row in summary["trials"]:
+        values = [row["values"][key] for key in keys]
+        cells = [json.dumps(v) if isinstance(v, list | dict) or v is None else v for v in values]
+        yield [row["trial"], *cells, row["score"], row["counted"], row["state"]]
 
 
-def _row(record: TrialRecord, count: int) -> dict[str, Any]:
-    return {
-        "trial": record.number,
-        "values": record.values,
-        "score": record.score,
-        "counted": count,
-        "state": record.state,
-        "scores": {str(rung): score for rung, score in record.scores.items()},
-        "reason": record.reason or None,
-    }
-
-
-def _csv(records: Sequence[TrialRecord], keys: list[str], counts: dict[int, int], metric: str, by: str) -> str:
+def csv_bytes(rows: Iterable[Sequence[Any]]) -> bytes:
+    """Rows as a CSV file."""
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["trial", *keys, metric, by, "state"])
-    for record in records:
-        values = [_cell(record.values[key]) for key in keys]
-        score = "" if record.score is None else record.score
-        writer.writerow([record.number, *values, score, counts[record.number], record.state])
-    return file.getvalue()
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict) or value is None else value
+    csv.writer(file, lineterminator="\n").writerows(rows)
+    return file.getvalue().encode()
 
 
 def _delete_checkpoints(experiment: Experiment, records: Sequence[TrialRecord], kept: Sequence[TrialRecord]) -> None:
-    """Only the best keep theirs; all else of the other trials stays."""
+    """Only the best trials keep their checkpoints; all other files stay."""
     for record in records:
         if record in kept or not (experiment.trial(record.number) / "trial.json").exists():
             continue

@@ -1,10 +1,10 @@
-"""The study: trials, scores at rungs and ends in SQLite, the samplers, and asynchronous successive halving.
+"""The study of a search in SQLite: trials and their scores at rungs, samplers, asynchronous successive halving.
 
-Optuna stores and proposes. A paused trial stays "running" in the stored study, because it may go on; the sampler is
-shown a copy in memory in which it counts as ended, so that it learns from its scores.
+Optuna stores and samples. A paused trial stays "running" in the stored study, because it may continue; the sampler gets
+a copy in memory in which it counts as ended, so that it learns from its scores.
 
-Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2. Rung k is at `grace · η^k`.
-A score here is such that higher is better.
+Successive halving is algorithm 2 of Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning". Rung k is
+at `grace · η^k`, and a higher score is better.
 """
 
 import json
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 NAME = "study.db"
 STUDY = "search"
-TARGET = "rung"  # the user attribute that says to which rung a trial was last sent
+TARGET = "rung"  # the user attribute with the rung that a trial was last sent to
 REASON = "reason"
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """What the study knows of a trial."""
+    """A trial in the study."""
 
     number: int
     values: dict[str, Any]
     """The searched fields by dotted path."""
     rung: int
-    """The rung to which it was last sent."""
+    """The rung that it was last sent to."""
     scores: dict[int, float]
-    """Its scores at the rungs that it came to, by rung."""
+    """Its scores at the rungs that it reached, by rung."""
     state: str
     """running (or paused), complete, pruned or failed."""
     score: float | None = None
@@ -51,14 +51,14 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Values that a sampler drew, and what it wants to remember of them."""
+    """Sampled values, and the trial that stores the state of the sampler."""
 
     values: dict[str, Any]
-    drawn: "FrozenTrial"
+    trial: "FrozenTrial"
 
 
 class Study:
-    """The study of one search, in `study.db` of its folder; made where there is none."""
+    """The study of one search, in `study.db` of its folder; created if it does not exist."""
 
     def __init__(self, folder: Path, search: SearchSpec, direction: Direction):
         optuna = _optuna()
@@ -75,17 +75,17 @@ class Study:
     def propose(self, number: int, attempt: int = 0) -> "Proposal":
         """Values for the trial of this number; another attempt gives others. Nothing is stored.
 
-        The sampler's seed follows from the two, so that a search that was killed and continued draws what it would have
-        drawn from the same trials.
+        The sampler's seed follows from the two, so that a search that was killed and resumed samples what it would have
+        sampled from the same trials.
         """
         optuna = _optuna()
         shown = optuna.create_study(direction=self.direction, sampler=self._sampler(number, attempt))
         trials = self._study.get_trials(deepcopy=False)
         shown.add_trials([_shown(trial, self.search.sampler) for trial in trials])
-        asked = shown.ask(self.distributions)
-        assert asked.number == number, "trials are numbered in the order in which they are added"
-        drawn = shown.get_trials(deepcopy=False)[number]
-        return Proposal(_values(drawn.params, self.search.space), drawn)
+        new = shown.ask(self.distributions)
+        assert new.number == number, "trials are numbered in the order in which they are added"
+        trial = shown.get_trials(deepcopy=False)[number]
+        return Proposal(_values(trial.params, self.search.space), trial)
 
     def add(self, proposal: "Proposal") -> None:
         """Store a proposed trial as running to the first rung."""
@@ -93,15 +93,15 @@ class Study:
         self._study.add_trial(
             made.create_trial(
                 state=made.TrialState.RUNNING,
-                params=proposal.drawn.params,
-                distributions=proposal.drawn.distributions,
-                system_attrs=proposal.drawn.system_attrs,  # where CMA-ES keeps its state
+                params=proposal.trial.params,
+                distributions=proposal.trial.distributions,
+                system_attrs=proposal.trial.system_attrs,  # with the state of CMA-ES
                 user_attrs={TARGET: 0},
             )
         )
 
     def send(self, number: int, rung: int) -> None:
-        """Store that a trial goes on to a rung."""
+        """Store that a trial is promoted to a rung."""
         self._trial(number).set_user_attr(TARGET, rung)
 
     def report(self, number: int, rung: int, score: float) -> None:
@@ -109,11 +109,11 @@ class Study:
         self._trial(number).report(score, rung)
 
     def complete(self, number: int, score: float) -> None:
-        """Store that a trial came to its end."""
+        """Store that a trial has ended."""
         self._study.tell(number, score)
 
     def prune(self, number: int) -> None:
-        """Store that a paused trial never goes on."""
+        """Store that a paused trial never continues."""
         self._study.tell(number, state=_optuna().trial.TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
@@ -123,7 +123,7 @@ class Study:
 
     @cached_property
     def distributions(self) -> "dict[str, BaseDistribution]":
-        """The space as Optuna has it."""
+        """The space as Optuna's distributions."""
         return {key: _distribution(axis) for key, axis in self.search.space.items()}
 
     def _trial(self, number: int) -> "optuna.trial.Trial":
@@ -138,7 +138,7 @@ class Study:
             return samplers.RandomSampler(seed=seed)
         if self.search.sampler == "tpe":
             return samplers.TPESampler(seed=seed)
-        independent = samplers.RandomSampler(seed=seed)  # of choices, which CMA-ES cannot vary
+        independent = samplers.RandomSampler(seed=seed)  # of choices, which CMA-ES does not support
         return samplers.CmaEsSampler(seed=seed, independent_sampler=independent, warn_independent_sampling=False)
 
 
@@ -153,7 +153,7 @@ def _optuna() -> Any:
 
 def _distribution(axis: Axis) -> "BaseDistribution":
     made = _optuna().distributions
-    if axis.form == "choice":  # as text: Optuna stores no lists and mappings
+    if axis.form == "choice":  # as JSON: Optuna does not store lists and mappings
         return made.CategoricalDistribution([json.dumps(value) for value in axis.values])
     low, high = axis.values
     if axis.form == "int":
@@ -164,7 +164,7 @@ def _distribution(axis: Axis) -> "BaseDistribution":
 def _values(params: Mapping[str, Any], space: Mapping[str, Axis]) -> dict[str, Any]:
     unknown = [key for key in params if key not in space]
     if unknown:
-        raise UsageError(f"the study varies {', '.join(unknown)}, which the search does not: start a new search")
+        raise UsageError(f"the study varies {', '.join(unknown)}, but the search does not: start a new search")
     return {key: json.loads(params[key]) if axis.form == "choice" else params[key] for key, axis in space.items()}
 
 
@@ -185,9 +185,9 @@ def _record(trial: "FrozenTrial", space: Mapping[str, Axis]) -> TrialRecord:
 
 
 def _shown(trial: "FrozenTrial", sampler: str) -> "FrozenTrial":
-    """A trial as the sampler sees it: one that is paused at a rung, or was pruned there, has ended with its score.
+    """A trial for the sampler: one that is paused at a rung, or was pruned there, has ended with its score.
 
-    TPE knows that a pruned trial came less far; CMA-ES knows only complete ones.
+    TPE accounts for how far a pruned trial ran; CMA-ES uses only complete ones.
     """
     made = _optuna().trial
     paused = trial.state == made.TrialState.RUNNING and trial.intermediate_values
@@ -205,24 +205,24 @@ def _shown(trial: "FrozenTrial", sampler: str) -> "FrozenTrial":
 
 
 Rung = Mapping[int, float]
-"""The scores of the trials that came to a rung."""
+"""The scores of the trials that reached a rung."""
 
 
 def level(grace: int, reduction: int, rung: int) -> int:
-    """Where a rung is, in steps or frames."""
+    """The position of a rung, in steps, frames or tokens."""
     return grace * reduction**rung
 
 
 def top(rung: Rung, count: int) -> list[int]:
-    """The best trials of a rung, best first; of equals the earlier one."""
+    """The best trials of a rung, best first; of equal ones the earlier."""
     return sorted(rung, key=lambda trial: (-rung[trial], trial))[:count]
 
 
 def promotion(rungs: Sequence[Rung], moved: Sequence[Collection[int]], reduction: int) -> tuple[int, int] | None:
-    """The trial that goes on, and the rung that it goes to; None where a new trial is due instead.
+    """The next trial to promote and its target rung; None if a new trial is due instead.
 
-    `moved[k]` are the trials that went on from rung k before, or ended there. The highest rung is looked at first. Its
-    candidates are the best ⌊n/η⌋ of the n trials that have come to it so far.
+    `moved[k]` are the trials that were promoted from rung k, or ended there. The highest rung comes first; its
+    candidates are the best ⌊n/η⌋ of the n trials that have reached it so far.
     """
     for index in range(len(rungs) - 1, -1, -1):
         candidates = top(rungs[index], len(rungs[index]) // reduction)
@@ -233,7 +233,7 @@ def promotion(rungs: Sequence[Rung], moved: Sequence[Collection[int]], reduction
 
 
 def last_promotion(rungs: Sequence[Rung], moved: Sequence[Collection[int]]) -> tuple[int, int] | None:
-    """Once nothing else is to be done: the best trial of the highest rung goes on, so that one comes to its end.
+    """Once all trials are paused: promote the best one of the highest rung, so that one runs to its end.
 
     With few trials ⌊n/η⌋ is 0 at a high rung, and the paper's rule, made for an endless stream of trials, would wait.
     """

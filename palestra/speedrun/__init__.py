@@ -1,1 +1,1 @@
-"""Speedruns: train well for little, and compare: a submission is a spec with all that was measured of its run."""
+"""Speedruns: submissions of a spec with the measurements of its run, a leaderboard and its Pareto frontier."""

@@ -9,6 +9,12 @@ from palestra.runs.plot import PALETTE, new_figure, style_axes
 from palestra.runs.store import read_json
 from palestra.speedrun.submission import NAME, SCORE
 
+COPIED = (
+    *("seed", "description", "model_size", "total_tokens", "model_flops", "training_hardware_flops"),
+    *("training_time", "commit", "run_completion_timestamp"),
+)
+"""The keys of a submission that a row of the leaderboard has too."""
+
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """A row for every run in every speedrun.json below a folder, fewest bits per byte first."""
@@ -41,20 +47,12 @@ def _row(info: dict[str, Any], path: Path, folder: Path) -> dict[str, Any]:
     try:
         return {
             "run_name": info["run"],
-            "seed": info["seed"],
+            **{key: info[key] for key in COPIED},
             "results_filepath": str(path.relative_to(folder)),
             "author": info["author"]["name"],
-            "description": info["description"],
-            "model_size": info["model_size"],
-            "total_tokens": info["total_tokens"],
-            "model_flops": info["model_flops"],
-            "training_hardware_flops": info["training_hardware_flops"],
             "mfu": info["model_flops"] / info["training_hardware_flops"],
-            "training_time": info["training_time"],
             "eval_bits_per_byte": info[SCORE],
             "device": f"{info['num_devices']} × {info['resources']['device']}",
-            "commit": info["commit"],
-            "run_completion_timestamp": info["run_completion_timestamp"],
         }
     except KeyError as error:
         raise PalestraError(f"{path} is not a complete submission: it lacks {error}") from error

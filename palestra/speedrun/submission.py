@@ -114,7 +114,7 @@ def submit(
     name = author or (git_output(Path.cwd(), "config", "user.name") or "").strip()
     if not name:
         raise UsageError("a submission needs an author: give --author NAME, or set git's user.name")
-    if (spec is None) == (resume is None):
+    if (spec is None) == (resume is None) or (resume is not None and list(overrides)):
         raise UsageError("give either a spec to run or a run to continue (--resume), and not both")
     if spec is not None:
         done = run(pretraining(spec, variables, overrides), root=root, quiet=quiet)
@@ -132,6 +132,8 @@ def submit(
 
 def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
     """The measurements of one seed. The keys are those of Marin's speedruns where they mean the same."""
+    import torch
+
     from palestra.kinds.trial import device_of
 
     folder = done.session(seed)
@@ -147,6 +149,7 @@ def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
     device = device_of(spec)
     chosen = precision(spec.train.precision, device.type)
     flops, source = (peak, "given") if peak is not None else peak_of(device, chosen)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else manifest["cpu"]
     devices = spec.devices or 1
     training, wall = seconds(rows)
     git = manifest["git"] or {}
@@ -158,7 +161,7 @@ def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
         "model_config": plain(spec.model),
         "train_config": {"train": plain(spec.train), "optim": plain(spec.optim)},
         "tokenized_dataset": plain(spec.data),
-        "resources": {"device": gpu_name(device) or manifest["cpu"], "devices": devices, "cpu": manifest["cpu"]},
+        "resources": {"device": name, "devices": devices, "cpu": manifest["cpu"]},
         **cost(spec, done.trial.path.parent.parent),
         "num_devices": devices,
         "num_chips": devices,
@@ -193,13 +196,6 @@ def seconds(rows: list[dict[str, Any]]) -> tuple[float, float]:
 
 SIZE = 1024
 SECONDS = 0.5
-
-
-def gpu_name(device: "torch.device") -> str | None:
-    """The name of the GPU; None for any other device."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def peak_of(device: "torch.device", precision: str) -> tuple[float, str]:

@@ -1,9 +1,7 @@
 """Results of a sweep: every run with its settings, its size and its score, as rows and as a plot."""
 
-import csv
-import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.runs.plot import LINE_STYLES, PALETTE, new_figure, save_figure, style_axes, words
 from palestra.runs.run import Run
 from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
+from palestra.search.results import csv_bytes
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import METRICS, label
 from palestra.spec.load import resolved
@@ -163,18 +162,15 @@ def write_results(folder: Path) -> dict[str, Any]:
     summary = summarize(folder)
     with clear_write_errors(folder):
         write_json(folder / "summary.json", summary)
-        write_bytes(folder / "runs.csv", _csv(summary).encode())
+        write_bytes(folder / "runs.csv", csv_bytes(_rows(summary)))
         comparison(summary, folder / "plots" / "comparison")
     return summary
 
 
-def _csv(summary: dict[str, Any]) -> str:
+def _rows(summary: dict[str, Any]) -> Iterator[list[Any]]:
     axes = list(dict.fromkeys(axis for row in summary["runs"] for axis in row["at"]))
     columns = [name for name in SIZES if any(name in row for row in summary["runs"])]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", *axes, "state", *columns, summary["metric"] or "score"])
+    yield ["run", *axes, "state", *columns, summary["metric"] or "score"]
     for row in summary["runs"]:
         settings = [label(row["at"][axis]) if axis in row["at"] else "" for axis in axes]
-        writer.writerow([row["run"], *settings, row["state"], *(row.get(name, "") for name in columns), row["score"]])
-    return out.getvalue()
+        yield [row["run"], *settings, row["state"], *(row.get(name, "") for name in columns), row["score"]]

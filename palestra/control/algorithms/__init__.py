@@ -1,4 +1,4 @@
-"""The algorithms, by the name a spec calls them. Each is one file: what it stores, how it acts, how it learns."""
+"""The algorithms by their name in a spec. Each is one file: what it stores, how it acts, how it learns."""
 
 from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.base import Algorithm
@@ -27,10 +27,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 def check_actions(spec: ControlSpec, head: ActionHead) -> None:
     """Refuse an algorithm that cannot act in the environment's action space."""
-    found, supported = head.description["type"], ALGORITHMS[spec.algorithm.name].supports
-    if found not in supported:
-        fitting = [name for name, algorithm in ALGORITHMS.items() if found in algorithm.supports]
+    supported = ALGORITHMS[spec.algorithm.name].supports
+    if head.kind not in supported:
+        fitting = [name for name, algorithm in ALGORITHMS.items() if head.kind in algorithm.supports]
         raise UsageError(
             f"algorithm: {spec.algorithm.name} acts in spaces of type {', '.join(supported)}, and {spec.env.id} has "
-            f"one of type {found}: use {', '.join(fitting)}"
+            f"one of type {head.kind}: use {', '.join(fitting)}"
         )

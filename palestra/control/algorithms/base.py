@@ -1,4 +1,4 @@
-"""What an algorithm is built from, and what the trainer asks of it."""
+"""The interface of an algorithm and what all of them share: policy, environments, reward scale, state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from palestra.control.envs.stepping import Stepper
@@ -14,6 +15,7 @@ from palestra.control.episodes import Episodes
 from palestra.control.nets.actor_critic import Actor
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy, observation_shape
+from palestra.control.scaling import ObsScale, Rewards
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions
 
@@ -52,41 +54,62 @@ class AlgorithmParts:
 
 
 class Algorithm(ABC):
-    """One learner. `step` is one policy improvement: collect, then learn."""
+    """One learner: a policy, the environments it is trained in, and `step`, one policy improvement."""
 
     supports: ClassVar[Sequence[str]]
     """The types of action space it can act in, as `ActionHead` calls them."""
-    policy: Policy
-    episodes: Episodes
+    net: Any
+    """The network that acts."""
+    spec: Any
+    """`spec.algorithm`, of the algorithm's own type."""
     updates: int = 0
     """Gradient steps so far."""
     folder: Path | None = None
-    """The session's folder, for what is too large to be in every checkpoint; None: all goes into `state()`."""
+    """The session's folder, for what is too large to be in every checkpoint; None: everything is in `state()`."""
 
     def __init__(self, parts: AlgorithmParts):
-        self.generator = parts.generator
+        self.spec, self.generator, self.device = parts.spec.algorithm, parts.generator, parts.device
         self.span: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
-        """Timings, if anyone wants them: `with self.span("learn"):`."""
+        """Timings, where they are recorded: `with self.span("learn"):`."""
+        self.net = self.actor(parts.spec, parts.obs_shape, parts.head)
+        self.policy = Policy(parts.obs_shape, self.net, parts.device)
+        self.episodes = Episodes(parts.stepper)
+        self.rewards = Rewards(parts.spec.env, self.episodes.num_envs, self.spec.gamma, parts.device)
+        self.obs_scale = next((module for module in self.net.modules() if isinstance(module, ObsScale)), None)
 
     @classmethod
     @abstractmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Actor:
-        """A new network that acts, for these spaces: what training begins with and what a checkpoint is loaded into."""
+        """A new network that acts, for these spaces: training starts from it, a checkpoint is loaded into it."""
 
     @abstractmethod
     def step(self, progress: float) -> dict[str, float]:
-        """Collect `horizon` vector steps and learn; its metrics, with `updates` among them.
+        """Collect `horizon` vector steps and learn; returns metrics, `updates` among them.
 
-        `progress` in [0, 1], the share of the run's frames that lie before this step, drives the schedules.
+        `progress` in [0, 1], the fraction of the run's frames before this step, drives the schedules.
         """
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, `policy` among it; the generator's state is kept by the trainer.
+        """All that the next step depends on but the generator, whose state the trainer saves.
 
-        Plain data and tensors, copied. Taking it changes nothing.
+        Plain data and tensors, copied. Taking it changes nothing. A subclass adds its own.
         """
+        return {
+            "policy": self.policy.state(),
+            "updates": self.updates,
+            "episodes": self.episodes.state(),
+            "rewards": self.rewards.state(),
+        }
 
-    @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
+        self.policy.load_state(state["policy"])
+        self.updates = state["updates"]
+        self.rewards.load_state(state["rewards"])
+        restarted = self.episodes.load_state(state["episodes"])
+        if restarted is not None:
+            self.cut(restarted)
+
+    def cut(self, rows: np.ndarray) -> None:
+        """The environments of these rows, bool (N,), started new episodes outside of a step."""
+        self.rewards.cut(rows)

@@ -3,8 +3,8 @@
 What it stores: transitions, in a replay memory.
 How it acts: as SAC.
 How it learns: as SAC, but critics with batch renormalization see (s, a) and (s', a') as one batch, so that both are
-normalized alike and no target networks are needed. The policy's step takes the critics as they would be used, by their
-running statistics, and leaves these alone. Adam with a small β₁, and fewer steps of the policy than of the critics.
+normalized alike and no target networks are needed. The policy's step evaluates the critics under their running
+statistics and does not change these. Adam with a small β₁, and fewer steps of the policy than of the critics.
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from palestra.control.algorithms.off_policy import Inputs
 from palestra.control.algorithms.sac import SAC, Q
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.values import RenormCritics, Running, warmth_after
-from palestra.control.optim import Shaped, Trained, gradient
+from palestra.control.optim import FunctionalNet, Trained, gradient
 from palestra.rl.losses import td_target, twin_loss
 
 
 class CrossqState(NamedTuple):
-    """All that updates change."""
+    """All that updates change; saved by position, so the order of fields is part of checkpoints."""
 
     actor: Trained
     critics: Trained
@@ -36,39 +36,39 @@ class CrossQ(SAC):
 
     def start(self, parts: AlgorithmParts) -> CrossqState:
         """The critics, and all that updates change, before the first."""
-        critics = RenormCritics(parts.obs_shape, self.head, parts.spec.net, self.scale, self.spec.renorm_momentum)
-        self.critics = Shaped(critics.to(self.device))
-        running = [Running(*(part.to(self.device) for part in one)) for one in critics.start()]
-        vector = self.critics.start()
-        return CrossqState(self.started_actor(), Trained.of(vector), running, self.started_alpha(), self.unseen())
+        critics = RenormCritics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale, self.spec.renorm_momentum)
+        self.critics = FunctionalNet(critics.to(self.device))
+        running = [Running(*(part.to(self.device) for part in layer)) for layer in critics.start()]
+        actor, alpha = Trained.of(self.actors.vector), Trained.of(self.log_alpha())
+        return CrossqState(actor, Trained.of(self.critics.start()), running, alpha, torch.zeros(3, device=self.device))
 
     def inputs(self, updates: int, progress: float) -> Inputs:
         """As SAC's, and how far the renormalization has warmed up."""
         warmths = [warmth_after(self.updates + n, self.spec.renorm_warmup) for n in range(updates)]
         return super().inputs(updates, progress)._replace(warmth=torch.tensor(warmths))
 
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics on the joint batch; the loss and the mean value."""
-        next_actions, logprobs, _ = self.soft.drawn(learned.actor.vector, batch.next_obs, given.noise[0])
+        next_actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
         alpha, rows = learned.alpha.vector.exp(), len(batch.rewards)
         obs = torch.cat([batch.obs, batch.next_obs])
         actions = None if next_actions is None else torch.cat([batch.actions, next_actions])
 
         def loss(vector: Tensor) -> tuple[Tensor, tuple[Tensor, list[Running]]]:
-            both, running = self.critics(vector)(obs, actions, learned.running, given.warmth)
+            both, running = self.critics(vector)(obs, actions, learned.running, inputs.warmth)
             q, following = both.split(rows, dim=1)
-            q, values = self.chosen(q, batch), self.soft.value(following, logprobs, alpha)
+            q, values = self.chosen(q, batch), self.value(following, logprobs, alpha)
             error = twin_loss(q, td_target(batch.rewards, batch.discounts, values))
             return error, (torch.stack([error.detach(), q.detach().mean()]), running)
 
         slope, (seen, running) = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm, self.spec.beta1)
+        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm, self.beta1)
         for before, after in zip(learned.running, running, strict=True):
             before.mean.copy_(after.mean)
             before.var.copy_(after.var)
         return seen
 
     def values_of(self, learned: Any, obs: Tensor) -> Q:
-        """The critics by their running statistics, which stay as they are."""
+        """The critics under their running statistics, which do not change."""
         critics = self.critics(learned.critics.vector)
         return lambda actions: critics(obs, actions, learned.running)[0]

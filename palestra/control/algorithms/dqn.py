@@ -1,7 +1,7 @@
-"""Deep Q-learning (Mnih et al. 2015) and what was added to it: double, dueling, n-step, prioritized, quantiles.
+"""Deep Q-learning (Mnih et al. 2015) with its extensions: double, dueling, n-step, prioritized replay, quantiles.
 
-What it stores: transitions in a replay memory; prioritized, what surprised most is drawn more often.
-How it acts: ε-greedily, each environment for itself, or by a softmax of the values; at random until `start`.
+What it stores: transitions in a replay memory; prioritized, those with large TD errors are sampled more often.
+How it acts: ε-greedily, independently in each environment, or by a softmax of the values; at random until `start`.
 How it learns: Q(s, a) towards r + γ^k · Q_target(s', a'), where a' is the best action of the target network or, double,
 of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its gradient grows no more.
 """
@@ -16,10 +16,9 @@ from torch import Tensor
 from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.memory.replay import ReplayBatch
-from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import Draws, QNet, draws, explored
-from palestra.control.optim import Shaped, Trained, clip_norm, compiled, pace, put_back, taken, together
+from palestra.control.nets.values import ExplorationNoise, QNet, exploration_noise, explored
+from palestra.control.optim import FlatNet, Trained, clip_norm, compiled, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import quantile_loss
 from palestra.rl.schedules import value
@@ -33,60 +32,55 @@ class DQN(OffPolicy):
     supports = ("discrete",)
     metrics = ("loss", "q", "td_error", "grad_norm")
     net: QNet
+    spec: DQNSpec
 
     def __init__(self, parts: AlgorithmParts):
-        assert isinstance(parts.spec.algorithm, DQNSpec)
         super().__init__(parts)
-        self.spec = parts.spec.algorithm
         self.beta = None
         if self.spec.prioritized is not None:
             self.beta = in_fractions(self.spec.prioritized, parts.spec.steps).beta
-        self.flat = Flat(self.net)
-        # A copy from the start, with a vector of its own.
+        self.flat = FlatNet(self.net)
+        # An equal copy, with a vector of its own.
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
         twin.load_state_dict(self.net.state_dict())
-        self.target = Flat(twin)
+        self.target = FlatNet(twin)
         self.trained = Trained.of(self.flat.vector)
-        self.nets, self.target_nets = Shaped(self.net), Shaped(twin)
-        # As many updates in one graph as go into those made at once, and into those between two copies of the network.
+        # Updates in one graph: a divisor of those made at once, and of those between two copies of the network.
         most, made = together(parts.spec), self.spec.updates_at_once(self.episodes.num_envs)
         self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compile else 1
         self._update = compiled(self.update) if parts.compile else self.update
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:
-        """The values of all actions."""
         assert isinstance(spec.algorithm, DQNSpec)
         quantiles = 1 if spec.algorithm.distributional is None else spec.algorithm.distributional.quantiles
         scale = obs_scale(spec.env, obs_shape)
         return QNet(obs_shape, head, spec.net, scale, dueling=spec.algorithm.dueling, quantiles=quantiles)
 
-    def explore(self, horizon: int) -> Draws:
-        """The noise of a step."""
+    def explore(self, horizon: int) -> ExplorationNoise:
         softmax = self.spec.temperature is not None
-        return draws(self.net, self.generator, horizon, self.episodes.num_envs, softmax=softmax)
+        return exploration_noise(self.net, self.generator, horizon, self.episodes.num_envs, softmax=softmax)
 
-    def act(self, obs: Tensor, noise: Draws, t: int, progress: float) -> Tensor:
-        """Actions of the exploring policy."""
+    def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
         return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
 
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
-        """Gradient steps, the target network following, and new priorities for what was seen."""
+        """Gradient steps, updates of the target network, and new priorities."""
         spec = self.spec
         lr = value(progress=progress, **spec.lr.arguments())
         paces = [pace(lr, spec.adam_eps, n) for n in range(self.updates + 1, self.updates + updates + 1)]
         rates = iter(torch.tensor(paces).to(self.device).split(self.together))
         beta = None if self.beta is None else value(progress=progress, **self.beta.arguments())
         totals = torch.zeros(len(self.metrics), device=self.device)
-        if self.scale is not None:  # its statistics are buffers: the target network's follow
+        if self.obs_scale is not None:  # its statistics are buffers: the target network's follow
             for buffer, now in zip(self.target.net.buffers(), self.net.buffers(), strict=True):
                 buffer.copy_(now)
-        for batches in self.drawn(updates, beta):
-            errors, some = [], self.together
-            for at in range(0, len(batches), some):
-                errors.append(self._update(batches[at : at + some], next(rates), totals))
-                self.updates += some
+        for batches in self.batches(updates, beta):
+            errors = []
+            for at in range(0, len(batches), self.together):
+                errors.append(self._update(batches[at : at + self.together], next(rates), totals))
+                self.updates += self.together
                 if spec.target_every is not None and self.updates % spec.target_every == 0:
                     self.target.vector.copy_(self.flat.vector)
             if beta is not None:
@@ -94,7 +88,7 @@ class DQN(OffPolicy):
         return totals
 
     def update(self, batches: list[ReplayBatch], rates: Tensor, totals: Tensor) -> Tensor:
-        """A gradient step on each, eager or all one graph; how far each value was off, which is its priority."""
+        """A gradient step on each, eager or all one graph; the TD errors, which become priorities."""
         errors = []
         for batch, rate in zip(batches, rates.unbind(0), strict=True):
             errors.append(self.update_once(batch, rate, totals))
@@ -103,7 +97,7 @@ class DQN(OffPolicy):
         return torch.cat(errors)
 
     def update_once(self, batch: ReplayBatch, rate: Tensor, totals: Tensor) -> Tensor:
-        """One gradient step; how far each value was off, (B,)."""
+        """One gradient step; the TD errors, (B,)."""
         targets = self.targets(batch)
         gradient, (errors, metrics) = self.flat.gradient(lambda net: self.loss(net, batch, targets))
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
@@ -112,14 +106,14 @@ class DQN(OffPolicy):
         return errors
 
     def targets(self, batch: ReplayBatch) -> Tensor:
-        """What values should be, (B, quantiles): nothing is differentiated by it."""
-        following = self.target_nets(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
-        chooses = self.nets(self.flat.vector)(batch.next_obs) if self.spec.double else following
+        """The TD targets, (B, quantiles), without gradient."""
+        following = self.target(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
+        chooses = self.flat(self.flat.vector)(batch.next_obs) if self.spec.double else following
         best = chooses.mean(dim=2).argmax(dim=1)
         return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
 
     def loss(self, net: Any, batch: ReplayBatch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Weighted mean of Huber's loss, or of that of quantile regression; errors and metrics beside it."""
+        """Weighted mean of the Huber or quantile loss; TD errors and metrics."""
         values = _of_action(net(batch.obs), batch.actions)  # (B, quantiles)
         if self.spec.distributional is None:
             each = F.smooth_l1_loss(values, targets, reduction="none").squeeze(1)
@@ -133,14 +127,12 @@ class DQN(OffPolicy):
         return loss, (errors, metrics)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, besides the generator's state."""
         target = self.target.vector.to("cpu", copy=True)
-        return super().state() | {"trained": taken(self.trained), "target": target}
+        return super().state() | {"trained": copied(self.trained), "target": target}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
         super().load_state(state)
-        put_back(self.trained, state["trained"])
+        restore(self.trained, state["trained"])
         self.target.vector.copy_(state["target"])
 
 

@@ -1,10 +1,10 @@
 """Shared code of the on-policy algorithms: acting, values, advantages, self-imitation (Oh et al. 2018).
 
-Each has one file of its own that says how it learns: `ppo.py`, `a2c.py`, `reinforce.py`.
+`ppo.py`, `a2c.py`, `reinforce.py` and `sarsa.py` say how each learns.
 
-What it stores: transitions of finished episodes with their returns R; the oldest make room.
+What self-imitation stores: transitions of finished episodes with their returns R, in a ring.
 How it learns: some gradient steps after each policy improvement on -log π · (R - V)₊ and ½ (R - V)₊², on transitions
-drawn in proportion to (R - V)₊^α, with the weights of prioritized replay (Schaul et al. 2016) to a power β.
+sampled in proportion to (R - V)₊^α, with the importance weights of Schaul et al. 2016 to the power β.
 """
 
 from typing import Any, NamedTuple
@@ -15,37 +15,43 @@ from torch import Tensor
 
 from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.collector import Collector, Rollout
-from palestra.control.episodes import Episodes, WholeEpisodes
+from palestra.control.episodes import WholeEpisodes
 from palestra.control.memory.storage import SumTree
-from palestra.control.nets.actor_critic import Actor, ActorCritic, Flat, Recurrent
+from palestra.control.nets.actor_critic import Actor, ActorCritic, Recurrent
 from palestra.control.nets.heads import ActionHead
-from palestra.control.optim import Adam, adam_step, clip_norm, compiled
-from palestra.control.policy import Policy
-from palestra.control.scaling import ObsScale, Rewards, obs_scale
+from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, compiled, scheduled
+from palestra.control.scaling import obs_scale
 from palestra.errors import UsageError
 from palestra.rl.returns import gae
 from palestra.spec.kinds.control import ControlSpec, OnPolicySpec, SelfImitationSpec
 
 
+class Rates(NamedTuple):
+    """Scheduled values as tensors, so that a compiled update sees new ones; None where the algorithm has none."""
+
+    lr: Tensor
+    clip: Any = None
+    entropy: Any = None
+
+
 class RolloutBatch(NamedTuple):
-    """Transitions to learn from, one a row; of a recurrent policy (T, B) of them, an environment a column."""
+    """Transitions to learn from, one per row; for a recurrent policy (T, B), one environment per column."""
 
     obs: Tensor
     actions: Tensor
-    logprobs: Tensor
     advantages: Tensor
     returns: Tensor
     values: Tensor
     valid: Tensor | None  # None: every row is a real transition
-    masks: Tensor | None = None  # what was allowed; None: everything always is
-    began: Tensor | None = None  # recurrent: (T, B), where nothing came before
-    memory: Tensor | None = None  # recurrent: (1, B, memory), what was remembered before the first row
+    masks: Tensor | None = None  # allowed actions; None: all of them always are
+    began: Tensor | None = None  # recurrent: (T, B), first steps of episodes
+    memory: Tensor | None = None  # recurrent: (1, B, memory), the recurrent state before the first row
+    logprobs: Any = None  # PPO: under the policy that acted
 
     def rows(self, which: Tensor | slice) -> "RolloutBatch":
-        """Some of the rows; of a recurrent policy whole sequences, because what came before is part of them."""
-        if self.began is None:
-            return RolloutBatch(*(None if column is None else column[which] for column in self))  # pyrefly: ignore
-        return RolloutBatch(*(None if column is None else column[:, which] for column in self))  # pyrefly: ignore
+        """Some of the rows; of a recurrent policy whole sequences, because earlier steps are part of them."""
+        index = which if self.began is None else (slice(None), which)
+        return RolloutBatch(*(None if column is None else column[index] for column in self))  # pyrefly: ignore
 
     def outputs(self, net: Any) -> tuple[Any, Tensor]:
         """The distribution over actions and the values that `net` gives for the rows."""
@@ -53,16 +59,11 @@ class RolloutBatch(NamedTuple):
             return net(self.obs, self.masks)
         return net(self.obs, self.began, self.memory[0], self.masks)
 
-    def logprobs_by(self, net: Any) -> Tensor:
-        """Log-probabilities of the actions by `net`."""
-        distribution = net.policy(self.obs, self.masks) if self.began is None else self.outputs(net)[0]
-        return distribution.log_prob(self.actions)
-
 
 class Estimates(NamedTuple):
-    """What a rollout is worth, each (T, N)."""
+    """Values and advantages of a rollout, each (T, N)."""
 
-    rewards: Tensor  # as they are learned from
+    rewards: Tensor  # normalized and clipped as the spec says
     values: Tensor
     next_values: Tensor
     advantages: Tensor
@@ -71,45 +72,72 @@ class Estimates(NamedTuple):
 
 
 class OnPolicy(Algorithm):
-    """Collects rollouts with the policy of the moment, and makes gradient steps on one vector of all parameters."""
+    """Collects a rollout with the current policy and makes gradient steps on one vector of all parameters."""
 
     supports = ("discrete", "multi_discrete", "multi_binary", "box")
-    net: Any
-    imitation: "SelfImitation | None" = None
-    """What learns beside it, where its spec asks for it."""
 
-    def __init__(self, parts: AlgorithmParts, spec: OnPolicySpec):
+    def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        net = self.actor(parts.spec, parts.obs_shape, parts.head)
-        self.net, self.policy = net, Policy(parts.obs_shape, net, parts.device)
+        net, head = self.net, self.policy.head
         self.recurrent = isinstance(net, Recurrent)
-        self.episodes = Episodes(parts.stepper)
-        self.collector = Collector(self.episodes, spec.horizon, net.head.shape, net.head.dtype)
-        self.rewards = Rewards(parts.spec.env, self.episodes.num_envs, spec.gamma, parts.device)
-        self.flat = Flat(net)
+        self.collector = Collector(self.episodes, self.spec.horizon, head.shape, head.dtype)
+        self.flat = FlatNet(net)
         self.adam = Adam.zeros(self.flat.vector)
-        self.memory = net.nothing(self.episodes.num_envs) if isinstance(net, Recurrent) else None
-        """What a recurrent policy remembers now, (N, memory)."""
+        self.memory = net.nothing(self.episodes.num_envs) if self.recurrent else None
+        """The state of a recurrent policy now, (N, memory)."""
         self.start = self.memory
-        """What it remembered before the last rollout."""
-        self._max_grad_norm, self._adam_eps = spec.max_grad_norm, spec.adam_eps
+        """The same before the last rollout."""
         # A loop over the steps would be compiled as one graph of all of them: minutes.
-        self._update = compiled(self.update) if self.compiles(parts) else self.update  # pyrefly: ignore
+        self._update = compiled(self.update) if self.compiles(parts) else self.update
+        wanted = getattr(self.spec, "self_imitation", None)
+        self.imitation = None if wanted is None else SelfImitation(self, wanted, parts)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Actor:
-        """Policy and value."""
         assert isinstance(spec.algorithm, OnPolicySpec)
         net = ActorCritic if spec.net.recurrent is None else Recurrent
-        return net(obs_shape, head.drawing(spec.algorithm.distribution), spec.net, obs_scale(spec.env, obs_shape))
+        return net(obs_shape, head.with_family(spec.algorithm.distribution), spec.net, obs_scale(spec.env, obs_shape))
 
     def compiles(self, parts: AlgorithmParts) -> bool:
         """Whether its updates are compiled."""
         return parts.compile and not self.recurrent
 
-    def collect(self) -> Rollout:
+    def step(self, progress: float) -> dict[str, float]:
+        with self.span("collect"):
+            rollout = self.collect(progress).to(self.device)
+        with self.span("learn"):
+            metrics = self.learn(self.prepare(rollout, progress), progress)
+            if self.imitation is not None:
+                metrics |= self.imitation.learn(self.rates(progress).lr)
+            # Only now: a rollout is acted on and learned from under the same normalization of observations.
+            if self.obs_scale is not None:
+                self.obs_scale.update(rollout.obs, self.valid(rollout))
+        return metrics | {"updates": self.updates}
+
+    def prepare(self, rollout: Rollout, progress: float = 0.0) -> Any:
+        """What `learn` takes, computed from a rollout under the weights that collected it."""
+        raise NotImplementedError
+
+    def learn(self, batch: Any, progress: float) -> dict[str, float]:
+        """Gradient steps on what `prepare` gave; returns metrics."""
+        raise NotImplementedError
+
+    def loss(self, net: Any, batch: Any, rates: Rates) -> tuple[Tensor, Tensor]:
+        """The loss, and its parts that are logged."""
+        raise NotImplementedError
+
+    def rates(self, progress: float) -> Rates:
+        schedules = [getattr(self.spec, name, None) for name in Rates._fields]
+        return Rates(*(None if s is None else scheduled(s, progress).to(self.device) for s in schedules))  # pyrefly: ignore
+
+    def valid(self, rollout: Rollout) -> Tensor | None:
+        """Which rows are real transitions; None in an environment that never has others."""
+        # By the kind of environment, not by what this rollout holds: see `compiled`.
+        return rollout.valid if self.episodes.stepper.has_dummy_steps else None
+
+    def collect(self, progress: float = 0.0) -> Rollout:
         """T steps of the sampling policy in all environments."""
-        device, head, net, episodes = self.policy.device, self.policy.head, self.net, self.episodes
+        device, head, net, episodes = self.device, self.policy.head, self.net, self.episodes
         noise = head.noise(self.generator, self.collector.horizon, episodes.num_envs).to(device)
 
         def act(obs: Tensor, noise: Tensor) -> Tensor:
@@ -123,29 +151,31 @@ class OnPolicy(Algorithm):
         self.start = self.memory
         return self.collector.collect(act, noise, head.to_env)
 
+    def batch(self, rollout: Rollout, lam: float) -> RolloutBatch:
+        """The rollout with its values and GAE, one transition per row; for a recurrent policy still (T, N)."""
+        estimates = self.estimates(rollout, self.spec.gamma, lam)
+        if self.imitation is not None:
+            self.imitation.add(rollout, estimates)
+        _, values, _, advantages, returns, valid = estimates
+        batch = RolloutBatch(rollout.obs, rollout.actions, advantages, returns, values, valid, rollout.masks)
+        if self.start is not None:
+            return batch._replace(began=rollout.began, memory=self.start[None])
+        return RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
+
     def estimates(self, rollout: Rollout, gamma: float, lam: float) -> Estimates:
         """Values and advantages of a rollout under the weights that collected it."""
-        # By the kind of environment, not by what this rollout holds: see `compiled`.
-        valid = rollout.valid if self.episodes.stepper.has_dummy_steps else None
+        valid = self.valid(rollout)
         rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
         values, next_values = self._values(rollout)
-        advantages, returns = gae(
-            rewards,
-            values,
-            next_values,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            valid=valid,
-            gamma=gamma,
-            lam=lam,
-        )
+        ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "valid": valid}
+        advantages, returns = gae(rewards, values, next_values, **ends, gamma=gamma, lam=lam)
         return Estimates(rewards, values, next_values, advantages, returns, valid)
 
     def _values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         if self.start is None:
             return rollout.next_values(self.net.value)
         values, memories = self.net.values(rollout.obs, rollout.began, self.start)
-        # Successors are seen with the memory of the step before them, final observations too.
+        # Successors, final observations too, are evaluated with the memory of the step before them.
         _, last, _ = self.net.advance(rollout.last_obs, memories[-1])
         successors = torch.cat((values[1:], last[None])).flatten()
         if len(rollout.ends):
@@ -153,63 +183,48 @@ class OnPolicy(Algorithm):
             successors[rollout.ends] = final
         return values, successors.view(values.shape)
 
-    def update(self, adam: Adam, batch: Any, rates: Any) -> tuple[Tensor, Adam, Tensor]:
-        """One gradient step: new parameters, new optimizer memory, metrics. A pure function, eager or one graph."""
+    def gradient_step(self, batch: Any, rates: Rates) -> Tensor:
+        """One gradient step on `loss`; the logged parts of it and the gradient's norm before clipping."""
+        vector, self.adam, metrics = self._update(self.adam, batch, rates)
+        self.flat.vector.copy_(vector)
+        self.updates += 1
+        return metrics
+
+    def update(self, adam: Adam, batch: Any, rates: Rates) -> tuple[Tensor, Adam, Tensor]:
+        """New parameters, new optimizer state, metrics: a pure function, eager or one compiled graph."""
         gradient, metrics = self.flat.gradient(lambda net: self.loss(net, batch, rates))
         # One global norm over policy and value together, clipped before Adam sees it.
-        gradient, norm = clip_norm(gradient, self._max_grad_norm)
-        vector, adam = adam_step(self.flat.vector, gradient, adam, rates.lr, self._adam_eps)
+        gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, rates.lr, self.spec.adam_eps)
         return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
 
-    def loss(self, net: Any, batch: Any, rates: Any) -> tuple[Tensor, Tensor]:
-        """What is made smaller, and the parts of it that are logged."""
-        raise NotImplementedError
-
-    def observed(self, rollout: Rollout) -> None:
-        """The rollout was learned from: its observations may now change the scale of those to come."""
-        scales = [module for module in self.net.modules() if isinstance(module, ObsScale)]
-        for scale in scales:
-            scale.update(rollout.obs, rollout.valid if self.episodes.stepper.has_dummy_steps else None)
-
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, besides the generator's state."""
-        return {
-            "policy": self.policy.state(),
+        return super().state() | {
             "adam": dict(self.adam._asdict()),
-            "updates": self.updates,
-            "episodes": self.episodes.state(),
-            "rewards": self.rewards.state(),
             "memory": None if self.memory is None else self.memory.to("cpu", copy=True),
             "imitation": None if self.imitation is None else self.imitation.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
-        device = self.policy.device
+        self.adam = Adam(**{name: value.to(self.device) for name, value in state["adam"].items()})
+        if self.memory is not None:
+            self.memory = state["memory"].to(self.device, copy=True)
         if self.imitation is not None:
             self.imitation.load_state(state["imitation"])
-        self.policy.load_state(state["policy"])
-        self.updates = state["updates"]
-        self.adam = Adam(**{name: value.to(device) for name, value in state["adam"].items()})
-        self.rewards.load_state(state["rewards"])
-        self.memory = None if state["memory"] is None else state["memory"].to(device, copy=True)
-        restarted = self.episodes.load_state(state["episodes"])
-        if restarted is not None:
-            self.cut(restarted)
+        super().load_state(state)
 
-    def cut(self, rows: Any) -> None:
-        """The environments of these rows, bool (N,), began new episodes outside of a step."""
-        self.rewards.cut(rows)
+    def cut(self, rows: np.ndarray) -> None:
+        super().cut(rows)
         if self.imitation is not None:
             self.imitation.episodes.cut(rows)
 
 
-LEAST = 1e-6  # added to every (R - V)₊, so that what was once no better than expected can be drawn again
+LEAST = 1e-6  # added to every (R - V)₊, so that a step once no better than expected can be sampled again
 METRICS = ("imitation_policy_loss", "imitation_value_loss", "imitation_share")
 
 
 class ImitationRows(NamedTuple):
-    """Remembered steps, and the weights that make up for how they were drawn."""
+    """Stored steps and their importance weights."""
 
     obs: Tensor
     actions: Tensor
@@ -218,20 +233,12 @@ class ImitationRows(NamedTuple):
     weights: Tensor
 
 
-def imitation(learner: OnPolicy, spec: SelfImitationSpec | None, parts: AlgorithmParts) -> "SelfImitation | None":
-    """Self-imitation for `learner`, where its spec asks for it."""
-    if spec is None:
-        return None
-    if learner.recurrent:
-        raise UsageError("algorithm.self_imitation: it learns from single steps, without what net.recurrent remembers")
-    assert parts.spec.algorithm.name in ("a2c", "ppo")
-    return SelfImitation(learner, spec, parts)
-
-
 class SelfImitation:
     """A memory of good steps, and gradient steps on them with the learner's own parameters and optimizer."""
 
     def __init__(self, learner: OnPolicy, spec: SelfImitationSpec, parts: AlgorithmParts):
+        if learner.recurrent:
+            raise UsageError("algorithm.self_imitation learns from single steps and does not work with net.recurrent")
         self.learner, self.spec = learner, spec
         self.gamma = parts.spec.algorithm.gamma
         self.episodes = WholeEpisodes(learner.episodes.num_envs, self.gamma)
@@ -239,16 +246,15 @@ class SelfImitation:
         self.tree = SumTree(spec.buffer)
         self.size = self.head = 0
         self.most = 1.0  # the largest (R - V)₊ seen: new steps begin with it
-        self._update = compiled(self.update) if parts.compile else self.update  # pyrefly: ignore
+        self._update = compiled(self.update) if parts.compile else self.update
 
-    def add(self, rollout: Rollout, found: Estimates) -> None:
+    def add(self, rollout: Rollout, estimates: Estimates) -> None:
         """Remember the episodes that ended in a rollout."""
-        # A truncated episode goes on with what its last observation is worth, or a time limit would look like a fault.
-        rewards = found.rewards + torch.where(
-            rollout.truncated & ~rollout.terminated, self.gamma * found.next_values, 0.0
-        )
+        # A truncated episode bootstraps from the value of its last observation: a time limit is not a failure.
+        truncated = rollout.truncated & ~rollout.terminated
+        rewards = estimates.rewards + torch.where(truncated, self.gamma * estimates.next_values, 0.0)
         columns = {"obs": rollout.obs, "actions": rollout.actions, "rewards": rewards, "masks": rollout.masks}
-        rows = self.episodes.add(columns, rollout.terminated | rollout.truncated, found.valid)
+        rows = self.episodes.add(columns, rollout.terminated | rollout.truncated, estimates.valid)
         if rows is not None:
             del rows["rewards"]
             self._remember(rows)
@@ -266,7 +272,7 @@ class SelfImitation:
         self.head, self.size = (self.head + count) % capacity, min(self.size + count, capacity)
 
     def learn(self, lr: Tensor) -> dict[str, float]:
-        """Its gradient steps, once there are enough steps for one; the means over them."""
+        """Its gradient steps, once a batch is stored; the means of their metrics."""
         learner, spec = self.learner, self.spec
         if self.size < spec.batch:
             return {}
@@ -282,8 +288,8 @@ class SelfImitation:
 
     def _sample(self) -> tuple[np.ndarray, ImitationRows]:
         spec, total = self.spec, self.tree.total
-        drawn = torch.rand(spec.batch, generator=self.learner.generator, dtype=torch.float64).numpy()
-        at = self.tree.find(drawn * total)
+        uniform = torch.rand(spec.batch, generator=self.learner.generator, dtype=torch.float64).numpy()
+        at = self.tree.find(uniform * total)
         weights = (self.size * self.tree.weights(at) / total) ** -spec.beta
         device = self.columns["returns"].device
         rows = {name: column[torch.from_numpy(at).to(device)] for name, column in self.columns.items()}
@@ -296,11 +302,11 @@ class SelfImitation:
         self.tree.set(at, (numbers + LEAST) ** self.spec.alpha)
 
     def update(self, adam: Any, rows: ImitationRows, lr: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """One gradient step: new parameters, new optimizer memory, metrics and after them (R - V)₊ of each row."""
+        """One gradient step: new parameters, new optimizer state, metrics followed by (R - V)₊ of each row."""
         learner = self.learner
         gradient, out = learner.flat.gradient(lambda net: self.loss(net, rows))
-        gradient, _ = clip_norm(gradient, learner._max_grad_norm)
-        vector, adam = adam_step(learner.flat.vector, gradient, adam, lr, learner._adam_eps)
+        gradient, _ = clip_norm(gradient, learner.spec.max_grad_norm)
+        vector, adam = adam_step(learner.flat.vector, gradient, adam, lr, learner.spec.adam_eps)
         return vector, adam, out
 
     def loss(self, net: Any, rows: ImitationRows) -> tuple[Tensor, Tensor]:
@@ -314,7 +320,7 @@ class SelfImitation:
         return self.spec.coef * policy + self.spec.value_coef * value, torch.cat((logged, better.detach()))
 
     def state(self) -> dict[str, Any]:
-        """What is remembered, copied; rows never written are left out."""
+        """The stored steps, copied, without rows never written."""
         return {
             "episodes": self.episodes.state(),
             "columns": {name: column[: self.size].to("cpu", copy=True) for name, column in self.columns.items()},

@@ -1,9 +1,9 @@
 """Twin delayed deep deterministic policy gradient (Fujimoto et al. 2018).
 
 What it stores: transitions, in a replay memory.
-How it acts: the policy's action with Gaussian noise, within the bounds; evenly before `start`.
+How it acts: the policy's action plus Gaussian noise, within the bounds; uniformly at random before `start`.
 How it learns: twin critics towards the smaller of their targets' values of a smoothed target action; every
-`policy_delay` gradient steps of theirs the policy climbs the first critic, and only then the targets follow.
+`policy_delay` gradient steps of theirs one of the policy on the first critic, and only then the targets follow.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,9 @@ from torch import Tensor
 from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import Inputs, TwinCritics
 from palestra.control.memory.replay import ReplayBatch
-from palestra.control.nets.actor_critic import Flat
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Critics, DeterministicActor
-from palestra.control.optim import Shaped, Trained, gradient, pace
+from palestra.control.optim import FlatNet, FunctionalNet, Trained, gradient
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import polyak, td_target, twin_loss
 from palestra.rl.schedules import value
@@ -25,7 +24,7 @@ from palestra.spec.kinds.control import ControlSpec
 
 
 class Td3State(NamedTuple):
-    """All that updates change."""
+    """All that updates change; saved by position, so the order of fields is part of checkpoints."""
 
     actor: Trained
     critics: Trained
@@ -42,15 +41,16 @@ class TD3(TwinCritics):
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        self.actors = Shaped(self.net)
-        self.critics = Shaped(Critics(parts.obs_shape, self.head, parts.spec.net, self.scale).to(self.device))
-        actor, critics = Flat(self.net).vector, self.critics.start()  # the network that acts has views of the vector
+        self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
+        self.critics = FunctionalNet(
+            Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale).to(self.device)
+        )
+        actor, critics = self.actors.vector, self.critics.start()
         seen = torch.zeros(1, device=self.device)
         self.learned = Td3State(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> DeterministicActor:
-        """The policy; the critics are not part of what acts."""
         return DeterministicActor(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
@@ -60,20 +60,16 @@ class TD3(TwinCritics):
 
     def inputs(self, updates: int, progress: float) -> Inputs:
         """The noise that smooths target actions; the paces of the critics and of the policy."""
-        spec, lr, critic_lr = self.spec, self.rate("lr", progress), self.rate("critic_lr", progress)
-        noise = self.head.noise(self.generator, updates, spec.batch)
-        counts = [(n, n // spec.policy_delay) for n in range(self.updates + 1, self.updates + updates + 1)]
-        paces = [[pace(critic_lr, spec.adam_eps, n), pace(lr, spec.adam_eps, m or 1)] for n, m in counts]
-        return Inputs(noise, torch.tensor(paces))
+        return Inputs(self.head.noise(self.generator, updates, self.spec.batch), self.rates(updates, progress, "lr"))
 
     def smoothed(self, actions: Tensor, noise: Tensor) -> Tensor:
-        """Actions of the target policy with clipped noise, within the bounds: similar actions get similar values."""
+        """Target actions with clipped noise, within the bounds: similar actions get similar values (§5.3)."""
         clip = self.spec.noise_clip
         return (actions + (self.spec.target_noise * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
 
-    def step_critics(self, learned: Any, batch: ReplayBatch, given: Inputs) -> Tensor:
+    def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics; the loss and the mean value."""
-        actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), given.noise)
+        actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), inputs.noise)
         values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
         targets = td_target(batch.rewards, batch.discounts, values)
 
@@ -83,11 +79,11 @@ class TD3(TwinCritics):
             return error, torch.stack([error.detach(), q.detach().mean()])
 
         slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, given.rates[0], self.spec.max_grad_norm)
+        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm)
         return seen
 
-    def step_policy(self, learned: Any, obs: Tensor, given: Inputs) -> None:
-        """One gradient step of the policy on the first critic, which stays as it is; then both targets follow."""
+    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
+        """One gradient step of the policy on the first critic; then both targets follow."""
         critics = self.critics(learned.critics.vector)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +92,6 @@ class TD3(TwinCritics):
 
         slope, seen = gradient(loss, learned.actor.vector)
         learned.seen.copy_(seen)
-        learned.actor.step(slope, given.rates[1], self.spec.max_grad_norm)
+        learned.actor.step(slope, inputs.rates[1], self.spec.max_grad_norm)
         learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
         learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))

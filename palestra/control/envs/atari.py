@@ -17,9 +17,9 @@ from palestra.errors import UsageError
 
 
 class AtariGames(VectorWrapper):
-    """Says with each end of an episode whether the game is over, in `infos["game_over"]`.
+    """Adds `infos["game_over"]` where episodes end: whether the game is over too.
 
-    Over is when the emulator began another game, told by its count of frames. Lives cannot tell: Pong has none.
+    It is when the emulator's frame count restarts. Lives cannot tell: Pong has none.
     """
 
     def __init__(self, env: VectorEnv):
@@ -27,21 +27,19 @@ class AtariGames(VectorWrapper):
         self.frames = np.zeros(env.num_envs, np.int64)  # of the emulator in the running games
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin games."""
         obs, infos = self.env.reset(seed=seed, options=options)
         self.frames = np.asarray(infos["episode_frame_number"], np.int64)
         return obs, infos
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all games."""
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
         frames = np.asarray(infos["episode_frame_number"], np.int64)
         ended = terminated | truncated
         if ended.any():
             over = ended & (frames <= self.frames)
-            # After a lost life the game goes on with what it shows: the emulator's own final_obs is of no game then.
-            going = (ended & ~over).reshape(-1, *[1] * (obs.ndim - 1))
-            final = np.where(going, obs, infos["final_obs"])
+            # After a lost life the game continues from `obs`: the emulator's own final_obs is not of this game then.
+            continues = (ended & ~over).reshape(-1, *[1] * (obs.ndim - 1))
+            final = np.where(continues, obs, infos["final_obs"])
             infos = {**infos, "game_over": over, "final_obs": final, "_final_obs": ended}
         self.frames = frames
         return obs, np.asarray(rewards, np.float64), terminated, truncated, infos
@@ -52,27 +50,25 @@ class AtariGame(gym.Env):
 
     def __init__(self, games: VectorEnv, render_mode: str | None):
         if render_mode == "human":
-            raise UsageError("Atari games are shown as a video only: give a file to write, for example --out game.gif")
+            raise UsageError("Atari games have no window: write a video instead, for example --out game.gif")
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # 60 of the emulator a second
         self.games, self.render_mode = games, render_mode
         self.observation_space, self.action_space = games.single_observation_space, games.single_action_space
         self._shown: np.ndarray | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Begin a game."""
         obs, _ = self.games.reset(seed=seed)
         self._shown = obs[0]
         return obs[0], {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Play one step."""
         obs, rewards, terminated, truncated, infos = self.games.step(np.asarray(action)[None])
         over = bool(terminated[0] or truncated[0])
         self._shown = infos["final_obs"][0] if over else obs[0]
         return self._shown, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def render(self) -> Any:
-        """The newest frame in colors."""
+        """The newest frame as RGB, four times as large."""
         if self.render_mode is None or self._shown is None:
             return None
         frame = self._shown[-1]
@@ -80,24 +76,23 @@ class AtariGame(gym.Env):
         return np.ascontiguousarray(colors.repeat(4, axis=0).repeat(4, axis=1))
 
     def close(self) -> None:
-        """Close the emulator."""
         self.games.close()
 
 
 def atari_games(id: str, num_envs: int, kwargs: dict[str, Any], frame_stack: int | None) -> AtariGames:
-    """So many games side by side, by their Gymnasium id."""
+    """`num_envs` games in parallel, by their Gymnasium id."""
     gym.register_envs(importlib.import_module("ale_py"))
     if kwargs.get("episodic_life"):
         raise UsageError(
-            "env.kwargs: episodic_life begins a new game at each lost life, so that no game is ever played on: "
-            "use life_loss_info: true, which ends the episode and lets the game go on"
+            "env.kwargs: episodic_life starts a new game at each lost life, so that no game is ever played to its end: "
+            "use life_loss_info: true, which ends the episode but not the game"
         )
     for name in ("autoreset_mode", "batch_size"):
         if name in kwargs:
-            raise UsageError(f"env.kwargs: {name} of an Atari game is not to be set: all games step together")
+            raise UsageError(f"env.kwargs: {name} cannot be set for Atari games: all games step together")
     if frame_stack is not None:
         if "stack_num" in kwargs:
-            raise UsageError("env: frame_stack and the keyword stack_num say the same: give one of them")
+            raise UsageError("env: frame_stack and the keyword stack_num mean the same: give one of them")
         kwargs = {**kwargs, "stack_num": frame_stack}
-    given: dict[str, Any] = {"reward_clipping": False, **kwargs, "autoreset_mode": AutoresetMode.SAME_STEP}
-    return AtariGames(gym.make_vec(id, num_envs, vectorization_mode="vector_entry_point", **given))
+    arguments: dict[str, Any] = {"reward_clipping": False, **kwargs, "autoreset_mode": AutoresetMode.SAME_STEP}
+    return AtariGames(gym.make_vec(id, num_envs, vectorization_mode="vector_entry_point", **arguments))

@@ -1,15 +1,11 @@
 """Classic control environments stepped as NumPy arrays, bit for bit equal to Gymnasium's single ones.
 
-Both take the cosine of the slope from the C library, so we do too: the one of NumPy may differ in the last bit.
-Rows of the state: position and velocity.
-
-Gymnasium computes with NumPy scalars. Their sines and cosines have the same bits as those of arrays, their powers have
+Gymnasium computes with NumPy scalars. Their sines and cosines have the same bits as those of arrays, their powers do
 not: x**2 of a scalar is the C library's pow, and of an array x·x or a vectorized pow. `np.float_power` is C's pow for
-arrays of doubles; for single precision only the scalars themselves will do.
+arrays of doubles; in single precision it takes the scalars themselves.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +18,10 @@ from palestra.errors import UsageError
 
 
 class NumpyVector(VectorEnv):
-    """The frame of a vectorized environment: step counters, time limit, a generator each, SAME_STEP autoreset.
+    """The common part: step counters, time limit, one generator per environment, SAME_STEP autoreset.
 
-    A subclass allocates the state, float64 of shape (variables, N), advances it in `_step`, draws one environment's
-    first state in `_draw`, and turns all of it into a fresh array of observations in `_observe`.
+    A subclass allocates the state, float64 of shape (variables, N), advances it in `_step`, samples one environment's
+    first state in `_start`, and turns all of it into a fresh array of observations in `_observe`.
     """
 
     def __init__(
@@ -35,13 +31,7 @@ class NumpyVector(VectorEnv):
         observation_space: spaces.Space,
         action_space: spaces.Space,
     ):
-        num_envs = state.shape[1]
-        if num_envs < 1 or max_episode_steps < 1:
-            raise UsageError(
-                f"{type(self).__name__} needs at least one environment and one step an episode, "
-                f"got num_envs={num_envs} and max_episode_steps={max_episode_steps}."
-            )
-        self.num_envs = num_envs
+        num_envs = self.num_envs = state.shape[1]
         self.max_episode_steps = max_episode_steps
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_observation_space = observation_space
@@ -57,21 +47,21 @@ class NumpyVector(VectorEnv):
         self._generators: list[np.random.Generator] = []
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Advance every environment one step in `self._state`; give fresh arrays of rewards and terminations."""
+        """Advance every environment one step in `self._state`; returns fresh arrays of rewards and terminations."""
         raise NotImplementedError
 
-    def _draw(self, i: int) -> None:
-        """Draw the first state of environment i from its generator, as Gymnasium's reset does."""
+    def _start(self, i: int) -> None:
+        """Sample the first state of environment i from its generator, as Gymnasium's reset does."""
         raise NotImplementedError
 
     def _observe(self) -> np.ndarray:
-        """Give the observations of the current state in a fresh array of shape (N, …)."""
+        """The observations of the current state in a fresh array of shape (N, …)."""
         raise NotImplementedError
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step all environments; those that ended are reset at once and their last observation is in `final_obs`."""
         if not self._generators:
-            raise UsageError(f"{type(self).__name__}.step was called before reset.")
+            raise UsageError(f"{type(self).__name__}.step was called before reset")
         rewards, terminated = self._step(actions)
         np.add(self._elapsed, self._one_step, self._elapsed)
         truncated = np.greater_equal(self._elapsed, self._limit)
@@ -84,42 +74,25 @@ class NumpyVector(VectorEnv):
         return self._observe(), rewards, terminated, truncated, {"final_obs": observations, "_final_obs": ended}
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start episodes in all environments or in those of `options["reset_mask"]`; environment i gets `seed + i`."""
-        unknown = set(options or {}) - {"reset_mask"}
-        if unknown:
-            raise UsageError(f"{type(self).__name__}.reset knows the option reset_mask only, got {sorted(unknown)}.")
-        mask = np.ones(self.num_envs, dtype=bool) if not options else np.asarray(options["reset_mask"])
-        if mask.shape != self._shape or mask.dtype != bool or not mask.any():
-            raise UsageError(
-                f"reset_mask must be a boolean array of shape {self._shape} with at least one True, got {mask!r}."
-            )
-        if seed is None:
-            seeds: Sequence[int | None] = [None] * self.num_envs
-        else:
-            seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
-        if len(seeds) != self.num_envs:
-            raise UsageError(f"A list of seeds needs one for each of {self.num_envs} environments, got {len(seeds)}.")
-        if not self._generators:
-            if not mask.all():
-                raise UsageError(f"The first reset of {type(self).__name__} must be of all environments.")
-            self._generators = [seeding.np_random(one)[0] for one in seeds]
-        else:
-            for i in mask.nonzero()[0].tolist():
-                if seeds[i] is not None:
-                    self._generators[i] = seeding.np_random(seeds[i])[0]
-        self._begin(mask.nonzero()[0])
+        """Start episodes in all environments; environment i gets `seed + i`."""
+        if options:
+            raise UsageError(f"{type(self).__name__}: reset takes no options, got {options}")
+        if seed is not None or not self._generators:
+            seeds = [None if seed is None else seed + i for i in range(self.num_envs)]
+            self._generators = [seeding.np_random(each)[0] for each in seeds]
+        self._begin(np.arange(self.num_envs))
         return self._observe(), {}
 
     def _begin(self, which: np.ndarray) -> None:
         """Start an episode in the environments of these indices."""
         self._elapsed[which] = 0
         for i in which.tolist():
-            self._draw(i)
+            self._start(i)
 
     def get_state(self) -> dict[str, Any]:
-        """Give all that the next steps depend on, as plain data."""
+        """All that the next steps depend on, as plain data."""
         return {
             "state": self._state.copy(),
             "elapsed": self._elapsed.copy(),
@@ -131,7 +104,7 @@ class NumpyVector(VectorEnv):
         if np.shape(state["state"]) != self._state.shape:
             raise UsageError(
                 f"This state is of {np.shape(state['state'])[-1]} environments, not of {self.num_envs}: "
-                "resume with the number of environments that the run began with."
+                "resume with the number of environments that the run began with"
             )
         self._state[:] = state["state"]
         self._elapsed[:] = state["elapsed"]
@@ -141,7 +114,7 @@ class NumpyVector(VectorEnv):
 
 
 def discrete_actions(env: NumpyVector, actions: np.ndarray, choices: int, meaning: str) -> np.ndarray:
-    """The actions of N environments with so many choices, checked."""
+    """The actions of N environments, checked to be integers below `choices`."""
     actions = np.asarray(actions)
     whole = actions.shape == (env.num_envs,) and actions.dtype.kind in "iu"
     if not whole or actions.min() < 0 or actions.max() >= choices:
@@ -153,7 +126,7 @@ def discrete_actions(env: NumpyVector, actions: np.ndarray, choices: int, meanin
 
 
 def continuous_actions(env: NumpyVector, actions: np.ndarray) -> np.ndarray:
-    """The actions of N environments with one number each, checked: single precision, (N,)."""
+    """The actions of N environments with one number each, checked: float32, (N,)."""
     actions = np.asarray(actions)
     if actions.shape != (env.num_envs, 1) or actions.dtype.kind != "f" or not np.isfinite(actions).all():
         raise UsageError(
@@ -202,16 +175,10 @@ class CartPoleVector(NumpyVector):
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         actions = np.asarray(actions)
-        # All of them are 0 or 1 exactly when their bitwise or is.
-        if (
-            actions.shape != self._shape
-            or actions.dtype.kind not in "iu"
-            or np.bitwise_or.reduce(actions) not in (0, 1)
-        ):
-            raise UsageError(
-                f"CartPole's actions are {self.num_envs} integers, 0 (push left) or 1 (push right), "
-                f"got {actions!r} of type {actions.dtype}."
-            )
+        # All of them are 0 or 1 exactly when their bitwise or is: cheaper than the minimum and the maximum.
+        whole = actions.shape == self._shape and actions.dtype.kind in "iu"
+        if not whole or np.bitwise_or.reduce(actions) not in (0, 1):
+            discrete_actions(self, actions, 2, "push left or right")
         sin, cos, push, inertia, scratch = self._sin, self._cos, self._push, self._inertia, self._scratch
         multiply, divide, subtract, total_mass = np.multiply, np.divide, np.subtract, self._total_mass
         np.sin(self._angle, sin)
@@ -245,7 +212,7 @@ class CartPoleVector(NumpyVector):
         np.greater(self._distance, self._limits, self._beyond)
         return self._reward.copy(), np.logical_or(self._beyond[0], self._beyond[1])
 
-    def _draw(self, i: int) -> None:
+    def _start(self, i: int) -> None:
         self._by_env[i] = self._generators[i].uniform(-0.05, 0.05, (2, 2))
 
     def _observe(self) -> np.ndarray:
@@ -255,11 +222,26 @@ class CartPoleVector(NumpyVector):
 LEFT, RIGHT, FASTEST = -1.2, 0.6, 0.07
 
 
-class MountainCarVector(NumpyVector):
-    """MountainCar-v0: push left, not at all or right; -1 a step until the goal at 0.5."""
+class Car(NumpyVector):
+    """What both mountain cars share. Rows of the state: position and velocity."""
+
+    def __init__(self, num_envs: int, max_episode_steps: int, actions: spaces.Space):
+        low, high = np.array([LEFT, -FASTEST], np.float32), np.array([RIGHT, FASTEST], np.float32)
+        box = spaces.Box(low, high, dtype=np.float32)
+        super().__init__(np.full((2, num_envs), np.nan), max_episode_steps, box, actions)
+
+    def _start(self, i: int) -> None:
+        self._state[:, i] = self._generators[i].uniform(-0.6, -0.4), 0.0
+
+    def _observe(self) -> np.ndarray:
+        return self._state.T.astype(np.float32, "C")
+
+
+class MountainCarVector(Car):
+    """MountainCar-v0: push left, not at all or right; -1 per step until the goal at 0.5."""
 
     def __init__(self, num_envs: int, max_episode_steps: int = 200):
-        super().__init__(np.full((2, num_envs), np.nan), max_episode_steps, _space(), spaces.Discrete(3))
+        super().__init__(num_envs, max_episode_steps, spaces.Discrete(3))
         self._rewards = np.full(num_envs, -1.0)
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -272,23 +254,16 @@ class MountainCarVector(NumpyVector):
         velocity[(position == LEFT) & (velocity < 0)] = 0.0
         return self._rewards.copy(), (position >= 0.5) & (velocity >= 0)
 
-    def _draw(self, i: int) -> None:
-        self._state[:, i] = self._generators[i].uniform(-0.6, -0.4), 0.0
 
-    def _observe(self) -> np.ndarray:
-        return self._state.T.astype(np.float32, "C")
-
-
-class MountainCarContinuousVector(NumpyVector):
-    """MountainCarContinuous-v0: push with -1 to 1; the effort costs, the goal at 0.45 brings 100.
+class MountainCarContinuousVector(Car):
+    """MountainCarContinuous-v0: push with -1 to 1; effort has a cost, the goal at 0.45 a reward of 100.
 
     Gymnasium keeps the first state of an episode in double precision and all later ones in single, and computes in the
     precision of the state.
     """
 
     def __init__(self, num_envs: int, max_episode_steps: int = 999):
-        push = spaces.Box(-1.0, 1.0, (1,), np.float32)
-        super().__init__(np.full((2, num_envs), np.nan), max_episode_steps, _space(), push)
+        super().__init__(num_envs, max_episode_steps, spaces.Box(-1.0, 1.0, (1,), np.float32))
 
     def _step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pushes = continuous_actions(self, actions)
@@ -299,12 +274,6 @@ class MountainCarContinuousVector(NumpyVector):
         self._state[0], self._state[1] = position, velocity
         effort = [math.pow(push, 2) * 0.1 for push in pushes.tolist()]
         return np.where(reached, 100.0, 0.0) - effort, reached
-
-    def _draw(self, i: int) -> None:
-        self._state[:, i] = self._generators[i].uniform(-0.6, -0.4), 0.0
-
-    def _observe(self) -> np.ndarray:
-        return self._state.T.astype(np.float32, "C")
 
 
 def _moved(state: np.ndarray, pushes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -323,11 +292,8 @@ def _moved(state: np.ndarray, pushes: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _cosines(position: np.ndarray) -> np.ndarray:
+    # Of the C library, as Gymnasium's: NumPy's may differ in the last bit.
     return np.fromiter(map(math.cos, (3 * position).tolist()), np.float64, len(position))
-
-
-def _space() -> spaces.Box:
-    return spaces.Box(np.array([LEFT, -FASTEST], np.float32), np.array([RIGHT, FASTEST], np.float32), dtype=np.float32)
 
 
 class AcrobotVector(NumpyVector):
@@ -379,7 +345,7 @@ class AcrobotVector(NumpyVector):
         acceleration1 = -(d2 * acceleration2 + phi1) / d1
         return np.stack((omega1, omega2, acceleration1, acceleration2))
 
-    def _draw(self, i: int) -> None:
+    def _start(self, i: int) -> None:
         self._state[:, i] = self._generators[i].uniform(-0.1, 0.1, 4).astype(np.float32)
 
     def _observe(self) -> np.ndarray:
@@ -425,7 +391,7 @@ class PendulumVector(NumpyVector):
         np.add(angle, self._state[1] * 0.05, self._state[0])
         return -costs, self._never.copy()
 
-    def _draw(self, i: int) -> None:
+    def _start(self, i: int) -> None:
         self._state[:, i] = self._generators[i].uniform(-self._highest, self._highest)
 
     def _observe(self) -> np.ndarray:

@@ -21,8 +21,8 @@ from palestra.control.envs.classic import (
     PendulumVector,
 )
 from palestra.control.envs.snapshot import Snapshot
-from palestra.control.envs.vector import Copies, Make, copies_here
-from palestra.control.envs.workers import copies_in_processes
+from palestra.control.envs.vector import copies
+from palestra.control.envs.workers import Make
 from palestra.control.seeding import load_random_state, random_state
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
@@ -31,19 +31,19 @@ from palestra.spec.kinds.control import EnvSpec
 log = logging.getLogger("palestra.control")
 
 MEASURED_SECONDS = 0.1
-WORTH = 0.8  # processes must take less than this share of the time, for what they cost in memory and in starting
+WORTH = 0.8  # processes must take less than this share of the time, as they cost memory and time to start
 _chosen: dict[str, int] = {}  # measured once in this process: training and evaluation then run alike
 
 
 def processes_for(spec: EnvSpec, num_envs: int, make: Make) -> int:
-    """In how many processes to step `num_envs` copies; 0: in this one. Numbers are the same either way.
+    """The number of worker processes for `num_envs` copies; 0: in this one. Results are the same either way.
 
-    `auto` steps throw-away copies both ways and takes the faster; logged, and overridden by `sync` and `async`. An
-    environment given as an object is not stepped for that: who made it may count its steps.
+    `auto` times throw-away copies both ways and takes the faster; logged, and overridden by `sync` and `async`. An
+    environment given as an object is not timed: its steps may have side effects.
     """
     count = min(cores(), num_envs)
     if spec.vectorize == "async":
-        # One core still steps one process at a time, and what was asked for also keeps a crash out of this process.
+        # Also on one core: a worker process keeps a crash of the environment out of this one.
         return max(count, min(2, num_envs))
     if spec.vectorize == "sync" or count < 2 or spec.id.startswith("object:"):
         return 0
@@ -52,27 +52,27 @@ def processes_for(spec: EnvSpec, num_envs: int, make: Make) -> int:
         before = random_state()
         try:
             here, there = (_step_seconds(spec, [make] * num_envs, processes) for processes in (0, count))
-        except (Exception, SystemExit):  # it will fail again where it is stepped for good, and say so there
+        except (Exception, SystemExit):  # training will fail the same way and report it
             return 0
         finally:
             load_random_state(before)
         _chosen[key] = count if there < WORTH * here else 0
         log.info(
-            "%s: a step of %d takes %.0f µs in this process and %.0f µs in %d: %s (env.vectorize overrides)",
+            "%s: a step of %d takes %.0f µs in this process and %.0f µs in %d: using %s (env.vectorize overrides)",
             *(spec.id, num_envs, 1e6 * here, 1e6 * there, count, "processes" if _chosen[key] else "this process"),
         )
     return _chosen[key]
 
 
 def cores() -> int:
-    """The cores of this process: as many as OMP_NUM_THREADS says where several runs share the machine, else all."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdecimal() and int(told) > 0 else len(os.sched_getaffinity(0))
+    """The cores of this process: OMP_NUM_THREADS, which is set where several runs share the machine, else all."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() and int(threads) > 0 else len(os.sched_getaffinity(0))
 
 
 def _step_seconds(spec: EnvSpec, makers: Sequence[Make], processes: int) -> float:
     """Seconds of a vector step with random actions, resets included."""
-    with closing(copies(spec, makers, processes)) as env:
+    with closing(copies(spec.id, makers, processes, spec.reset_timeout)) as env:
         env.action_space.seed(0)
         actions = [env.action_space.sample() for _ in range(8)]
         env.reset(seed=0)
@@ -84,16 +84,9 @@ def _step_seconds(spec: EnvSpec, makers: Sequence[Make], processes: int) -> floa
         return (time.perf_counter() - began) / steps
 
 
-def copies(spec: EnvSpec, makers: Sequence[Make], processes: int) -> Copies:
-    """Copies in so many processes; 0: in this one."""
-    if processes == 0:
-        return copies_here(spec.id, makers, spec.reset_timeout)
-    return copies_in_processes(spec.id, makers, processes, spec.reset_timeout)
-
-
 Factory = Callable[[], gym.Env]
 
-# Environments stepped as NumPy arrays: the same numbers as Gymnasium's, many times as fast.
+# Environments stepped as NumPy arrays: bit-equal to Gymnasium's, many times as fast.
 NUMPY: dict[str, Callable[[int], VectorEnv]] = {
     "CartPole-v0": partial(CartPoleVector, max_episode_steps=200),
     "CartPole-v1": CartPoleVector,
@@ -104,7 +97,7 @@ NUMPY: dict[str, Callable[[int], VectorEnv]] = {
 }
 
 
-# Words in Gymnasium's complaint about a missing package, and the extra that has it.
+# Words in Gymnasium's error about a missing package, and the extra that has it.
 EXTRAS = {"ale": "atari", "box2d": "box2d", "mujoco": "mujoco"}
 
 
@@ -120,19 +113,22 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
                 return atari_games(spec.id, num_envs, spec.kwargs, spec.frame_stack)
         if spec.vectorize == "vector":
             return _own_vector(spec, num_envs)
-    make = partial(_with_state, spec, factory)
-    return copies(spec, [make] * num_envs, processes_for(spec, num_envs, make))
+
+    def make() -> Snapshot:
+        return Snapshot(make_single(spec, factory))
+
+    return copies(spec.id, [make] * num_envs, processes_for(spec, num_envs, make), spec.reset_timeout)
 
 
 def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = None) -> VectorEnv:
-    """Environments to evaluate in, whose episodes are whole games."""
+    """Environments for evaluation: episodes of Atari games are whole games."""
     if factory is None and _is_atari(spec):
         spec = spec.model_copy(update={"kwargs": _of_whole_games(spec)})
     return make_vector(spec, at_most, factory)
 
 
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) -> gym.Env:
-    """One environment as the vector of them shows it: flattened to a Box where it is none, its last frames stacked."""
+    """One environment as in the vector of them: observations flattened to a Box, frames stacked."""
     if spec.module is not None:
         import_named(spec.module, "env.module")
     if factory is not None:
@@ -157,7 +153,7 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
 
 
 def factory_of(env: object) -> Factory:
-    """What makes more of the environment that a caller passed as an object: a class, a function, or a made one."""
+    """A factory from what a caller passed as an environment: a class, a function, or an instance with a spec."""
     if isinstance(env, gym.Env):
         try:
             spec = env.spec
@@ -165,7 +161,7 @@ def factory_of(env: object) -> Factory:
             spec = None
         if spec is None:
             raise UsageError(
-                f"{type(env).__name__} is one environment and training needs several, and others to evaluate in: "
+                f"{type(env).__name__} is a single environment, and training needs several: "
                 "pass its class, or a function that makes one."
             )
         return partial(gym.make, spec)
@@ -183,10 +179,6 @@ def _of_whole_games(spec: EnvSpec) -> dict[str, Any]:
 
 def _is_atari(spec: EnvSpec) -> bool:
     return spec.id.startswith("ALE/")
-
-
-def _with_state(spec: EnvSpec, factory: Factory | None) -> Snapshot:
-    return Snapshot(make_single(spec, factory))
 
 
 def _checked(spec: EnvSpec, env: object) -> gym.Env:
@@ -208,7 +200,7 @@ def _imported(spec: EnvSpec, kwargs: dict[str, Any]) -> gym.Env:
                 f"env.id: {module} has no environment {name!r}: expected a class or a function of that name, "
                 "or an id that the module registers"
             )
-        # A class of one's own need not know of render modes.
+        # A user's class need not accept render_mode.
         wanted = kwargs if kwargs.get("render_mode") in getattr(made, "metadata", {}).get("render_modes", ()) else {}
         return _checked(spec, made(**{**spec.kwargs, **wanted}))
 
@@ -218,7 +210,7 @@ def _own_vector(spec: EnvSpec, num_envs: int) -> VectorEnv:
         if ":" in spec.id or gym.spec(spec.id).vector_entry_point is None:
             raise UsageError(f"{spec.id} has no vectorized form of its own: use `vectorize: sync` or `async`")
         if spec.frame_stack is not None:
-            raise UsageError("env.frame_stack: not with `vectorize: vector`: use `sync` or `async`")
+            raise UsageError("env.frame_stack does not work with `vectorize: vector`: use `sync` or `async`")
         arguments: dict[str, Any] = dict(spec.kwargs)
         return gym.make_vec(spec.id, num_envs, vectorization_mode="vector_entry_point", **arguments)
 
@@ -233,8 +225,8 @@ def _explained(spec: EnvSpec) -> Iterator[None]:
     except gym.error.UnregisteredEnv as error:
         raise UsageError(f"env.id: there is no environment {spec.id!r}. {error}") from error
     except (gym.error.DependencyNotInstalled, ImportError) as error:
-        said = f"{spec.id} {error}".lower()
-        extra = next((extra for word, extra in EXTRAS.items() if word in said), "train")
+        message = f"{spec.id} {error}".lower()
+        extra = next((extra for word, extra in EXTRAS.items() if word in message), "train")
         raise MissingExtra(f"{spec.id} ({error})", extra) from error
     except (TypeError, gym.error.Error) as error:
         raise UsageError(f"env: {spec.id} could not be made with {spec.kwargs}: {error}") from error

@@ -1,8 +1,8 @@
 """One way to step any Gymnasium vector environment, whatever its autoreset mode; action masks from `info`.
 
-An environment with Discrete or MultiDiscrete actions may give one, 1 or True for what is allowed: an array with an
-entry for each choice, for MultiDiscrete all parts end to end, or a tuple with an array for each. It must give one with
-its first reset; a later step without one allows everything.
+An environment with Discrete or MultiDiscrete actions may give `info["action_mask"]`, 1 or True for allowed actions: an
+array with an entry for each choice, for MultiDiscrete all parts concatenated, or a tuple with an array for each. It
+must give one with its first reset; a later step without one allows everything.
 
 Gymnasium 1.x has three modes, and each hides the end of an episode somewhere else:
 
@@ -27,22 +27,6 @@ from palestra.errors import PalestraError, UsageError
 KEY = "action_mask"
 
 
-def read_masks(infos: dict[str, Any], now: np.ndarray, space: gym.Space, name: str) -> np.ndarray:
-    """`now`, (N, choices) bool, with the rows replaced that `infos` speaks of."""
-    given = infos[KEY]
-    said = infos.get(f"_{KEY}", np.ones(len(now), bool))
-    masks = now.copy()
-    for i in np.flatnonzero(said):
-        row = given[i]
-        flat = np.concatenate([np.asarray(part).ravel() for part in row]) if isinstance(row, tuple) else np.ravel(row)
-        if flat.shape != masks[i].shape:
-            raise UsageError(
-                f"{name} gave an info['{KEY}'] with {len(flat)} entries; {space} has {masks.shape[1]} choices"
-            )
-        masks[i] = flat.astype(bool)
-    return masks
-
-
 def choices(space: gym.Space, name: str) -> list[int]:
     """How many choices each part of an action has."""
     match space:
@@ -56,7 +40,7 @@ def choices(space: gym.Space, name: str) -> list[int]:
 
 
 def check_masks(masks: np.ndarray, sizes: list[int], name: str) -> None:
-    """Every part of every action must have something allowed."""
+    """Every part of every action must have an allowed choice."""
     starts = [0, *accumulate(sizes[:-1])]
     some = np.logical_or.reduceat(masks, starts, axis=1)
     if not some.all():
@@ -69,9 +53,9 @@ def check_masks(masks: np.ndarray, sizes: list[int], name: str) -> None:
 
 
 def random_allowed(masks: np.ndarray, space: gym.Space, random: np.random.Generator) -> np.ndarray:
-    """For each row one of the actions that `masks` allow, every one as likely, as the environment takes it."""
+    """A uniformly random allowed action for each row, as the environment takes it."""
     sizes = choices(space, "the environment")
-    # The largest of as many uniform numbers as there are choices, the forbidden ones out of the race.
+    # The choice with the largest of as many uniform numbers; masked ones get -1.
     numbers = np.where(masks, random.random(masks.shape), -1.0)
     parts = np.split(numbers, list(accumulate(sizes[:-1])), axis=1)
     actions = np.stack([part.argmax(axis=1) for part in parts], axis=1)
@@ -82,11 +66,11 @@ def random_allowed(masks: np.ndarray, space: gym.Space, random: np.random.Genera
 
 
 class EnvironmentFailed(PalestraError):
-    """The environment itself raised; its traceback is the cause."""
+    """The environment raised an error, which is the cause of this one."""
 
 
 class Transition(NamedTuple):
-    """What one vector step brought, each array with N rows."""
+    """One vector step, each array with N rows."""
 
     obs: np.ndarray  # what the policy acts on next
     rewards: np.ndarray
@@ -98,14 +82,14 @@ class Transition(NamedTuple):
 
 
 class Stepper:
-    """Steps `env` and tells ends of episodes the same way for all three autoreset modes."""
+    """Steps `env` and reports ends of episodes the same way for all three autoreset modes."""
 
     def __init__(self, env: VectorEnv, name: str = "environment"):
         mode = env.metadata.get("autoreset_mode")
         if not isinstance(mode, AutoresetMode):
             raise UsageError(
-                f"{name}: its metadata does not say which autoreset mode it has, so the ends of its episodes "
-                'cannot be told. Set metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode.'
+                f"{name}: its metadata has no autoreset mode, so the ends of its episodes cannot be recognized. "
+                'Set metadata["autoreset_mode"] to a gymnasium.vector.AutoresetMode.'
             )
         self.env, self.name, self.mode = env, name, mode
         self.num_envs = env.num_envs
@@ -113,14 +97,14 @@ class Stepper:
         self.has_dummy_steps = mode is AutoresetMode.NEXT_STEP  # whether `valid` is ever anything but None
         self._dummy = np.zeros(env.num_envs, dtype=bool)  # NEXT_STEP: rows whose next step only resets
         self.mask: np.ndarray | None = None
-        """Which choices are allowed in what is acted on next, bool (N, choices); None: nothing is ever forbidden.
+        """Which actions are allowed in the next observation, bool (N, choices); None: no action masks.
 
         A new array every step. Known after the first reset."""
         self._sizes: list[int] = []  # of the parts of an action that has masks
         self.over: np.ndarray | None = None
-        """Of the episodes that ended in the last step those whose score is complete: indices, None when none is.
+        """Indices of the episodes that ended in the last step with a complete score; None when none did.
 
-        All that ended, unless the environment says in `info["game_over"]` that its game goes on, after a lost life."""
+        All that ended, unless `info["game_over"]` is False: the game continues after a lost life."""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset every environment; environment i gets `seed + i`."""
@@ -167,14 +151,22 @@ class Stepper:
     def _read_masks(
         self, infos: dict[str, Any], any_choice: np.ndarray | None = None, keep: np.ndarray | None = None
     ) -> None:
-        """Take the masks of `infos`; `any_choice` are rows where all is allowed, `keep` those that stay as they are."""
+        """Take the masks of `infos`; rows of `any_choice` allow everything, rows of `keep` do not change."""
         if self.mask is None:
             if KEY in infos:
-                raise UsageError(f"{self.name} gives info['{KEY}'] after a step but gave none with its first reset")
+                raise UsageError(f"{self.name} gives info['{KEY}'] after a step but not with its first reset")
             return
         masks = np.ones_like(self.mask)
-        if KEY in infos:
-            masks = read_masks(infos, masks, self.env.single_action_space, self.name)
+        given = infos.get(f"_{KEY}", np.full(len(masks), KEY in infos))
+        for i in np.flatnonzero(given):
+            row = infos[KEY][i]
+            flat = np.concatenate([np.ravel(part) for part in (row if isinstance(row, tuple) else [row])])
+            if flat.shape != masks[i].shape:
+                raise UsageError(
+                    f"{self.name} gave an info['{KEY}'] with {len(flat)} entries; "
+                    f"{self.env.single_action_space} has {masks.shape[1]} choices"
+                )
+            masks[i] = flat.astype(bool)
         if any_choice is not None:
             masks[any_choice] = True
         if keep is not None:
@@ -195,11 +187,11 @@ class Stepper:
         return EnvironmentFailed(raised)
 
     def forget(self, rows: np.ndarray) -> None:
-        """These environments have just begun new episodes, outside of `step`."""
+        """These environments restarted outside of `step`."""
         self._dummy[rows] = False
 
     def state(self) -> dict[str, Any]:
-        """What the stepper itself remembers; the environment's own state is in `envs.snapshot`."""
+        """The stepper's own state; that of the environment is in `envs.snapshot`."""
         return {"dummy": self._dummy.copy(), "steps": self.steps, "mask": self.mask}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -211,14 +203,14 @@ def _rows(infos: dict[str, Any], ended: np.ndarray, name: str) -> np.ndarray:
     """The final observations of the `ended` rows: Gymnasium keeps them as objects, ALE as one dense array."""
     if "final_obs" not in infos:
         raise UsageError(
-            f"{name} says it resets in the same step but gives no infos['final_obs']: without the final observation a "
-            "truncated episode cannot be bootstrapped. Use another autoreset mode or add it."
+            f"{name} resets in the same step but gives no infos['final_obs']: a truncated episode bootstraps from its "
+            "final observation. Use another autoreset mode or add it."
         )
     return np.stack([np.asarray(infos["final_obs"][i]) for i in ended])
 
 
 def _over(ends: np.ndarray, infos: dict[str, Any]) -> np.ndarray | None:
     if "game_over" in infos:
-        said = infos.get("_game_over", True)
-        ends = ends & np.where(said, np.asarray(infos["game_over"], bool), True)
+        given = infos.get("_game_over", True)
+        ends = ends & np.where(given, np.asarray(infos["game_over"], bool), True)
     return ends.nonzero()[0] if ends.any() else None

@@ -1,4 +1,4 @@
-"""The values inside environments as plain data and back: Python's, MuJoCo's, the ALE's and Box2D's."""
+"""Attributes and simulator states of environments as plain data and back: Python, MuJoCo, the ALE, Box2D."""
 
 import importlib
 from collections import deque
@@ -84,7 +84,7 @@ def decode(tree: Any, current: Any = None) -> Any:
             vars(statistics).update(decode(tree["fields"]))
             return statistics
         case other:
-            raise ValueError(f"unknown mark {other!r} in a saved environment")
+            raise ValueError(f"unknown tag {other!r} in a saved environment")
 
 
 def encode_actions(actions: list[Any]) -> Any:
@@ -128,32 +128,21 @@ def _encode_array(value: np.ndarray) -> Any:
 # What mj_step leaves in MjData of the *start* of its last substep. mj_step itself needs none of it, but Ant reads xpos
 # and Humanoid xipos before they step, and mj_forward would compute them for the end of the substep instead.
 _MUJOCO_OUTPUTS = (
-    *(
-        "xpos",
-        "xquat",
-        "xmat",
-        "xipos",
-        "ximat",
-        "xanchor",
-        "xaxis",
-        "geom_xpos",
-        "geom_xmat",
-        "site_xpos",
-        "site_xmat",
-    ),
-    *("cam_xpos", "cam_xmat", "light_xpos", "light_xdir", "subtree_com", "subtree_linvel", "subtree_angmom"),
-    *("cdof", "cdof_dot", "cinert", "cvel", "cacc", "cfrc_int", "cfrc_ext", "ten_length", "ten_velocity"),
-    *("actuator_length", "actuator_velocity", "actuator_force", "act_dot", "qacc", "qacc_smooth", "qfrc_bias"),
-    *("qfrc_passive", "qfrc_actuator", "qfrc_smooth", "qfrc_constraint", "qfrc_inverse", "sensordata", "energy"),
+    *("xpos", "xquat", "xmat", "xipos", "ximat", "xanchor", "xaxis", "geom_xpos", "geom_xmat", "site_xpos"),
+    *("site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir", "subtree_com", "subtree_linvel"),
+    *("subtree_angmom", "cdof", "cdof_dot", "cinert", "cvel", "cacc", "cfrc_int", "cfrc_ext", "ten_length"),
+    *("ten_velocity", "actuator_length", "actuator_velocity", "actuator_force", "act_dot", "qacc", "qacc_smooth"),
+    *("qfrc_bias", "qfrc_passive", "qfrc_actuator", "qfrc_smooth", "qfrc_constraint", "qfrc_inverse"),
+    *("sensordata", "energy"),
 )
 
 
 class RecordedAle:
-    """An ALE that remembers how it came through its last frames.
+    """An ALE that records its last frames.
 
-    With sticky actions each frame repeats the action in force with some probability, and the state that the ALE saves
-    has its random generator but not the action in force. Going again through the last 32 to 64 frames brings it about:
-    one frame that does not repeat is enough, and 32 in a row repeat with probability 0.25³² ≈ 5e-20.
+    With sticky actions each frame repeats the previous action with some probability, and the state that the ALE saves
+    has its random generator but not that action. Replaying the last 32 to 64 frames restores it: one frame that does
+    not repeat is enough, and 32 in a row repeat with probability 0.25³² ≈ 5e-20.
     """
 
     WINDOW = 32
@@ -168,7 +157,7 @@ class RecordedAle:
         return getattr(self._ale, name)
 
     def reset_game(self) -> None:
-        """Begin a game; the action in force is NOOP again."""
+        """Begin a game; the previous action is NOOP again."""
         self._ale.reset_game()
         self._start, self._middle, self._frames = self._ale.cloneState(include_rng=True), None, []
 
@@ -183,7 +172,7 @@ class RecordedAle:
         return self._ale.act(action, strength)
 
     def get_state(self) -> dict[str, Any]:
-        """Give the emulator's own encoding of itself and its random generator, and of the way there."""
+        """The emulator's own encoding of itself and its random generator, and the recorded frames."""
         frames = np.array(self._frames, dtype=np.float64).reshape(-1, 2)
         start = self._start.serialize() if self._start is not None else None
         return {"ale": self._ale.cloneState(include_rng=True).serialize(), "start": start, "frames": frames}
@@ -201,7 +190,7 @@ class RecordedAle:
 
 
 def simulator(env: Any) -> str | None:
-    """Say which simulator with an adapter an unwrapped environment has, without importing any."""
+    """Which supported simulator an unwrapped environment has, found without importing any."""
     bases = {f"{base.__module__}.{base.__qualname__}" for base in type(env).__mro__}
     if "gymnasium.envs.mujoco.mujoco_env.MujocoEnv" in bases:
         return "mujoco"
@@ -209,7 +198,7 @@ def simulator(env: Any) -> str | None:
 
 
 def simulator_state(env: Any, kind: str) -> dict[str, Any]:
-    """Give the state of the simulator as arrays or bytes."""
+    """The state of the simulator as arrays or bytes."""
     if kind == "atari":
         return env.ale.get_state()
     mujoco: Any = importlib.import_module("mujoco")
@@ -228,14 +217,14 @@ def set_simulator_state(env: Any, kind: str, saved: dict[str, Any]) -> None:
     whole = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     mujoco.mj_resetData(env.model, env.data)
     mujoco.mj_setState(env.model, env.data, saved["physics"], whole)
-    mujoco.mj_forward(env.model, env.data)  # contacts and constraints, whose number changes, for whoever reads them
+    mujoco.mj_forward(env.model, env.data)  # contacts and constraints, whose number changes
     mujoco.mj_setState(env.model, env.data, saved["physics"], whole)
     for name, value in saved["outputs"].items():
         getattr(env.data, name)[:] = value
 
 
 def renew_world(env: Any) -> None:
-    """Give one of Gymnasium's Box2D environments a new world before a reset: episodes leave traces in a used one.
+    """Give a Box2D environment of Gymnasium a new world before a reset: episodes leave traces in a used one.
 
     LunarLander does so itself; BipedalWalker's steps otherwise depend on the episodes before (Gymnasium issue 728).
     """

@@ -1,4 +1,4 @@
-"""A thread that watches environments in this process, names the one that hangs and ends its call."""
+"""A watchdog thread for environments in this process: names the one that hangs and interrupts its call."""
 
 import logging
 import os
@@ -15,26 +15,26 @@ from palestra.control.envs.stepping import EnvironmentFailed
 
 log = logging.getLogger("palestra.control")
 
-GRACE = 5.0  # seconds that an interrupted call has to end in
+GRACE = 5.0  # seconds that an interrupted call has to return
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """An environment did not come back from `reset` or `step`."""
+    """A call of an environment's `reset` or `step` did not return."""
 
 
 def hung(name: str, env: int, doing: str, seconds: float, stack: str) -> EnvironmentHung:
     """The error that names an environment and shows where it hangs."""
     return EnvironmentHung(
-        f"{name} hangs: environment {env} did not come back from {doing} within {seconds:g} s (env.reset_timeout). "
+        f"{name} hangs: environment {env} did not return from {doing} within {seconds:g} s (env.reset_timeout). "
         "The last checkpoint is intact: fix the environment, or raise env.reset_timeout if it is only slow, "
-        f"then resume. It was here:\n{stack.rstrip()}"
+        f"then resume. Its stack:\n{stack.rstrip()}"
     )
 
 
 class Patience:
-    """Waits in short intervals for something to change, at most so many seconds of this process's own life.
+    """Detects that a value has not changed for `seconds`, in which this process was itself running.
 
-    A process that was stopped for a while (Ctrl-Z) does not take what stood still with it for hung.
+    A process that was stopped for a while (Ctrl-Z) does not take its environments for hung.
     """
 
     def __init__(self, seconds: float):
@@ -59,14 +59,14 @@ class EnvWatchdog:
     When `progress()` has not changed for `seconds` the call is interrupted: a signal raises EnvironmentHung in the main
     thread, which ends loops, sleeps and waits in Python. Compiled code that never returns cannot be interrupted: then
     the message is written to stderr and the process ends, with the exit code of the error. Compiled code that never
-    lets another thread run cannot be seen from here at all: `vectorize: async` sees it from outside. A call in another
-    thread than the main one is in somebody's own program: that is told and not ended.
+    releases the GIL cannot be detected from here: `vectorize: async` detects it from outside. A hang in another thread
+    than the main one, as in a user's own program, is logged and not interrupted.
     """
 
     def __init__(self, name: str, seconds: float, progress: Callable[[], tuple[int, int, str]]):
         self.name, self.seconds = name, seconds
         self.progress = progress
-        """How many calls were begun, in which environment the last one was, and what it was."""
+        """The number of calls started, the environment of the last one, and what it was."""
         self.error: EnvironmentHung | None = None
         self._caller: int | None = None  # the thread that is inside
         self._thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class EnvWatchdog:
 
     @property
     def inside(self) -> bool:
-        """Whether a call is going on."""
+        """Whether a call is in progress."""
         return self._caller is not None
 
     def close(self) -> None:
@@ -119,8 +119,8 @@ class EnvWatchdog:
 
 
 def _raise(signum: int, frame: object) -> None:
-    """The handler of the signal, one for all that watch."""
+    """The signal handler, one for all watchdogs."""
     for watchdog in _watching:
-        # The call may have come back in the moment before the signal.
+        # The call may have returned just before the signal.
         if watchdog.error is not None and watchdog.inside:
             raise watchdog.error

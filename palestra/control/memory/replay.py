@@ -1,8 +1,8 @@
-"""A ring of transitions over vector environments, drawn from uniformly or by priority, with n-step returns.
+"""A ring of transitions of vector environments, sampled uniformly or by priority, with n-step returns.
 
 Each observation is stored once: the successor of a row is the next row of the same environment, except where an episode
-ended, whose true final observation is kept aside. Of stacked frames only the newest is stored. The row after the newest
-one holds what the environments show now, so that the newest transition can be drawn as well.
+ended, whose true final observation is stored separately. Of stacked frames only the newest is stored. The row after the
+newest one holds the current observations, so that the newest transition can be sampled as well.
 """
 
 from pathlib import Path
@@ -20,19 +20,19 @@ ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
 
 
 class ReplayBatch(NamedTuple):
-    """Transitions to learn from, one a row, on the device."""
+    """Transitions to learn from, one per row, on the device."""
 
     obs: Tensor
     actions: Tensor
-    rewards: Tensor  # discounted sums of k raw rewards, k being n_step or what there was until an end or the newest row
-    next_obs: Tensor  # what followed the k-th
-    discounts: Tensor  # γ^k · (1 − terminated at the k-th): what the value of next_obs counts
-    weights: Tensor | None  # importance weights, where drawn by priority
+    rewards: Tensor  # discounted sums of k raw rewards: n_step, or fewer up to an end or to the newest row
+    next_obs: Tensor  # after the k-th step
+    discounts: Tensor  # γ^k · (1 − terminated at the k-th): the factor of the value of next_obs
+    weights: Tensor | None  # importance weights, where sampled by priority
     rows: Tensor  # for `update_priorities`
 
 
 class ReplayColumn:
-    """One array of the ring, (rows, N, ...): written by NumPy where it can, gathered by torch, on the device."""
+    """One array of the ring, (rows, N, ...), on the device: written by NumPy on a CPU, gathered by torch."""
 
     def __init__(self, rows: int, envs: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         whole = (rows, envs, *shape)
@@ -59,7 +59,7 @@ class ReplayColumn:
 
 
 class Replay:
-    """The memory. A row's number counts all vector steps so far, so that it says for ever which one is meant."""
+    """The memory. Rows are numbered by vector step since the start, so that a number is never reused."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class Replay:
         self.num_envs, self.n_step, self.stack = num_envs, n_step, frame_stack
         self.device = torch.device(device)
         self.rows = max(1, capacity // num_envs)
-        """Vector steps that can be drawn from at most."""
-        # One more for what is shown now, and those that the stacks of the oldest reach back to.
+        """Vector steps that can be sampled from at most."""
+        # One more for the current observations, and those that the stacks of the oldest row reach back to.
         self.ring = self.rows + (frame_stack or 1)
         self.added = 0
-        """Vector steps stored so far, those overwritten too."""
+        """Vector steps stored so far, overwritten ones included."""
         self.dummies = 0
         """Dummy steps among the rows."""
 
@@ -126,7 +126,7 @@ class Replay:
     # ---- writing
 
     def add(self, obs: np.ndarray, actions: Any, transition: Transition) -> None:
-        """Store one vector step: the observations acted on, the stored actions, and what came of them."""
+        """Store one vector step: the observations acted on, the stored actions, and the transition."""
         now, rewards, terminated, _, valid, ended, final_obs = transition
         at, columns = self.added % self.ring, self.columns
         following = (at + 1) % self.ring
@@ -161,7 +161,7 @@ class Replay:
         self.added += 1
 
     def cut(self, rows: np.ndarray) -> None:
-        """These environments, bool (N,), began new episodes outside of a step: what they showed last was an end."""
+        """These environments, bool (N,), restarted outside of a step: mark their last rows as ends of episodes."""
         if self.added:
             at = (self.added - 1) % self.ring
             flags = self.columns["flags"][at]
@@ -172,7 +172,7 @@ class Replay:
         self.ages[rows] = 0
 
     def _clear(self, at: int) -> None:
-        """Give up the slots of a row that is overwritten."""
+        """Free the slots of a row that is overwritten."""
         for name, sparse in self._sparse().items():
             slots = self.columns[name][at]
             if slots.any():
@@ -180,42 +180,41 @@ class Replay:
                 self.columns[name][at] = 0
 
     def _start(self, at: int, obs: np.ndarray) -> None:
-        """Note how old the episodes are, and of new ones the frames that stand before their first."""
+        """Store the ages of episodes, and for new ones the frames stacked before their first."""
         self.columns["age"][at] = self.ages
         new = (self.ages == 0).nonzero()[0]
         if len(new):
             self.columns["start"][at, new] = self.starts.put(torch.as_tensor(obs[new, :-1]))
 
-    # ---- drawing
+    # ---- sampling
 
-    def sample(self, size: int, generator: torch.Generator, beta: float | None = None) -> ReplayBatch:
-        """Draw `size` transitions, uniformly, or by priority with importance weights of exponent `beta`."""
-        return self.sample_many(1, size, generator, beta)
+    def sample(self, size: int, generator: torch.Generator, beta: float | None = None, batches: int = 1) -> ReplayBatch:
+        """`batches` batches of `size` transitions in one gather, (batches · size, ...).
 
-    def sample_many(self, count: int, size: int, generator: torch.Generator, beta: float | None = None) -> ReplayBatch:
-        """Draw `count` batches in one gather, (count · size, ...); by priority, all by the priorities of now."""
+        Sampled uniformly, or by the current priorities with importance weights of exponent `beta`.
+        """
         if self.tree is None:
-            return self._batch(self._uniform(count * size, generator), None)
-        return self._batch(*self._by_priority(count, size, generator, beta))
+            return self._batch(self._uniform(batches * size, generator), None)
+        return self._batch(*self._by_priority(batches, size, generator, beta))
 
     def newest(self, steps: int) -> tuple[Tensor, Tensor]:
         """The observations of the last vector steps, (steps · N, ...), and which of them are not of dummy steps."""
-        held = min(steps, self._size) * self.num_envs
-        flat = self._flat(torch.arange(self._size * self.num_envs - held, self._size * self.num_envs).to(self.device))
+        end = self._size * self.num_envs
+        flat = self._flat(torch.arange(end - min(steps, self._size) * self.num_envs, end).to(self.device))
         return self._stacked(flat), (self.columns["flags"].take(flat) & DUMMY) == 0
 
     def update_priorities(self, rows: Tensor, errors: Tensor) -> None:
-        """Transitions that were drawn turned out to surprise by `errors`; those overwritten since are passed over."""
+        """Set the priorities of sampled transitions by their TD `errors`; rows overwritten since are skipped."""
         assert self.tree is not None
         assert self.prioritized is not None
         numbers = rows.numpy(force=True)
         weights = (np.abs(errors.numpy(force=True).astype(np.float64)) + self.prioritized.eps) ** self.prioritized.alpha
-        kept = numbers >= (self.added - self._size) * self.num_envs
+        present = numbers >= (self.added - self._size) * self.num_envs
         self.top = max(self.top, float(weights.max()))
-        self.tree.set(numbers[kept] % (self.ring * self.num_envs), weights[kept])
+        self.tree.set(numbers[present] % (self.ring * self.num_envs), weights[present])
 
     def _weigh_new(self) -> None:
-        """Rows added since the last draw get the highest priority there was; those that left, none."""
+        """Give rows added since the last sample the highest priority so far, and overwritten ones none."""
         assert self.tree is not None
         if self.weighted == self.added:
             return
@@ -232,14 +231,14 @@ class Replay:
     def _by_priority(
         self, count: int, size: int, generator: torch.Generator, beta: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Places of the rows of `count` batches, counted from the oldest one, and their importance weights."""
+        """Positions of the rows of `count` batches, counted from the oldest one, and their importance weights."""
         assert self.tree is not None
         assert beta is not None
         self._weigh_new()
         total = self.tree.total
-        # One draw in each of `size` equal parts of the sum (Schaul et al. 2016, B.2.1): less noise, the same chances.
-        draws = torch.rand(count, size, generator=generator, dtype=torch.float64).numpy()
-        flat = self.tree.find(((np.arange(size) + draws) * (total / size)).reshape(-1))
+        # Stratified: one sample in each of `size` equal parts of the sum (Schaul et al. 2016, B.2.1).
+        uniform = torch.rand(count, size, generator=generator, dtype=torch.float64).numpy()
+        flat = self.tree.find(((np.arange(size) + uniform) * (total / size)).reshape(-1))
         weights = ((self.tree.weights(flat) * (len(self) / total)) ** -beta).reshape(count, size)
         weights /= weights.max(axis=1, keepdims=True)
         oldest = (self.added - self._size) % self.ring * self.num_envs
@@ -247,14 +246,14 @@ class Replay:
         return places, torch.from_numpy(weights.reshape(-1)).float().to(self.device)
 
     def _uniform(self, count: int, generator: torch.Generator) -> Tensor:
-        """Places of rows, counted from the oldest one: any but dummy steps."""
-        held = self._size * self.num_envs
-        places = torch.randint(held, (count,), generator=generator)
+        """Positions of rows, counted from the oldest one: any but dummy steps."""
+        rows = self._size * self.num_envs
+        places = torch.randint(rows, (count,), generator=generator)
         while self.dummies:
             again = (self.columns["flags"].take(self._flat(places.to(self.device))) & DUMMY).nonzero().squeeze(1)
             if not len(again):
                 break
-            places[again.cpu()] = torch.randint(held, (len(again),), generator=generator)
+            places[again.cpu()] = torch.randint(rows, (len(again),), generator=generator)
         return places
 
     def _flat(self, places: Tensor) -> Tensor:
@@ -272,7 +271,7 @@ class Replay:
         alive = (flags & TERMINATED) == 0
         discounts = (self.powers[1] if steps is None else self.powers[steps]) * alive
         obs = self._stacked(flat)
-        # A successor is the next row, or the final observation kept aside.
+        # A successor is the next row, or the final observation stored separately.
         next_obs = columns["obs"].take((last + n) % (self.ring * n))
         ends = (flags & ENDED).nonzero().squeeze(1)
         if len(ends):
@@ -286,7 +285,7 @@ class Replay:
     def _window(
         self, places: Tensor, flat: Tensor, rewards: Tensor, flags: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sums of up to n rewards that follow, the flags and index of the last row of each, and how many they are."""
+        """Discounted sums of up to n rewards, the flags and index of the last row of each, and their number."""
         columns, n = self.columns, self.num_envs
         behind = self._size - 1 - places // n  # rows that come after
         last, steps = flat, torch.ones_like(flat)
@@ -326,18 +325,18 @@ class Replay:
     # ---- state
 
     def state(self, folder: Path | None = None) -> dict[str, Any]:
-        """All that it holds, copied; what is above a gigabyte goes into files in `folder`, where there is one."""
+        """All rows, copied; above a gigabyte they go into files in `folder`, if given."""
         first = max(0, self.added + 1 - self.ring)  # the oldest row that is still there
         shards: list[dict[str, Any]] = []
         begin = first
         if folder is not None and self.row_bytes * (self.added + 1 - first) > LIMIT:
-            # The newest row can still be cut, and the one after it is not complete: they stay with the checkpoint.
+            # The newest row can still change (`cut`), and the one after it is not complete: they are in the checkpoint.
             numbers = range(-(-first // self.shard_rows), (self.added - 1) // self.shard_rows)
             for number in numbers:
                 if number not in self.shards:
                     rows = self._rows(number * self.shard_rows, (number + 1) * self.shard_rows)
                     self.shards[number] = write_shard(folder, number, rows)
-            # Those of the checkpoint before stay, in case this one is not completed.
+            # Those of the previous checkpoint stay, in case this one is not completed.
             drop_shards(folder, self._needed)
             if numbers:
                 self._needed = numbers[0]
@@ -374,17 +373,17 @@ class Replay:
             self.tree.load_state(state["tree"])
 
     def _rows(self, first: int, last: int) -> dict[str, Any]:
-        """Rows by their numbers, `last` not among them, with what is kept aside for them in the order they need it."""
+        """Rows `first` to `last` (exclusive), with their separately stored observations in order."""
         numbers = np.arange(first, last)
         rows = {name: column[numbers % self.ring].copy() for name, column in self.columns.items()}
         for name, sparse in self._sparse().items():
             slots = rows[name]
-            slots[numbers >= self.added] = 0  # of what is shown now, nothing is kept aside yet
+            slots[numbers >= self.added] = 0  # the current observations have none yet
             rows[f"{name}_rows"] = sparse.get(torch.from_numpy(slots[slots > 0]).to(self.device)).cpu().numpy()
         return rows
 
     def _put_rows(self, first: int, rows: dict[str, Any]) -> None:
-        """Take what `_rows` gave into the places of these numbers."""
+        """Write what `_rows` returned as the rows from number `first` on."""
         at = np.arange(first, first + len(rows["flags"])) % self.ring
         for name, column in self.columns.items():
             values = rows[name].copy()
@@ -393,5 +392,5 @@ class Replay:
             column[at] = values
 
     def _sparse(self) -> dict[str, Sparse]:
-        """What is kept aside, by the column that has its slots."""
+        """The separately stored observations, by the column that has their slots."""
         return {"final": self.finals} | ({} if self.stack is None else {"start": self.starts})

@@ -1,6 +1,6 @@
-"""Storage of replay memories: rows in files beside checkpoints, sparse rows, and the sum tree of priorities.
+"""Storage of replay memories: files of rows beside checkpoints, sparse rows, and the sum tree of priorities.
 
-A checkpoint of a memory of many gigabytes would otherwise write all of it again, although most of it is as it was.
+Files, because a checkpoint of a memory of many gigabytes would otherwise write all of it again each time.
 """
 
 import json
@@ -18,15 +18,15 @@ from palestra.runs.store import sync_folder
 from palestra.runs.tree import flatten, read_safetensors, safetensors_chunks, unflatten
 
 LIMIT = 2**30
-"""Bytes of rows that a checkpoint holds itself."""
+"""Bytes of rows that are stored in the checkpoint itself."""
 
 
 class DamagedShard(PalestraError):
-    """A file of rows that a checkpoint needs is missing or not what was written."""
+    """A file of rows that a checkpoint needs is missing or damaged."""
 
 
 def write_shard(folder: Path, number: int, rows: dict[str, Any]) -> dict[str, Any]:
-    """Write one file, beside and renamed; what a checkpoint keeps of it."""
+    """Write one file under a temporary name and rename it; returns its entry in the checkpoint."""
     folder.mkdir(exist_ok=True)
     tree, leaves = flatten(rows)
     path = _path(folder, number)
@@ -47,13 +47,13 @@ def read_shard(folder: Path, shard: dict[str, Any]) -> dict[str, Any]:
     """The rows of a file, verified."""
     path = _path(folder, shard["number"])
     if not path.exists():
-        raise DamagedShard(f"{path} is missing: the checkpoint keeps a part of its replay memory there")
+        raise DamagedShard(f"{path} is missing: it holds a part of the checkpoint's replay memory")
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             crc = zlib.crc32(chunk, crc)
     if path.stat().st_size != shard["size"] or crc != shard["crc32"]:
-        raise DamagedShard(f"{path} is not what was written: the checkpoint's replay memory cannot be restored")
+        raise DamagedShard(f"{path} is damaged (size or checksum): the checkpoint's replay memory cannot be restored")
     return unflatten(json.loads(shard["tree"]), read_safetensors(path))
 
 
@@ -69,11 +69,11 @@ def _path(folder: Path, number: int) -> Path:
 
 
 class Sparse:
-    """A growing array of slots. Slot numbers begin with 1, so that a column of zeros says that there is none."""
+    """A growing array of slots. Slot numbers start at 1: 0 in a column means none."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.data = torch.zeros((64, *shape), dtype=dtype, device=device)
-        self.used = 0  # slots ever given out
+        self.used = 0  # slots ever assigned
         self.free = np.zeros(0, np.int32)
 
     def put(self, rows: Tensor) -> np.ndarray:
@@ -96,15 +96,15 @@ class Sparse:
         return self.data[slots.long() - 1]
 
     def drop(self, slots: np.ndarray) -> None:
-        """Slots whose rows are not needed any more."""
+        """Free slots."""
         self.free = np.concatenate([self.free, slots])
 
 
-WIDTH = 32  # children of a node: a level costs a few NumPy calls whatever its width, so few levels are best
+WIDTH = 32  # children per node: a level costs a few NumPy calls whatever its width, so few levels are best
 
 
 class SumTree:
-    """Weights of `size` items, 0 at first. A node is always summed anew from its children, so that nothing drifts."""
+    """Weights of `size` items, 0 at first. A node is recomputed from its children, so that rounding does not drift."""
 
     def __init__(self, size: int):
         self.size = size
@@ -123,7 +123,7 @@ class SumTree:
         return self.levels[0].reshape(-1)[items]
 
     def set(self, items: np.ndarray, weights: np.ndarray | float) -> None:
-        """Give items new weights; of an item named twice the last one stays."""
+        """Set the weights of items; for a repeated item the last one counts."""
         self.levels[0].reshape(-1)[items] = weights
         for below, level in zip(self.levels[:-1], self.levels[1:], strict=True):
             items = items // WIDTH
@@ -139,7 +139,7 @@ class SumTree:
         for level in reversed(self.levels):
             children = level[node]  # (B, WIDTH)
             sums = children.cumsum(axis=1)
-            # Rounding may leave a little more than the children hold: then it is the last one that holds anything.
+            # Rounding may leave a little more than the children's sum: then it is the last child above 0.
             last = WIDTH - 1 - (children[:, ::-1] > 0).argmax(axis=1)
             child = np.minimum((sums <= left[:, None]).sum(axis=1), last)
             left = left - (sums[rows, child] - children[rows, child])
@@ -147,7 +147,6 @@ class SumTree:
         return node
 
     def state(self) -> list[np.ndarray]:
-        """All sums, copied."""
         return [level.copy() for level in self.levels]
 
     def load_state(self, state: list[Any]) -> None:

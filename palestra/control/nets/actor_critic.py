@@ -1,9 +1,9 @@
-"""Policy and value networks, feed-forward and recurrent, and their one flat parameter vector.
+"""Policy and value networks, feed-forward and recurrent.
 
-The memory of all layers is one tensor `(B, memory)`, so that what carries it need not know what it is made of.
+The memory of a recurrent network is one tensor `(B, memory)` for all its cells, opaque to callers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +15,26 @@ from palestra.spec.kinds.control import NetSpec, RecurrentSpec
 
 
 class Actor(nn.Module):
-    """A network that acts. Actions are as they are stored: the head makes of them what the environment takes."""
+    """A network that acts. Actions are as they are stored: the head converts them to the environment's."""
 
     memory: int = 0
-    """The width of what it remembers from step to step; 0: it acts on what it sees alone."""
+    """The width of a recurrent policy's memory; 0: it acts on the observation alone."""
 
     def __init__(self, head: ActionHead):
         super().__init__()
         self.head = head
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The best action in each of `obs`, (B, ...), as far as it knows.
-
-        `mask`, (B, outputs), is True for the actions that are allowed; None: the environment forbids none.
-        """
+    def policy(self, obs: Tensor, mask: Tensor | None = None) -> Any:
+        """The distribution over actions in `obs`, (B, ...); `mask`, (B, outputs), is True for allowed actions."""
         raise NotImplementedError
 
-    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """An action for each of `obs` as the policy draws them; the best one where it does not draw."""
-        return self.greedy(obs, mask)
+    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The most likely action in each of `obs`."""
+        return self.policy(obs, mask).mode()
+
+    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        """An action sampled from the policy in each of `obs`; the greedy one where the policy is deterministic."""
+        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
 
 
 class PolicyNet(Actor):
@@ -42,20 +43,10 @@ class PolicyNet(Actor):
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
         self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
-        self.policy_head, self.log_std = _policy_end(self.trunk.size, head, spec)
-
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely actions."""
-        return self.policy(obs, mask).mode()
-
-    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """Actions drawn from the policy."""
-        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
+        self.policy_head, self.log_std = _policy_head(self.trunk.size, head, spec)
 
     def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
-        """The distribution over actions in `obs`, (B, ...)."""
-        hidden = self.trunk.forward(obs)
-        outputs = affine(hidden, self.policy_head.weight, self.policy_head.bias)
+        outputs = affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
         return self.head.distribution(outputs, self.log_std, mask)
 
     forward = policy
@@ -70,19 +61,10 @@ class ActorCritic(Actor):
         self.obs_scale = obs_scale
         self.trunk = make_trunk(obs_shape, spec)
         self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
-        self.policy_head, self.log_std = _policy_end(self.trunk.size, head, spec)
+        self.policy_head, self.log_std = _policy_head(self.trunk.size, head, spec)
         self.value_head = linear((self.value_trunk or self.trunk).size, 1, 1.0 if spec.orthogonal else None)
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely actions."""
-        return self.policy(obs, mask).mode()
-
-    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """Actions drawn from the policy."""
-        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
-
     def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
-        """The distribution over actions in `obs`, (B, ...)."""
         return self._distribution(self.trunk.forward(self._scaled(obs)), mask)
 
     def value(self, obs: Tensor) -> Tensor:
@@ -93,9 +75,8 @@ class ActorCritic(Actor):
         """Both, for learning."""
         obs = self._scaled(obs)
         hidden = self.trunk.forward(obs)
-        return self._distribution(hidden, mask), self._values(
-            hidden if self.value_trunk is None else self.value_trunk.forward(obs)
-        )
+        value_hidden = hidden if self.value_trunk is None else self.value_trunk.forward(obs)
+        return self._distribution(hidden, mask), self._values(value_hidden)
 
     def _scaled(self, obs: Tensor) -> Tensor:
         return obs if self.obs_scale is None else self.obs_scale.forward(obs)
@@ -108,47 +89,10 @@ class ActorCritic(Actor):
         return affine(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
 
 
-def _policy_end(inputs: int, head: ActionHead, spec: NetSpec) -> tuple[nn.Linear, nn.Parameter | None]:
+def _policy_head(inputs: int, head: ActionHead, spec: NetSpec) -> tuple[nn.Linear, nn.Parameter | None]:
     # A small policy head makes the first policy almost uniform, whatever the observation.
     last = linear(inputs, head.outputs, 0.01 if spec.orthogonal else None)
     return last, nn.Parameter(torch.full((head.outputs,), spec.log_std)) if head.has_log_std else None
-
-
-class Flat:
-    """A network whose parameters are views of one vector.
-
-    Clipping and the optimizer then cost a handful of operations instead of a handful for each parameter, which on a
-    small network is most of an update.
-    """
-
-    def __init__(self, net: nn.Module):
-        self.net = net
-        self.names = [name for name, _ in net.named_parameters()]
-        self.parameters = list(net.parameters())
-        self.sizes = [p.numel() for p in self.parameters]
-        self.vector = torch.cat([p.detach().reshape(-1) for p in self.parameters])
-        for p, part in zip(self.parameters, self.vector.split(self.sizes), strict=True):
-            p.data = part.view(p.shape)
-
-    def gradient(self, loss: Callable[[Callable], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
-        """The gradient of `loss(net)[0]` as one vector, and `loss(net)[1]`.
-
-        Eagerly autograd differentiates by the parameters themselves; inside a compiled graph the network is called as a
-        function of the vector, because that is what `torch.compile` traces as one graph on every torch we support.
-        """
-        if not torch.compiler.is_compiling():
-            with torch.enable_grad():
-                value, extra = loss(self.net)
-            gradients = torch.autograd.grad(value, self.parameters)
-            return torch.cat([g.reshape(-1) for g in gradients]), extra
-
-        def of(vector: Tensor) -> tuple[Tensor, Any]:
-            views = [part.view(p.shape) for part, p in zip(vector.split(self.sizes), self.parameters, strict=True)]
-            named = dict(zip(self.names, views, strict=True))
-            return loss(lambda *args: torch.func.functional_call(self.net, named, args))
-
-        gradient, (_, extra) = torch.func.grad_and_value(of, has_aux=True)(self.vector)
-        return gradient, extra
 
 
 class Cell(nn.Module):
@@ -166,13 +110,13 @@ class Cell(nn.Module):
 def unroll(cells: list[Cell], seen: list[Tensor], began: Tensor, memory: Tensor) -> Tensor:
     """The memories of K cells of one kind after each of T steps, (T, B, K · memory of one), side by side.
 
-    Each cell sees its own (T, B, features). `began` (T, B) clears what was remembered before the step. All cells move
-    in one batched product a step: the steps follow one another, and what surrounds the products is most of their cost.
+    Each cell has its own inputs (T, B, features). `began` (T, B) clears the memory before the step. One batched product
+    per step advances all cells: the steps are sequential, and the overhead around the products is most of their cost.
     """
     lstm, size = cells[0].lstm, cells[0].size
     weight = torch.stack([cell.hidden.weight.t() for cell in cells])  # (K, size, gates)
     bias = torch.stack([cell.hidden.bias[None] for cell in cells])
-    # All steps at once: it needs no memory. (T, K, B, gates)
+    # All steps at once, as inputs do not depend on the memory. (T, K, B, gates)
     projected = torch.stack([cell.inputs(x) for cell, x in zip(cells, seen, strict=True)], dim=1)
     stays = (~began).to(memory.dtype)[:, None, :, None]
     some = began.any(dim=1).tolist()
@@ -207,24 +151,14 @@ class Recurrent(Actor):
         super().__init__(head)
         assert spec.recurrent is not None
         gain = 1.0 if spec.orthogonal else None
-        self.obs_dims, self.obs_scale = len(obs_shape), obs_scale
+        self.obs_scale = obs_scale
         self.trunk = make_trunk(obs_shape, spec)
         self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
         self.cell = Cell(self.trunk.size, spec.recurrent, gain)
         self.value_cell = None if self.value_trunk is None else Cell(self.value_trunk.size, spec.recurrent, gain)
         self.memory = self.cell.memory * (1 if spec.shared else 2)
-        self.policy_head = linear(spec.recurrent.size, head.outputs, 0.01 if spec.orthogonal else None)
-        self.value_head = linear(spec.recurrent.size, 1, 1.0 if spec.orthogonal else None)
-        self.log_std = nn.Parameter(torch.full((head.outputs,), spec.log_std)) if head.has_log_std else None
-
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely actions where an episode begins."""
-        return self.advance(obs, self.nothing(len(obs)), mask)[0].mode()
-
-    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """Actions drawn from the policy where an episode begins."""
-        distribution, _, _ = self.advance(obs, self.nothing(len(obs)), mask)
-        return distribution.sample(self.head.noise(generator, len(obs)).to(obs.device))
+        self.policy_head, self.log_std = _policy_head(spec.recurrent.size, head, spec)
+        self.value_head = linear(spec.recurrent.size, 1, gain)
 
     def nothing(self, rows: int) -> Tensor:
         """The memory before an episode, (rows, memory)."""

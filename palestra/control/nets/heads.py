@@ -1,6 +1,5 @@
 """Action heads: from network outputs to actions, for each kind of Gymnasium action space."""
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,25 +15,32 @@ from palestra.rl.distributions import Bernoulli, Beta, Categorical, DiagonalGaus
 Distribution = Categorical | MultiCategorical | Bernoulli | DiagonalGaussian | Beta
 
 
-@dataclass(frozen=True)
 class ActionHead:
     """The policy's end of one action space. `description` is plain data, so a checkpoint can hold it."""
 
-    description: dict[str, Any]
-    # Beside the description, whose arrays a compiled graph must not touch.
-    outputs: int = field(init=False, repr=False, compare=False)
-    """How many numbers the policy network puts out."""
-    continuous: bool = field(init=False, repr=False, compare=False)
-    """Whether actions are numbers within a Box."""
-    _kind: str = field(init=False, repr=False, compare=False)
-    _sizes: list[int] = field(init=False, repr=False, compare=False)
+    maskable: list[int] | None = None
+    """The number of choices of each part of an action, where an environment may mask some; else None."""
 
-    def __post_init__(self) -> None:
-        kind = "beta" if self.family == "beta" else self.description["type"]
-        object.__setattr__(self, "outputs", self._outputs())
-        object.__setattr__(self, "continuous", self.description["type"] == "box")
-        object.__setattr__(self, "_kind", kind)
-        object.__setattr__(self, "_sizes", list(self.description.get("sizes", [])))
+    def __init__(self, description: dict[str, Any]):
+        self.description = description
+        # Beside the description, whose arrays a compiled graph must not touch.
+        self.kind: str = description["type"]
+        self.continuous = self.kind == "box"
+        self.family: str = description.get("family", "gaussian")
+        """The distribution of continuous actions."""
+        self.dtype = torch.float32 if self.continuous else torch.int64
+        """The dtype of a stored action."""
+        match description:
+            case {"type": "discrete", "n": n}:
+                self.shape, self.outputs, self.maskable = (), n, [n]
+            case {"type": "multi_discrete", "sizes": sizes}:
+                self.shape, self.outputs, self.maskable = (len(sizes),), sum(sizes), list(sizes)
+            case {"type": "multi_binary", "n": n}:
+                self.shape, self.outputs = (n,), n
+            case {"type": "box", "low": low}:
+                self.shape, self.outputs = (len(low),), len(low) * (2 if self.family == "beta" else 1)
+        self.has_log_std = self.continuous and self.family == "gaussian"
+        """Whether the policy has a log-std besides its outputs."""
 
     @classmethod
     def of(cls, space: gym.Space) -> "ActionHead":
@@ -53,91 +59,41 @@ class ActionHead:
             "use Discrete, MultiDiscrete, MultiBinary or a one-dimensional Box of floats"
         )
 
-    def drawing(self, family: str) -> "ActionHead":
-        """The head that draws continuous actions by `family`, gaussian or beta; itself for other actions."""
+    def with_family(self, family: str) -> "ActionHead":
+        """The head that samples continuous actions from `family`, gaussian or beta; itself for other actions."""
         if not self.continuous or family == self.family:
             return self
         if family == "beta" and not np.isfinite([self.description["low"], self.description["high"]]).all():
             raise UsageError(
-                "algorithm.distribution: beta draws actions between bounds, and the action space "
-                "has parts without: use gaussian"
+                "algorithm.distribution: beta needs an action space with finite bounds, and this one has parts "
+                "without: use gaussian"
             )
         return ActionHead({**self.description, "family": family})
 
-    @property
-    def family(self) -> str:
-        """How continuous actions are drawn."""
-        return self.description.get("family", "gaussian")
-
-    def _outputs(self) -> int:
-        match self.description:
-            case {"type": "multi_discrete", "sizes": sizes}:
-                return sum(sizes)
-            case {"type": "box", "low": low}:
-                return len(low) * (2 if self.family == "beta" else 1)
-            case {"n": n}:
-                return n
-        raise AssertionError(self.description)
-
-    @property
-    def maskable(self) -> list[int] | None:
-        """The numbers of choices of each part of an action, where an environment may forbid some; else None."""
-        match self.description:
-            case {"type": "discrete", "n": n}:
-                return [n]
-            case {"type": "multi_discrete", "sizes": sizes}:
-                return sizes
-        return None
-
-    @property
-    def has_log_std(self) -> bool:
-        """Whether the policy has a log-std beside its outputs."""
-        return self.continuous and self.family == "gaussian"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one action."""
-        match self.description:
-            case {"type": "discrete"}:
-                return ()
-            case {"type": "multi_discrete", "sizes": sizes}:
-                return (len(sizes),)
-            case {"type": "box", "low": low}:
-                return (len(low),)
-        return (self.outputs,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of a stored action."""
-        return torch.float32 if self.continuous else torch.int64
-
     def distribution(self, outputs: Tensor, log_std: Tensor | None, mask: Tensor | None = None) -> Distribution:
-        """The distribution over actions that the network's `outputs` stand for.
+        """The distribution over actions that the network's `outputs` parametrize.
 
-        `mask`, shaped like them, is True for what is allowed.
+        `mask`, shaped like them, is True for allowed actions.
         """
-        match self._kind:
+        match self.kind:
             case "discrete":
                 return Categorical(outputs, mask)
             case "multi_discrete":
-                return MultiCategorical(outputs, self._sizes, mask)
+                assert self.maskable is not None
+                return MultiCategorical(outputs, self.maskable, mask)
             case "multi_binary":
                 return Bernoulli(outputs)
-            case "beta":
-                return Beta.of(outputs)
+        if self.family == "beta":
+            return Beta.of(outputs)
         assert log_std is not None
         return DiagonalGaussian(outputs, log_std)
 
     def noise(self, generator: torch.Generator, *batch: int) -> Tensor:
-        """Noise for `batch` samples, drawn in one go."""
-        match self.description["type"], self.family:
-            case "box", "beta":
-                return Beta.draw(generator, (*batch, *self.shape, 2, Beta.ATTEMPTS, 2))
-            case "box", _:
-                return DiagonalGaussian.draw(generator, (*batch, self.outputs))
-            case "multi_binary", _:
-                return Bernoulli.draw(generator, (*batch, self.outputs))
-        return Categorical.draw(generator, (*batch, self.outputs))
+        """Noise for `batch` samples, generated in one call."""
+        if self.continuous and self.family == "beta":
+            return Beta.noise(generator, (*batch, *self.shape, 2, Beta.ATTEMPTS, 2))
+        family = {"box": DiagonalGaussian, "multi_binary": Bernoulli}.get(self.kind, Categorical)
+        return family.noise(generator, (*batch, self.outputs))
 
     def to_env(self, action: Tensor) -> np.ndarray:
         """What the environment is given for a stored action.
@@ -146,23 +102,17 @@ class ActionHead:
         nowhere else.
         """
         array = action.numpy(force=True)
-        match self.description:
-            case {"type": "discrete", "start": 0}:
-                return array
-            case {"type": "discrete", "start": start}:
-                return array + start
-            case {"type": "multi_discrete", "start": start}:
-                return array + np.asarray(start)
-            case {"type": "multi_binary"}:
-                return array.astype(np.int8)
-            case {"type": "box"}:
-                middle, half, least, most = self._units
-                return middle + half * np.clip(array, least, most)
-        raise AssertionError(self.description)
+        if self.continuous:
+            middle, half, low, high = self._units
+            return middle + half * np.clip(array, low, high)
+        if self.kind == "multi_binary":
+            return array.astype(np.int8)
+        start = self.description["start"]
+        return array if start == 0 else array + np.asarray(start)
 
     @cached_property
     def _units(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Middle and half of the range of each part, and the bounds in units of it; parts without both bounds stay."""
+        """Center and half width of each part's range, and the bounds in these units; 0 and 1 where it has no bounds."""
         low, high = self.description["low"], self.description["high"]
         bounded = np.isfinite(low) & np.isfinite(high)
         middle = np.where(bounded, (low.astype(np.float64) + high) / 2, 0)

@@ -31,9 +31,9 @@ def linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
     return layer
 
 
-def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **given: Any) -> nn.Conv2d:
-    """A convolution over images, with initial weights as `linear`'s."""
-    layer = nn.Conv2d(inputs, outputs, kernel, **given)
+def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **options: Any) -> nn.Conv2d:
+    """A convolution over images, initialized as `linear` is."""
+    layer = nn.Conv2d(inputs, outputs, kernel, **options)
     begin(layer, gain)
     return layer
 
@@ -41,9 +41,9 @@ def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **given: An
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight`, (..., B, inputs) and (..., inputs, outputs).
 
-    In a compiled graph on a CPU a matrix with a side of a few numbers, as the first and last ones of a network are, is
-    multiplied element by element: that becomes a part of the kernels around it, where a product of its own costs more
-    to call than to work out (docs/log.md).
+    In a compiled graph on a CPU a matrix with a side of a few numbers, such as the first and last ones of a network, is
+    multiplied element by element: that fuses with the kernels around it, where a matmul costs more to call than to
+    compute (docs/log.md).
     """
     inputs, outputs = weight.shape[-2:]
     if not _thin(x, weight):
@@ -66,7 +66,7 @@ def _thin(x: Tensor, weight: Tensor) -> bool:
 
 
 OBS = "obs"  # the name of the observation in `join`
-# What they give depends on whether one is learning: the ratio of PPO would not be 1 at the start, nor a target exact.
+# Their output depends on the training mode: the first ratio of PPO would not be 1, nor a target exact.
 MODAL = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 
@@ -78,9 +78,9 @@ class GraphTrunk(nn.Module):
         if not spec.layers:
             raise UsageError("net.graph.layers: expected at least one layer")
         self._inputs = _inputs(spec)
-        self._layers = {name: _layer(name, given) for name, given in spec.layers.items()}
+        self._layers = {name: _layer(name, described) for name, described in spec.layers.items()}
         self.nodes = nn.ModuleDict(self._layers)
-        # One forward pass: lazy layers learn their sizes, and what does not fit is found now.
+        # One forward pass: lazy layers get their sizes, and mismatches are found now.
         with torch.no_grad():
             self.size = self.forward(torch.zeros(2, *obs_shape)).shape[1]
         if orthogonal:
@@ -90,25 +90,25 @@ class GraphTrunk(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         """(B, ...) to (B, size): what the last layer gives, flattened."""
-        found = {OBS: obs}
+        outputs = {OBS: obs}
         out = obs
         for name, layer in self._layers.items():
             try:
-                parts = [found[other] for other in self._inputs[name]]
+                parts = [outputs[other] for other in self._inputs[name]]
                 out = layer(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise UsageError(f"net.graph.layers.{name}: does not take what comes before it: {error}") from error
+                raise UsageError(f"net.graph.layers.{name}: does not accept its inputs: {error}") from error
             if not isinstance(out, Tensor):
-                raise UsageError(f"net.graph.layers.{name}: gives a {type(out).__name__}, expected one tensor")
-            found[name] = out
+                raise UsageError(f"net.graph.layers.{name}: returns a {type(out).__name__}, expected one tensor")
+            outputs[name] = out
         return out.flatten(1)
 
 
 def _inputs(spec: GraphSpec) -> dict[str, list[str]]:
-    """What each layer takes; every layer but the last must be taken by a later one."""
+    """The inputs of each layer; every layer but the last must be an input of a later one."""
     names = list(spec.layers)
     if OBS in names:
-        raise UsageError(f"net.graph.layers.{OBS}: the name stands for the observation: choose another")
+        raise UsageError(f"net.graph.layers.{OBS}: the name is reserved for the observation: choose another")
     for name in spec.join:
         if name not in names:
             raise UsageError(f"net.graph.join.{name}: there is no such layer: {', '.join(names)}")
@@ -125,17 +125,18 @@ def _inputs(spec: GraphSpec) -> dict[str, list[str]]:
     taken = {other for others in inputs.values() for other in others}
     for name in names[:-1]:
         if name not in taken:
-            raise UsageError(f"net.graph.layers.{name}: no later layer takes it: name it in net.graph.join")
+            raise UsageError(f"net.graph.layers.{name}: no later layer uses it: name it in net.graph.join")
     return inputs
 
 
-def _layer(name: str, given: dict[str, dict[str, Any]]) -> nn.Module:
+def _layer(name: str, described: dict[str, dict[str, Any]]) -> nn.Module:
     at = f"net.graph.layers.{name}"
     if "." in name or name in dir(nn.ModuleDict):
         raise UsageError(f"{at}: a layer cannot have this name: choose another")
-    if len(given) != 1:
-        raise UsageError(f"{at}: expected one class of torch.nn with its arguments, got {', '.join(given) or 'none'}")
-    ((kind, arguments),) = given.items()
+    if len(described) != 1:
+        got = ", ".join(described) or "none"
+        raise UsageError(f"{at}: expected one class of torch.nn with its arguments, got {got}")
+    ((kind, arguments),) = described.items()
     made = getattr(nn, kind, None)
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
         raise UsageError(f"{at}.{kind}: torch.nn has no layer of this name")
@@ -144,7 +145,7 @@ def _layer(name: str, given: dict[str, dict[str, Any]]) -> nn.Module:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{at}.{kind}: cannot be made with {arguments}: {error}") from error
     if isinstance(layer, MODAL):
-        raise UsageError(f"{at}.{kind}: what it gives when acting is not what it gives when learning: leave it out")
+        raise UsageError(f"{at}.{kind}: its output differs between training and evaluation mode: leave it out")
     return layer
 
 
@@ -155,15 +156,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
 }
 
-SMALLEST_IMAGE = 36  # pixels a side: what is left of fewer is nothing after the three convolutions of Nature's network
+SMALLEST_IMAGE = 36  # pixels per side: the three convolutions of the Nature network leave nothing of fewer
 
 
 def make_trunk(
     obs_shape: Sequence[int], spec: NetSpec, hidden: Sequence[int] | None = None, obs_scale: nn.Module | None = None
 ) -> "Trunk":
-    """What turns observations (B, ...) into features (B, .size), as `spec` says.
+    """The feature extractor of `spec`: observations (B, ...) to features (B, .size).
 
-    `hidden` stands in for `spec.hidden` where given; `obs_scale` is applied to raw observations first.
+    `hidden` replaces `spec.hidden`; `obs_scale` is applied to raw observations first.
     """
     widths = spec.hidden if hidden is None else hidden
     if spec.graph is not None:
@@ -206,7 +207,7 @@ class Trunk(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Hidden layers, the activation after each, layer normalization before it where the spec says so."""
+    """Hidden layers, each with optional layer normalization and the activation."""
 
     def __init__(self, sizes: Sequence[int], spec: NetSpec):
         super().__init__()

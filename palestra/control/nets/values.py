@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from palestra.control.nets.actor_critic import Actor
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.trunks import ACTIVATIONS, Mlp, affine, linear, make_trunk, product
+from palestra.control.nets.trunks import ACTIVATIONS, Mlp, affine, begin, linear, make_trunk, product
 from palestra.errors import UsageError
 from palestra.rl.distributions import Categorical, SquashedGaussian
 from palestra.rl.schedules import value
@@ -64,6 +64,9 @@ class QNet(Actor):
         q = self.q(obs)
         return (q if mask is None else q.masked_fill(~mask, float("-inf"))).argmax(dim=1)
 
+    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+        return self.greedy(obs, mask)
+
 
 LOG_STD_BOUNDS = (-20.0, 2.0)  # of Haarnoja's code: beyond them log-densities overflow or nothing is learned
 
@@ -75,13 +78,13 @@ def check_bounds(head: ActionHead, algorithm: str) -> None:
     low, high = head.description["low"], head.description["high"]
     if not (np.isfinite(low) & np.isfinite(high)).all():
         raise UsageError(
-            f"{algorithm} acts within the bounds of the action space, and {low} to {high} has none in some part: "
+            f"{algorithm} needs an action space with finite bounds, got {low} to {high}: "
             "wrap the environment in gymnasium.wrappers.ClipAction or RescaleAction with finite bounds, or use ppo"
         )
 
 
 class SoftActor(Actor):
-    """Draws its actions: from a squashed Gaussian for a Box, by softmax for Discrete."""
+    """A stochastic policy: a squashed Gaussian for a Box, a softmax for Discrete actions."""
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
@@ -101,17 +104,11 @@ class SoftActor(Actor):
         mean, log_std = outputs.chunk(2, dim=-1)
         return SquashedGaussian(mean, log_std.clamp(*LOG_STD_BOUNDS))
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely actions; the middle of the squashed Gaussian."""
-        return self.forward(obs, mask).mode()
-
-    def drawn(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """Actions drawn from the policy."""
-        return self.forward(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
+    policy = forward
 
 
 class DeterministicActor(Actor):
-    """One action of a Box for each observation: what TD3 learns."""
+    """One action of a Box for each observation: the policy of TD3."""
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
@@ -123,14 +120,13 @@ class DeterministicActor(Actor):
         return torch.tanh(affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
 
     def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same: it draws nothing, and a Box has no mask."""
+        return self.forward(obs)
+
+    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
         return self.forward(obs)
 
 
-MOST_SCALE, MOST_SHIFT = (
-    3.0,
-    5.0,
-)  # how far batch and running statistics may disagree after the warm-up (Ioffe 2017, §4)
+MOST_SCALE, MOST_SHIFT = 3.0, 5.0  # r_max and d_max after the warm-up (Ioffe 2017, §4)
 EPS = 1e-3
 
 
@@ -140,17 +136,9 @@ class Running(NamedTuple):
     mean: Tensor
     var: Tensor
 
-    @classmethod
-    def start(cls, width: int) -> "Running":
-        """Before the first batch."""
-        return cls(torch.zeros(2, 1, width), torch.ones(2, 1, width))
-
 
 def warmth_after(updates: int, warmup: int) -> list[float]:
-    """How far batch and running statistics may disagree by then: in scale, from 1 on, and in shift, from 0 on.
-
-    Plain batch normalization at first, renormalization after `warmup` updates, linearly in between.
-    """
+    """r_max and d_max of batch renormalization after `updates`: from 1 and 0, plain batch normalization, linearly."""
     share = 1.0 if warmup == 0 else min(1.0, updates / warmup)
     return [1.0 + share * (MOST_SCALE - 1.0), share * MOST_SHIFT]
 
@@ -176,7 +164,7 @@ def renormalized(x: Tensor, running: Running, warmth: Tensor, momentum: float) -
 
 
 class TwinLayers(nn.Module):
-    """The layers of both critics: once what reads images or is a graph of the spec, twice the hidden ones."""
+    """The layers of both critics: one shared encoder of images or graph of the spec, and hidden layers for each."""
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__()
@@ -188,7 +176,9 @@ class TwinLayers(nn.Module):
         self.activation = ACTIVATIONS[spec.activation]
         layers = [*pairwise(self.sizes), (self.sizes[-1], outputs)]
         gains = [math.sqrt(2)] * len(hidden) + [1.0]
-        begun = [_begun(i, o, gain if spec.orthogonal else None) for (i, o), gain in zip(layers, gains, strict=True)]
+        begun = [
+            _twin_layer(i, o, gain if spec.orthogonal else None) for (i, o), gain in zip(layers, gains, strict=True)
+        ]
         self.weights = nn.ParameterList([weight for weight, _ in begun])  # (2, inputs, outputs)
         self.biases = nn.ParameterList([bias for _, bias in begun])  # (2, 1, outputs)
         normed = hidden if spec.layer_norm else []
@@ -247,7 +237,7 @@ class RenormCritics(TwinLayers):
 
     def start(self) -> list[Running]:
         """The statistics before the first batch."""
-        return [Running.start(size) for size in self.sizes]
+        return [Running(torch.zeros(2, 1, size), torch.ones(2, 1, size)) for size in self.sizes]
 
     def forward(
         self, obs: Tensor, actions: Tensor | None, running: list[Running], warmth: Tensor | None = None
@@ -266,37 +256,45 @@ class RenormCritics(TwinLayers):
         return self.outputs(x), after
 
 
-def _begun(inputs: int, outputs: int, gain: float | None) -> tuple[nn.Parameter, nn.Parameter]:
-    """First weights and biases of one layer of both: orthogonal of this gain, or as torch's own linear layers have."""
+def _twin_layer(inputs: int, outputs: int, gain: float | None) -> tuple[nn.Parameter, nn.Parameter]:
+    """Initial weights and biases of one layer of both critics."""
     layers = [nn.Linear(inputs, outputs) for _ in range(2)]
-    if gain is not None:
-        for layer in layers:
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
+    for layer in layers:
+        begin(layer, gain)
     weight = torch.stack([layer.weight.detach().T for layer in layers])
     return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
 
-class Draws(NamedTuple):
-    """The noise of a whole step, drawn at once."""
+class ExplorationNoise(NamedTuple):
+    """The random numbers of a whole step, generated at once."""
 
     chance: np.ndarray  # (T, N) uniform: below ε the action is random
     random: Tensor  # (T, N) uniform actions
-    gumbel: Tensor | None  # (T, N, A), where actions are drawn by a softmax
+    gumbel: Tensor | None  # (T, N, A), where actions are sampled by a softmax
 
 
-def draws(net: QNet, generator: torch.Generator, steps: int, envs: int, *, softmax: bool) -> Draws:
+def exploration_noise(
+    net: QNet, generator: torch.Generator, steps: int, envs: int, *, softmax: bool
+) -> ExplorationNoise:
     """What `explored` needs for `steps` vector steps."""
     actions = net.head.outputs
     chance = torch.rand(steps, envs, generator=generator).numpy()
     random = torch.randint(actions, (steps, envs), generator=generator)
-    # argmax(x + Gumbel noise) is a draw from softmax(x).
-    uniform = torch.rand(steps, envs, actions, generator=generator) if softmax else None
-    return Draws(chance, random, None if uniform is None else -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7))))
+    # argmax(x + Gumbel noise) is a sample of softmax(x).
+    if not softmax:
+        return ExplorationNoise(chance, random, None)
+    uniform = torch.rand(steps, envs, actions, generator=generator).clamp(1e-10, 1 - 1e-7)
+    return ExplorationNoise(chance, random, -torch.log(-torch.log(uniform)))
 
 
 def explored(
-    net: QNet, obs: Tensor, noise: Draws, t: int, progress: float, epsilon: Schedule, temperature: Schedule | None
+    net: QNet,
+    obs: Tensor,
+    noise: ExplorationNoise,
+    t: int,
+    progress: float,
+    epsilon: Schedule,
+    temperature: Schedule | None,
 ) -> Tensor:
     """Actions of the exploring policy for `obs`, (N, ...)."""
     if temperature is not None:

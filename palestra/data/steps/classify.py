@@ -136,7 +136,7 @@ def classify(
     known = load_classifier(str(model)).classes
     if keep is not None and keep not in known:
         raise UsageError(f"keep: {keep!r} is not a class of {model}; its classes are {', '.join(known)}")
-    work = _Score(str(model), column, keep, threshold)
+    work = partial(_score, str(model), column, keep, threshold)
     recipe = {"column": column, "keep": keep, "threshold": threshold, "classes": list(known)}
     map_documents(
         out, source, work, "classify", recipe, workers, text_key=text_key, split=split, compression=compression
@@ -164,22 +164,15 @@ class _Hyper:
     seed: int
 
 
-@dataclass(frozen=True)
-class _Score:
-    model: str
-    column: str
-    keep: str | None
-    threshold: float
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        classifier = load_classifier(self.model)
-        for row in rows:
-            values = [round(float(value), 6) for value in classifier.scores(row["text"])]
-            scores = dict(zip(classifier.classes, values, strict=True))
-            if self.keep is not None and scores[self.keep] < self.threshold:
-                yield Drop(f"{self.keep} below {self.threshold:g}")
-            else:
-                yield {**row, self.column: scores}
+def _score(model: str, column: str, keep: str | None, threshold: float, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    classifier = load_classifier(model)
+    for row in rows:
+        values = [round(float(value), 6) for value in classifier.scores(row["text"])]
+        scores = dict(zip(classifier.classes, values, strict=True))
+        if keep is not None and scores[keep] < threshold:
+            yield Drop(f"{keep} below {threshold:g}")
+        else:
+            yield {**row, column: scores}
 
 
 def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: ShardSource) -> dict[str, Any]:
@@ -253,23 +246,20 @@ def _train(out: Path, hyper: _Hyper, corpus: _Corpus) -> np.ndarray:
     for epoch in range(done, hyper.epochs):
         order = rows[permutation(len(rows), stream_key(hyper.seed, "epoch", epoch))]
         for start in range(0, len(order), BATCH):
-            _update(weights, squares, corpus, order[start : start + BATCH], hyper.lr)
+            batch = order[start : start + BATCH]
+            buckets, values, firsts = corpus.batch(batch)
+            error = _softmax(np.add.reduceat(weights[buckets] * values[:, None], firsts))  # (batch, classes)
+            error[np.arange(len(batch)), corpus.labels[batch]] -= 1
+            sizes = np.diff(firsts, append=len(buckets))
+            each = np.repeat(error / len(batch), sizes, axis=0) * values[:, None]
+            used, places = np.unique(buckets, return_inverse=True)
+            gradient = np.stack([np.bincount(places, each[:, k], len(used)) for k in range(each.shape[1])], 1)
+            # In place: the two are far larger than what a batch touches.
+            squares[used] += gradient**2
+            weights[used] -= hyper.lr * gradient / (np.sqrt(squares[used]) + EPSILON)
         with written(state) as file:
             np.savez(file, weights=weights, squares=squares, done=epoch + 1)
     return weights
-
-
-def _update(weights: np.ndarray, squares: np.ndarray, corpus: _Corpus, rows: np.ndarray, lr: float) -> None:
-    """One step, in place: the two are far larger than what a batch touches."""
-    buckets, values, firsts = corpus.batch(rows)
-    error = _softmax(np.add.reduceat(weights[buckets] * values[:, None], firsts))  # (batch, classes)
-    error[np.arange(len(rows)), corpus.labels[rows]] -= 1
-    sizes = np.diff(firsts, append=len(buckets))
-    each = np.repeat(error / len(rows), sizes, axis=0) * values[:, None]
-    used, places = np.unique(buckets, return_inverse=True)
-    gradient = np.stack([np.bincount(places, each[:, k], len(used)) for k in range(each.shape[1])], 1)
-    squares[used] += gradient**2
-    weights[used] -= lr * gradient / (np.sqrt(squares[used]) + EPSILON)
 
 
 def _confusion(weights: np.ndarray, corpus: _Corpus) -> np.ndarray:

@@ -6,7 +6,7 @@ of an evaluation set (a question in a long page), or where most of its own are i
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def decontaminate(
         indices[name] = str(index)
     # With what is in the sets: shards that an earlier attempt did were compared with the same.
     recipe = {"against": about, "n": n, "overlap": overlap, "fields": fields}
-    work = _Compare(indices, n, overlap)
+    work = partial(_compare, indices, n, overlap)
     reading = {"text_key": text_key, "split": split, "compression": compression}
     map_documents(out, source, work, "decontaminate", recipe, workers, counts={"against": about}, **reading)
 
@@ -78,37 +78,25 @@ class Index:
         return *np.unique(shared, return_counts=True), int(hit.sum())
 
 
-@dataclass(frozen=True)
-class _Compare:
-    indices: dict[str, str]
-    n: int
-    overlap: float
+def _compare(indices: Mapping[str, str], n: int, overlap: float, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    for row in rows:
+        grams = np.unique(ngram_hashes(word_hashes(row["text"]), n))
+        hits = (_hit(row, grams, name, load_index(folder), overlap) for name, folder in indices.items())
+        yield next(filter(None, hits), row) if len(grams) else row
 
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        for row in rows:
-            grams = np.unique(ngram_hashes(word_hashes(row["text"]), self.n))
-            yield next(filter(None, (self._hit(row, grams, name) for name in self.indices)), row)
 
-    def _hit(self, row: Row, grams: np.ndarray, name: str) -> Drop | None:
-        if not len(grams):
-            return None
-        index = load_index(self.indices[name])
-        texts, shared, inside = index.hits(grams)
-        if not len(texts):
-            return None
-        shares = shared / index.sizes[texts]
-        best = int(np.argmax(shares))
-        of_text, of_row = float(shares[best]), inside / len(grams)
-        if max(of_text, of_row) < self.overlap:
-            return None
-        note = {
-            "id": row["id"],
-            "set": name,
-            "hit": index.places[int(texts[best])],
-            "of_the_text": round(of_text, 4),
-            "of_the_row": round(of_row, 4),
-        }
-        return Drop(f"contaminated: {name}", note)
+def _hit(row: Row, grams: np.ndarray, name: str, index: Index, overlap: float) -> Drop | None:
+    texts, shared, inside = index.hits(grams)
+    if not len(texts):
+        return None
+    shares = shared / index.sizes[texts]
+    best = int(np.argmax(shares))
+    of_text, of_row = float(shares[best]), inside / len(grams)
+    if max(of_text, of_row) < overlap:
+        return None
+    shares_of = {"of_the_text": round(of_text, 4), "of_the_row": round(of_row, 4)}
+    note = {"id": row["id"], "set": name, "hit": index.places[int(texts[best])], **shares_of}
+    return Drop(f"contaminated: {name}", note)
 
 
 @lru_cache(maxsize=64)

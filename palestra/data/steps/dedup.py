@@ -42,7 +42,6 @@ from palestra.data.steps.shards import (
     Drop,
     ShardSource,
     Where,
-    Work,
     documents,
     each_shard,
     forget,
@@ -56,11 +55,10 @@ from palestra.spec.model import Execution
 
 Of = Literal["documents", "paragraphs", "lines"]
 HashTexts = Callable[[Iterator[str]], Iterator[np.ndarray]]
-Keep = Callable[["Decision", Iterator[Row]], Iterator[Row | Drop]]
+Keep = Callable[[Path, Sequence[int], int, Iterator[Row]], Iterator[Row | Drop]]
 
 HASHES, SETS, DECIDED = "hashes", "sets", "decided"  # phases before the documents'
 SEPARATORS: dict[str, str] = {"paragraphs": "\n\n", "lines": "\n"}
-READ_BYTES = 1 << 24
 BATCH_ROWS, BATCH_CHARACTERS = 1024, 1 << 16
 DIGEST_BYTES, KEY_BYTES = 16, 8
 
@@ -151,11 +149,10 @@ class HashedShards:
         return [_file(self.folder(HASHES), shard.number).stat().st_size // self.width for shard in self.shards]
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The hashes of all shards, (texts, width) bytes at a time."""
-        for shard in self.shards:
-            with _file(self.folder(HASHES), shard.number).open("rb") as file:
-                while data := file.read(READ_BYTES // self.width * self.width):
-                    yield np.frombuffer(data, np.uint8).reshape(-1, self.width)
+        """The hashes of each shard, (texts, width) bytes, mapped."""
+        for shard, count in zip(self.shards, self.counts(), strict=True):
+            if count:  # an empty file cannot be mapped
+                yield np.memmap(_file(self.folder(HASHES), shard.number), np.uint8, "r", shape=(count, self.width))
 
 
 def _dedup(
@@ -192,7 +189,7 @@ def _dedup(
         first.flush()
         write_json(decided / "decision.json", {"said": counts, "ends": ends})
     decision = read_json(decided / "decision.json")
-    work = ByShard(partial(_of_shard, keep, decided / "first.npy", decision["ends"]))
+    work = ByShard(partial(keep, decided / "first.npy", decision["ends"]))
     map_documents(out, source, work, step, recipe, workers, counts=decision["said"], **reading)
     for phase in (HASHES, SETS):
         forget(out, phase)
@@ -226,14 +223,12 @@ def _writable(text: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
 class Decision:
-    """The texts of one shard: their place among all, and which text stays for each."""
+    """Which text stays for each text of one shard; `ends` are the numbers at which shards end."""
 
-    begin: int
-    first: Indices
-    ends: Sequence[int]
-    """Where each shard ends."""
+    def __init__(self, path: Path, ends: Sequence[int], number: int) -> None:
+        self.ends, self.begin = ends, ends[number - 1] if number else 0
+        self.first: Indices = np.load(path, mmap_mode="r")[self.begin : ends[number]]
 
     def stays(self, index: int) -> bool:
         """Whether no earlier text is the same."""
@@ -251,14 +246,9 @@ class Decision:
             raise PalestraError(f"a shard had {len(self.first)} texts and now has {count}: the source has changed")
 
 
-def _of_shard(keep: Keep, path: Path, ends: Sequence[int], number: int) -> Work:
-    begin = ends[number - 1] if number else 0
-    return partial(keep, Decision(begin, np.load(path, mmap_mode="r")[begin : ends[number]], ends))
-
-
-def _documents(reason: str, decision: Decision, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _documents(reason: str, path: Path, ends: Sequence[int], number: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     """The documents that stay; the others are dropped for the reason, with a note of which one stays instead."""
-    index = 0
+    decision, index = Decision(path, ends, number), 0
     for row in rows:
         if not _writable(row["text"]):
             yield Drop(NOT_UNICODE)
@@ -269,9 +259,9 @@ def _documents(reason: str, decision: Decision, rows: Iterator[Row]) -> Iterator
     decision.check_count(index)
 
 
-def _parts(separator: str, decision: Decision, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _parts(separator: str, path: Path, ends: Sequence[int], number: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     """The documents with those of their parts that stay; one that loses all is dropped."""
-    index = 0
+    decision, index = Decision(path, ends, number), 0
     for row in rows:
         if not _writable(row["text"]):
             yield Drop(NOT_UNICODE)

@@ -6,7 +6,8 @@ its own Markdown loses empty lines in code, the code's language and the signs of
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
@@ -51,10 +52,8 @@ def html_to_markdown(
     `base_url`, or the column `url` where a row has one; `links: false` keeps only their text.
     """
     _trafilatura()  # before any worker starts
-    work = _Convert(base_url, links)
-    map_documents(
-        out, source, work, "html_to_markdown", asdict(work), workers, text_key=text_key, compression=compression
-    )
+    work, recipe = partial(_convert, base_url, links), {"base_url": base_url, "links": links}
+    map_documents(out, source, work, "html_to_markdown", recipe, workers, text_key=text_key, compression=compression)
 
 
 @dataclass(frozen=True)
@@ -227,18 +226,12 @@ def _trafilatura() -> Any:
     return trafilatura
 
 
-@dataclass(frozen=True)
-class _Convert:
-    base_url: str | None
-    links: bool
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        for row in rows:
-            url = row.get("url")
-            base = url if isinstance(url, str) and url else self.base_url
-            page = markdown_of(row["text"], base_url=base, links=self.links)
-            if not page.markdown:
-                yield Drop(NO_TEXT)
-                continue
-            title = {} if page.title is None or row.get("title") else {"title": page.title}
-            yield {**row, "text": page.markdown, **title}
+def _convert(base_url: str | None, links: bool, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    for row in rows:
+        url = row.get("url")
+        page = markdown_of(row["text"], base_url=url if isinstance(url, str) and url else base_url, links=links)
+        if not page.markdown:
+            yield Drop(NO_TEXT)
+            continue
+        title = {} if page.title is None or row.get("title") else {"title": page.title}
+        yield {**row, "text": page.markdown, **title}

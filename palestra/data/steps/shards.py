@@ -210,10 +210,9 @@ Work = Callable[[Iterator[Row]], Iterator[Row | Drop]]
 
 @dataclass(frozen=True)
 class ByShard:
-    """Work that is not the same for all shards."""
+    """Work that depends on the shard: called with its number and its rows."""
 
-    of: Callable[[int], Work]
-    """The work for the shard of a number."""
+    function: Callable[[int, Iterator[Row]], Iterator[Row | Drop]]
 
 
 def map_documents(
@@ -276,17 +275,24 @@ def shard_path(out: Path, folder: str, number: int, compression: Compression = "
 @contextmanager
 def row_writer(path: Path, compression: Compression = "none") -> Iterator[Callable[[Row], bool]]:
     """Write rows of JSON, atomically; false for a row that cannot be written (half a surrogate pair)."""
-    with _clear_errors(path), written(path) as file, _compressed(file, compression) as stream:
+    try:
+        with written(path) as file, _compressed(file, compression) as stream:
 
-        def write(row: Row) -> bool:
-            try:
-                line = json.dumps(row, ensure_ascii=False, default=_as_json).encode()
-            except UnicodeEncodeError:
-                return False
-            stream.write(line + b"\n")
-            return True
+            def write(row: Row) -> bool:
+                try:
+                    line = json.dumps(row, ensure_ascii=False, default=_as_json).encode()
+                except UnicodeEncodeError:
+                    return False
+                stream.write(line + b"\n")
+                return True
 
-        yield write
+            yield write
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+            raise
+        raise PalestraError(
+            f"cannot write {path}: {error.strerror}. No partial file is left; make room and run it again"
+        ) from error
 
 
 def _map_shard(
@@ -313,7 +319,7 @@ def _map_shard(
                 yield row
 
     with row_writer(shard_path(out, DOCS, source.number, compression), compression) as write:
-        for row in (work.of(source.number) if isinstance(work, ByShard) else work)(rows()):
+        for row in work.function(source.number, rows()) if isinstance(work, ByShard) else work(rows()):
             if isinstance(row, Drop):
                 drop(row)
             elif write(row):
@@ -361,15 +367,3 @@ def _compressed(file: IO[bytes], compression: Compression) -> Iterator[Any]:
             pyarrow.CompressedOutputStream(pyarrow.PythonFile(below, "w"), "zstd") as stream,
         ):
             yield stream
-
-
-@contextmanager
-def _clear_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
-            raise
-        raise PalestraError(
-            f"cannot write {path}: {error.strerror}. Nothing is left half written; make room and run it again"
-        ) from error

@@ -162,22 +162,18 @@ def _finished(folder: Path, new: Ledger, sources: Sequence[Shard]) -> bool:
 def _check_shards(folder: Path, done: dict[int, ShardRecord], sources: Sequence[Shard]) -> None:
     """Refuse other shards than those that were tokenized, naming the first."""
     for number, record in sorted(done.items()):
-        if number >= len(sources):
+        was, now = record.shard, sources[number] if number < len(sources) else None
+        if now is None:
             raise UsageError(
-                f"{folder} holds {record.shard.path}, which is not among the {len(sources)} shards given; "
+                f"{folder} holds {was.path}, which is not among the {len(sources)} shards given; "
                 "give the same shards, or build into another folder"
             )
-        was, now = record.shard, sources[number]
-        if record.matches(now):
-            continue
-        what = f"{now.path} was changed since it was tokenized into {folder}"
-        if now.path != was.path:
-            what = f"{folder} has {was.path} where {now.path} is given now"
-        elif now.split != was.split:
-            what = f"{now.path} was split by {was.split!r} for {folder}, and is to be split by {now.split!r} now"
-        elif now.size != was.size:
-            what += f" (from {was.size} to {now.size} bytes)"
-        raise UsageError(f"{what}; restore it, or remove {folder} to build it again")
+        if not record.matches(now):
+            before, after = (f"{shard.path} ({shard.size} bytes, split by {shard.split!r})" for shard in (was, now))
+            raise UsageError(
+                f"{folder} was made from {before}, and {after} has other content; restore it, or remove {folder} to "
+                "build it again"
+            )
 
 
 def _build(folder: Path, new: Ledger, sources: Sequence[Shard], encoder: "Encoder", workers: int) -> None:

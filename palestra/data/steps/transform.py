@@ -53,35 +53,28 @@ def transform(
     A row that it gives without an `id` keeps that of the row it came from; of several, the number is added.
     """
     load_function(function, "function")  # a wrong name is an error before any work
-    work = _Apply(function, dict(args or {}))
-    map_documents(
-        out, source, work, "transform", asdict(work), workers, text_key=None, split=split, compression=compression
-    )
+    recipe = {"function": function, "args": dict(args or {})}
+    work = partial(_apply, function, recipe["args"])
+    map_documents(out, source, work, "transform", recipe, workers, text_key=None, split=split, compression=compression)
 
 
-@dataclass(frozen=True)
-class _Apply:
-    function: str
-    args: dict[str, Any]
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        apply = load_function(self.function, "function")
-        for row in rows:
-            result = apply(row, **self.args)
-            if result is None or isinstance(result, Mapping):
-                yield Drop(NOTHING) if result is None else {"id": row["id"], **result}
-                continue
-            count = -1
-            for count, made in enumerate(result):
-                if not isinstance(made, Mapping):
-                    raise UsageError(
-                        f"{self.function} gave a {type(made).__name__} of row {row['id']}; expected a row (a dict), "
-                        "several, or None"
-                    )
-                same = made.get("id", row["id"]) == row["id"]
-                yield {**made, "id": f"{row['id']}.{count}" if same else made["id"]}
-            if count < 0:
-                yield Drop(NOTHING)
+def _apply(name: str, args: Mapping[str, Any], rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    function = load_function(name, "function")
+    for row in rows:
+        id = row["id"]  # before the call, which may change the row
+        result = function(row, **args)
+        if result is None or isinstance(result, Mapping):
+            yield Drop(NOTHING) if result is None else {"id": id, **result}
+            continue
+        count = -1
+        for count, made in enumerate(result):
+            if not isinstance(made, Mapping):
+                raise UsageError(
+                    f"{name} gave a {type(made).__name__} of row {id}; expected a row (a dict), several, or None"
+                )
+            yield {**made, "id": f"{id}.{count}" if made.get("id", id) == id else made["id"]}
+        if count < 0:
+            yield Drop(NOTHING)
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ def consolidate(
         best = _best(out, shards, keep_fraction)
         recipe["threshold"] = best.threshold  # shards that an earlier attempt did had the same
         counts = {"threshold": best.threshold, "scored": sum(result["scored"] for result in results)}
-    work = ByShard(partial(_Keep, rules, by, best, tuple(without)))
+    work = ByShard(partial(_keep, rules, by, best, tuple(without)))
     map_documents(
         out, source, work, "consolidate", recipe, workers, text_key=None, compression=compression, counts=counts
     )
@@ -153,31 +146,27 @@ class Best:
     equals: tuple[int, ...]
 
 
-class _Keep:
-    """The rows of one shard that satisfy the rules and are among the best."""
-
-    def __init__(
-        self, rules: tuple[Rule, ...], by: str | None, best: Best | None, without: tuple[str, ...], number: int
-    ) -> None:
-        self.rules, self.by, self.best, self.without = rules, by, best, without
-        self.equals_left = 0 if best is None else best.equals[number]
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-        for row in rows:
-            broken = next((rule for rule in self.rules if not rule.holds(row)), None)
-            if broken is not None:
-                yield Drop(f"not {broken}")
-            elif self.best is not None and self.by is not None and not self._among_best(_score(row, self.by)):
-                yield Drop(f"not among the best by {self.by}")
-            else:
-                yield {key: value for key, value in row.items() if key not in self.without}
-
-    def _among_best(self, score: float) -> bool:
-        assert self.best is not None
-        if score != self.best.threshold:
-            return score > self.best.threshold
-        self.equals_left -= 1
-        return self.equals_left >= 0
+def _keep(
+    rules: tuple[Rule, ...],
+    by: str | None,
+    best: Best | None,
+    without: tuple[str, ...],
+    number: int,
+    rows: Iterator[Row],
+) -> Iterator[Row | Drop]:
+    """The rows of a shard that satisfy the rules and are among the best."""
+    equals_left = 0 if best is None else best.equals[number]
+    for row in rows:
+        if (broken := next((rule for rule in rules if not rule.holds(row)), None)) is not None:
+            yield Drop(f"not {broken}")
+            continue
+        if best is not None and by is not None:
+            score = _score(row, by)
+            equals_left -= score == best.threshold
+            if score < best.threshold or (score == best.threshold and equals_left < 0):
+                yield Drop(f"not among the best by {by}")
+                continue
+        yield {key: value for key, value in row.items() if key not in without}
 
 
 def _scores(out: Path, by: str, rules: tuple[Rule, ...], source: ShardSource) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,21 +11,25 @@ from palestra.generate.engine.request import MOST_ENDS, Alternatives, EngineJob,
 from palestra.generate.engine.sampler import Needs, Settings, sample
 
 APART = 0x9E3779B97F4A7C15
-"""What the seeds of a request's samples lie apart, modulo 2⁶⁴."""
+"""The distance between the seeds of a request's samples, modulo 2⁶⁴."""
 ALL = 2**62
 """A top_k that keeps every token."""
 
 
-@dataclass(frozen=True)
 class BatchRows:
     """State of the rows, as views of three tensors: a device gets all of it in three copies."""
 
-    integers: Tensor
-    """(8, rows) int64."""
-    floats: Tensor
-    """(3, rows) FP32."""
-    ends: Tensor
-    """(rows, MOST_ENDS) int64: tokens that end the sequence, the first one repeated; −1 where there are none."""
+    def __init__(self, integers: Tensor, floats: Tensor, ends: Tensor):
+        """`integers` (8, rows) int64, `floats` (3, rows) FP32.
+
+        `ends` (rows, MOST_ENDS) int64 are the tokens that end the sequence, the first one repeated; −1 where there are
+        none.
+        """
+        self.integers, self.floats, self.ends = integers, floats, ends
+        # The last token of the sequence, not yet in the cache; how many tokens are in the cache, which is also the
+        # position of `token`; 1 where tokens are sampled (the output of other rows is ignored); how many tokens may
+        # still be sampled.
+        self.token, self.length, self.active, self.remaining = integers[:4]
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> "BatchRows":
@@ -37,48 +40,28 @@ class BatchRows:
             torch.full((rows, MOST_ENDS), -1, dtype=torch.int64, device=device),
         )
 
-    @property
-    def token(self) -> Tensor:
-        """The last token of the sequence, not yet in the cache."""
-        return self.integers[0]
-
-    @property
-    def length(self) -> Tensor:
-        """How many tokens are in the cache, which is also the position of `token`."""
-        return self.integers[1]
-
-    @property
-    def active(self) -> Tensor:
-        """1 where tokens are drawn; what the other rows compute counts for nothing."""
-        return self.integers[2]
-
-    @property
-    def remaining(self) -> Tensor:
-        """How many tokens may still be drawn."""
-        return self.integers[3]
-
     def settings(self, batch: int) -> Settings:
         """How the first rows are sampled."""
-        draws, minimum, seed, top_k = self.integers[4:, :batch]
+        sampled, minimum, seed, top_k = self.integers[4:, :batch]
         temperature, top_p, min_p = self.floats[:, :batch]
-        return Settings(temperature, top_k, top_p, min_p, seed, draws, minimum, self.ends[:batch])
+        return Settings(temperature, top_k, top_p, min_p, seed, sampled, minimum, self.ends[:batch])
 
     def start(self, samples: Sequence[Sample]) -> None:
-        """Write the rows of samples whose tokens but the last are cached: they draw from now on."""
+        """Write the rows of samples whose tokens but the last are cached: they are sampled from now on."""
         rows = torch.tensor([sample.row for sample in samples])
         # In the order of `token`, `length`, `active`, `remaining` and `settings`.
         self.integers[:, rows] = torch.tensor([_integers(sample) for sample in samples]).T
-        drawn = [sample.job.sampling for sample in samples]
-        self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in drawn]).T
+        settings = [sample.job.sampling for sample in samples]
+        self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in settings]).T
         ends = (sample.job.ends for sample in samples)
         self.ends[rows] = torch.tensor([(tokens + (tokens[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS] for tokens in ends])
 
     def stop(self, row: int) -> None:
-        """Draw no more in a row, on the host: there NumPy takes a tenth of torch's time for one number."""
+        """Stop sampling in a row, on the host: there NumPy takes a tenth of torch's time for one number."""
         self.integers.numpy()[2, row] = 0
 
     def move(self, source: int, target: int) -> None:
-        """Let a row take the place of another, on the host. Its own place is then idle."""
+        """Move a row to the place of another, on the host. Its own place is then idle."""
         integers, floats, ends = self.integers.numpy(), self.floats.numpy(), self.ends.numpy()
         integers[:, target], floats[:, target], ends[target] = integers[:, source], floats[:, source], ends[source]
         self.stop(source)
@@ -92,7 +75,7 @@ class BatchRows:
 
 
 class DecodeStep(NamedTuple):
-    """What a step (B), or several stacked (steps, B), gave for each row."""
+    """The output of a step (B), or of several stacked (steps, B), for each row."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -103,42 +86,36 @@ class DecodeStep(NamedTuple):
     top_logprobs: Tensor
 
 
-class Drawn:
-    """What a burst drew, for the host."""
+class BurstOutput:
+    """What a burst sampled, for the host."""
 
-    def __init__(self, found: DecodeStep):
-        self._found = found
-        self.finite = bool(found.logprobs.isfinite().all())
-        """Whether all log-probabilities are numbers, of rows that draw nothing too."""
-        self._counts = found.counted.sum(0).tolist()
-        self._tokens, self._logprobs = found.tokens.T.tolist(), found.logprobs.T.tolist()
+    def __init__(self, steps: DecodeStep):
+        self._steps = steps
+        self.finite = bool(steps.logprobs.isfinite().all())
+        """Whether all log-probabilities are finite, those of idle rows included."""
+        self._counts = steps.counted.sum(0).tolist()
+        self._tokens, self._logprobs = steps.tokens.T.tolist(), steps.logprobs.T.tolist()
 
     def in_row(self, row: int, alternatives: int) -> tuple[list[int], list[float], list[Alternatives]]:
-        """Tokens of the row's sequence, their log-probabilities, and alternatives that could have been drawn."""
-        count = self._counts[row]
-        return self._tokens[row][:count], self._logprobs[row][:count], self._top(row, count, alternatives)
-
-    def _top(self, row: int, count: int, alternatives: int) -> list[Alternatives]:
-        if not alternatives:
-            return []
-        tokens, logprobs = self._found.top_tokens, self._found.top_logprobs
-        pairs = (
-            zip(*both, strict=True)
-            for both in zip(tokens[:count, row].tolist(), logprobs[:count, row].tolist(), strict=True)
-        )
-        return [
-            tuple((token, value) for token, value in step if value > float("-inf"))[:alternatives] for step in pairs
-        ]
+        """Tokens of the row's sequence, their log-probabilities, and the alternatives to each."""
+        count, top = self._counts[row], []
+        if alternatives:
+            tokens = self._steps.top_tokens[:count, row].tolist()
+            logprobs = self._steps.top_logprobs[:count, row].tolist()
+            for pairs in map(zip, tokens, logprobs):
+                # What the filters took away has −inf.
+                top.append(tuple(pair for pair in pairs if pair[1] > float("-inf"))[:alternatives])
+        return self._tokens[row][:count], self._logprobs[row][:count], top
 
 
 def advance(rows: BatchRows, scores: Tensor, needs: Needs) -> DecodeStep:
-    """Draw from scores (B, V) and bring the first B rows to their next token. The host waits for nothing."""
+    """Sample from scores (B, V) and advance the first B rows to their next token. The host waits for nothing."""
     batch = len(scores)
     settings, active = rows.settings(batch), rows.active[:batch]
     new, counted = sample(scores, settings, needs), active.bool()
     rows.token[:batch] = torch.where(counted, new.tokens, rows.token[:batch])
     rows.length[:batch] += active
-    settings.draws.add_(active)
+    settings.sampled.add_(active)
     rows.remaining[:batch] -= active
     ended = (new.tokens[:, None] == settings.ends).any(-1) | (rows.remaining[:batch] <= 0)
     active.mul_(~ended)
@@ -154,28 +131,14 @@ def _integers(sample: Sample) -> tuple[int, ...]:
         sample.remaining,
         len(sample.tokens),
         sampling.min_new_tokens,
-        _signed(job.seed + APART * sample.index),
+        (job.seed + APART * sample.index + 2**63) % 2**64 - 2**63,  # modulo 2⁶⁴, as an int64
         min(sampling.top_k or ALL, ALL),
     )
 
 
-def _signed(number: int) -> int:
-    """Modulo 2⁶⁴, as an int64."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
 TURN = 16
 """Samples of a request that start before the next request has its turn. A group of usual size starts together; a
-request for a thousand samples does not keep others waiting."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """A sample has changed its row; what is cached there must follow."""
-
-    source: int
-    target: int
-    length: int
+request for a thousand samples does not starve the others."""
 
 
 class Scheduler:
@@ -247,12 +210,12 @@ class Scheduler:
             budget -= end - running.cached
             yield running, end
 
-    def release(self, sample: Sample) -> Move | None:
-        """Take a sample out; the one in the last row moves into its row."""
+    def release(self, sample: Sample) -> tuple[int, int, int] | None:
+        """Take a sample out; the one in the last row moves into its row: from, to, and how much it has cached."""
         last = self.rows.pop()
         if last is sample:
             return None
-        move = Move(last.row, sample.row, last.cached)
+        move = (last.row, sample.row, last.cached)
         last.row = sample.row
         self.rows[last.row] = last
         return move

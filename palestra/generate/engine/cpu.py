@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +33,8 @@ DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
 """Rows of a product. A matrix library picks its kernel, and with it the order of additions, by the number of rows: the
 same number always gives the same bits. bf16 needs 64 to reach the matrix units, and more to keep them busy."""
 ROWS = 16
-"""Everything but products works on a multiple of so many rows: cut into a thread's shares between rows, so that no
-row has elements at the end of a share, where one by one they round otherwise than in vectors."""
+"""Everything but products works on a multiple of this many rows: threads then split the work between rows, so that no
+row has elements at the end of a share, where scalar code rounds differently from vector code."""
 WORTH_PACKING = {torch.float32: 2**17, torch.bfloat16: 2**12}
 """Elements from which a matrix gains by lying in the library's own order."""
 
@@ -110,7 +109,7 @@ class Tiles:
         return (out[0] if len(out) == 1 else torch.cat(out))[: len(x)]
 
     def of(self, x: Tensor) -> Iterator[Tensor]:
-        """The tiles of rows (T, D). A last one that is short lies on other rows, whose results nobody reads.
+        """The tiles of rows (T, D). A short last one is padded with other rows, whose results are not read.
 
         Take each before the next call: short tiles share their memory.
         """
@@ -159,35 +158,23 @@ class TiledLinear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
-class TiledGate(TiledLinear):
-    """Gate and up projections with what joins them."""
-
-    def __init__(self, gate_up: Tensor, gate: Callable[[Tensor], Tensor], tiles: Tiles):
-        super().__init__(gate_up, None, tiles)
-        self.gate = gate
-
-    def product(self, tile: Tensor) -> Tensor:
-        """(rows, D) → (rows, F)."""
-        return self.gate(super().product(tile))
-
-
 class TiledMLP(nn.Module):
     """A feed-forward network that is applied to tiles of rows."""
 
     def __init__(self, mlp: MLP, tiles: Tiles):
         super().__init__()
-        self.tiles = tiles
-        self.gate_up = TiledGate(mlp.gate_up.weight, mlp.gate, tiles)
+        self.tiles, self.gate = tiles, mlp.gate
+        self.gate_up = TiledLinear(mlp.gate_up.weight, None, tiles)
         self.down = TiledLinear(mlp.down.weight, None, tiles)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
-        key = (type(self), self.gate_up.gate, self.down.weight.shape)
-        return self.tiles.apply(lambda tile: self.down.product(self.gate_up.product(tile)), x, key)
+        key = (type(self), self.gate, self.down.weight.shape)
+        return self.tiles.apply(lambda tile: self.down.product(self.gate(self.gate_up.product(tile))), x, key)
 
 
 class TiledHead(TiledLinear):
-    """The output head, whose scores are FP32: weights in bf16 are kept in FP32 beside, as `logits` multiplies them."""
+    """The output head, whose scores are FP32: bf16 weights also have an FP32 copy, which `logits` multiplies."""
 
     def __init__(self, unembed: Tensor, tiles: Tiles):
         super().__init__(unembed, None, tiles)
@@ -201,7 +188,7 @@ class TiledHead(TiledLinear):
             self._wide = self.weight.detach().float()
 
     def room(self, count: int) -> Tensor:
-        """Memory for the scores of so many rows. New memory for them in every step took a tenth of its time."""
+        """Memory for the scores of `count` rows. Allocating it in every step took a tenth of the step's time."""
         return torch.empty(-(-count // self.tiles.rows) * self.tiles.rows, len(self.weight))
 
     def forward(self, x: Tensor, room: Tensor | None = None) -> Tensor:
@@ -228,18 +215,8 @@ class TiledMoE(MoE):
     def _route(self, x: Tensor) -> Tensor:
         return self.tiles.apply(super()._route, x)
 
-    def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
-        pieces, start = [rows[:0]], 0
-        for end, first, second in zip(ends.tolist(), self.gate_up.unbind(), self.down.unbind(), strict=True):
-            if start < end:
-                expert = partial(_expert, first=first, second=second, gate=self.gate)
-                pieces.append(self.tiles.apply(expert, rows[start:end]))
-            start = end
-        return torch.cat(pieces)
-
-
-def _expert(x: Tensor, first: Tensor, second: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-    return F.linear(gate(F.linear(x, first)), second)
+    def _expert(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return self.tiles.apply(lambda tile: F.linear(self.gate(F.linear(tile, first)), second), x)
 
 
 PORTION = BLOCK
@@ -260,8 +237,13 @@ class Runner:
         context: int,
         budget: int | None,
         most_rows: int,
+        steps: int,
     ):
-        """`budget` is the memory for keys and values in bytes; None takes of what the weights leave free."""
+        """`budget` is the memory for keys and values in bytes; None takes of what the weights leave free.
+
+        A burst has at most `steps` steps.
+        """
+        self.steps = steps
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
         self.load(model.state_dict())
@@ -280,12 +262,12 @@ class Runner:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over weights in place. Nothing has changed if a name, a shape or a value does not fit."""
-        mine = self.model.state_dict()
-        if missing := sorted(mine.keys() - weights.keys()):
-            raise UsageError(f"the weights lack {_named(missing)}, which the model has")
-        if extra := sorted(weights.keys() - mine.keys()):
-            raise UsageError(f"the weights have {_named(extra)}, which the model has not")
-        for name, tensor in mine.items():
+        own = self.model.state_dict()
+        if missing := sorted(own.keys() - weights.keys()):
+            raise UsageError(f"the weights lack tensors of the model: {_named(missing)}")
+        if extra := sorted(weights.keys() - own.keys()):
+            raise UsageError(f"the weights have tensors that the model does not have: {_named(extra)}")
+        for name, tensor in own.items():
             if tensor.shape != weights[name].shape:
                 theirs = tuple(weights[name].shape)
                 raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
@@ -293,7 +275,7 @@ class Runner:
             extremes = torch.stack(weights[name].detach().aminmax()).to(tensor.dtype)
             if not extremes.isfinite().all():
                 raise UsageError(f"the weight {name} has values that are not finite in {tensor.dtype}")
-        for name, tensor in mine.items():
+        for name, tensor in own.items():
             tensor.copy_(weights[name].detach())
         if self.tiles is not None:
             self.tiles.pack()
@@ -307,8 +289,8 @@ class Runner:
         for portion in _portions(segments):
             positions = [position for segment in portion for position in range(segment.start, segment.end)]
             padding = [0] * (self._padded(len(positions)) - len(positions))
-            mine = tokens[offset : offset + len(positions)]
-            inputs = torch.tensor([[*mine, *padding], [*positions, *padding]], device=self.device)
+            piece = tokens[offset : offset + len(positions)]
+            inputs = torch.tensor([[*piece, *padding], [*positions, *padding]], device=self.device)
             self.model(inputs[0], inputs[1], PrefillAttention(self.cache, portion))
             offset += len(positions)
 
@@ -318,9 +300,9 @@ class Runner:
         if self.rows is self.host:
             return self.burst(batch, steps, longest, needs)
         self.rows.copy_(self.host)
-        found = self.burst(batch, steps, longest, needs)
+        output = self.burst(batch, steps, longest, needs)
         self.host.copy_(self.rows)
-        return DecodeStep(*(part.cpu() for part in found))
+        return DecodeStep(*(part.cpu() for part in output))
 
     def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """The same on the device, without waiting for it."""
@@ -342,7 +324,7 @@ class Runner:
         return wide(self.tiles.head(hidden, self._room))
 
     def _padded(self, count: int) -> int:
-        # Our own kernels go row by row. What torch computes beside them are angles, and those fill whole vectors.
+        # Our own kernels go row by row. Only the rotary angles are left to torch, and those fill whole vectors.
         if self.tiles is None or (self.tiles.whole and count <= PORTION and self.model.shape.dim % ROWS == 0):
             return count
         return -(-count // ROWS) * ROWS

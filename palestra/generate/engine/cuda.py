@@ -7,6 +7,7 @@ kernels of a whole burst, sampling and stops included, and is launched once.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
 from palestra.lm.attention import varlen
 from palestra.lm.head import logits
-from palestra.lm.model import Transformer
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Graphs are captured for these numbers of rows, then for multiples of the last; other numbers are padded."""
@@ -28,18 +28,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 class CudaRunner(Runner):
     """A copy of a model on a GPU, whose decode steps are captured once for each size of the batch."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        dtype: torch.dtype,
-        device: torch.device,
-        context: int,
-        budget: int | None,
-        most_rows: int,
-        steps: int,
-    ):
-        super().__init__(model, dtype, device, context, budget, most_rows)
-        self.steps = steps
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
         self.host = BatchRows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
         self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -58,17 +48,19 @@ class CudaRunner(Runner):
     @torch.inference_mode()
     def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
-        # Cheap here, and fewer graphs. Rows cut what they are given to what they asked for.
+        # Cheap here, and fewer graphs. Rows truncate the alternatives to what they asked for.
         top = MOST_ALTERNATIVES if needs.top else 0
-        needs = replace(needs, drawn=True, greedy=True, tempered=True, top=top)
+        needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=top)
         rows = min(_bucket(batch), self.cache.keys.shape[1])
         if (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)
-        graph, found = self._graphs[rows, needs]
+        graph, steps_out = self._graphs[rows, needs]
         self.rows.copy_(self.host)
         graph.replay()
         self.host.copy_(self.rows)
-        return DecodeStep(*(part[:, :batch].cpu() for part in found))  # waits for the graph, and so for the copy before
+        return DecodeStep(
+            *(part[:, :batch].cpu() for part in steps_out)
+        )  # waits for the graph, and so for the copy before
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""
@@ -87,9 +79,9 @@ class CudaRunner(Runner):
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            found = self.burst(rows, self.steps, 0, needs)
+            output = self.burst(rows, self.steps, 0, needs)
         self.captures += 1
-        return graph, found
+        return graph, output
 
 
 class KernelAttention:

@@ -79,7 +79,7 @@ def _attend(
     base = slot * slot_stride + head * head_stride
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
-    found = tl.zeros([PADDED, WIDTH], tl.float32)
+    mixed = tl.zeros([PADDED, WIDTH], tl.float32)
     for start in range(first, last, BLOCK):
         p = start + t
         seen = (p >= begin) & (p < last)
@@ -93,16 +93,16 @@ def _attend(
         weights = tl.exp(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(values + at, mask=inside, other=0.0)
-        found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
     wanted = (g[:, None] < GROUP) & (d[None, :] < DIM)
     if SPLITS == 1:
-        result = found / tl.where(total > 0, total, 1.0)[:, None]
+        result = mixed / tl.where(total > 0, total, 1.0)[:, None]
         to = (row * kv * GROUP + head * GROUP + g[:, None]) * DIM + d[None, :]
         tl.store(out + to, result.to(out.dtype.element_ty), mask=wanted)
     else:
         part = (row * kv + head) * SPLITS + split
-        tl.store(out + (part * PADDED + g[:, None]) * DIM + d[None, :], found, mask=wanted)
+        tl.store(out + (part * PADDED + g[:, None]) * DIM + d[None, :], mixed, mask=wanted)
         tl.store(tops + part * PADDED + g, top)
         tl.store(sums + part * PADDED + g, total)
 
@@ -130,21 +130,21 @@ def _join(
         tl.store(out + to, joined.to(out.dtype.element_ty), mask=d < DIM)
 
 
-def draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """A token (B) of softmax(logits / temperature) for each row and uniform number, and its log-probability.
 
-    By inverse transform, over the vocabulary in order; −inf is never drawn. A temperature of 0 takes the most likely
+    By inverse transform, over the vocabulary in order; −inf is never sampled. A temperature of 0 takes the most likely
     token, with its log-probability at temperature 1.
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _draw[(rows,)](logits, temperature, uniform, tokens, logprobs, vocab, logits.stride(0), 4096, num_warps=8)
+    _sample_tokens[(rows,)](logits, temperature, uniform, tokens, logprobs, vocab, logits.stride(0), 4096, num_warps=8)
     return tokens, logprobs
 
 
 @triton.jit
-def _draw(logits, temperature, uniform, tokens, logprobs, vocab, stride, BLOCK: tl.constexpr):
+def _sample_tokens(logits, temperature, uniform, tokens, logprobs, vocab, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     scale = 1.0 / tl.where(heat > 0, heat, 1.0)

@@ -1,4 +1,4 @@
-"""The generation engine: requests in, tokens out, in bursts of work that the owner of the device asks for."""
+"""The generation engine: requests in, tokens out, in bursts that the owner of the device calls for."""
 
 import math
 import threading
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine.batch import Drawn, Scheduler
+from palestra.generate.engine.batch import BurstOutput, Scheduler
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.kv_cache import BLOCK, Segment
 from palestra.generate.engine.request import (
@@ -36,7 +36,7 @@ __all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
 
 
 class Engine:
-    """Generates with a copy of a model. Any thread may call any method; one at a time is at work.
+    """Generates with a copy of a model. Any thread may call any method; one runs at a time.
 
     A sequence lives in one row of the batch and of the cache. Its tokens and log-probabilities depend on its prompt,
     sampling and seed alone; on the CPU bit for bit, whatever else is running.
@@ -59,7 +59,7 @@ class Engine:
     ):
         """`dtype` and `context` are the model's unless given, `kv_bytes` a share of the memory that is free.
 
-        A burst computes about `prefill_tokens` tokens of prompts, then draws up to `burst` tokens in every row.
+        A burst computes about `prefill_tokens` tokens of prompts, then samples up to `burst` tokens in every row.
         """
         shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
         self.context = min(context or shape.context, shape.context)
@@ -70,8 +70,11 @@ class Engine:
         self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None
-        """What ended the engine."""
-        self._runner = _runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
+        """The error that ended the engine."""
+        runner = Runner
+        if device.type == "cuda":
+            from palestra.generate.engine.cuda import CudaRunner as runner  # Triton comes with torch for GPUs alone
+        self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
         self._scheduler = Scheduler(self.slots, BLOCK)
         self._jobs: dict[str, EngineJob] = {}
@@ -85,9 +88,9 @@ class Engine:
     @classmethod
     def from_folder(cls, path: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> "Engine":
         """An engine for a model folder, with its tokenizer if it has one."""
-        found = load_pretrained(path, dtype, dtype)
-        tokenizer = None if found.tokenizer is None else Tokenizer.load(found.tokenizer)
-        return cls(found.model, eos=frozenset(found.eos), tokenizer=tokenizer, **settings)
+        loaded = load_pretrained(path, dtype, dtype)
+        tokenizer = None if loaded.tokenizer is None else Tokenizer.load(loaded.tokenizer)
+        return cls(loaded.model, eos=frozenset(loaded.eos), tokenizer=tokenizer, **settings)
 
     @property
     def model(self) -> Transformer:
@@ -100,44 +103,45 @@ class Engine:
         return self._runner.captures
 
     def submit(self, request: Request, sink: TokenSink) -> str:
-        """Queue a request and give its id. What cannot be done is refused here."""
+        """Queue a request and return its id. An invalid request is refused here."""
         vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
         with self._inbox:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
             if job.id in self._jobs:
-                raise UsageError(f"a request with the id {job.id!r} is at work already")
+                raise UsageError(f"a request with the id {job.id!r} is already in flight")
             waiting = len(self._new) + len(self._scheduler.waiting)
             if waiting >= self.max_waiting:
-                raise QueueFull(f"{waiting} requests wait, which is the limit: try again later")
+                raise QueueFull(f"the queue is full with {waiting} waiting requests: try again later")
             self._jobs[job.id] = job
             self._new.append(job)
         return job.id
 
     def abort(self, id: str) -> None:
-        """End a request at the next burst, with what it has. One that has ended is let be."""
+        """End a request at the next burst, with what it has; no effect on one that has ended."""
         with self._inbox:
             # The job, not the id, which another request may have by then.
             if (job := self._jobs.get(id)) is not None:
                 self._aborted.append(job)
 
     def burst(self) -> bool:
-        """Do what there is to do for a moment: admit, compute prompts, draw tokens, deliver. False: there was nothing.
+        """One round: admit requests, compute prompts, sample tokens, deliver. False where there was nothing to do.
 
-        An error ends the engine: every request fails with it, and so does every later one. Ctrl-C ends what is at work
-        alone.
+        An error ends the engine: every request fails with it, and so does every later one. Ctrl-C ends only requests
+        in flight.
         """
         if self.failure is not None:
             raise EngineFailed(self.failure)
-        with self._turns.mine():
+        with self._turns.taken():
             try:
                 self._take_in()
                 if self._paused:
                     return False
                 admitted = self._scheduler.admit(self.prefill_tokens)
                 for sample in admitted:
-                    sample.text = self._growing_text(sample.job) if sample.job.sink.streams else None
+                    if self.tokenizer is not None and sample.job.sink.streams:
+                        sample.text = GrowingText(self.tokenizer, sample.job.sampling.stop)
                 self._set_cached([(sample, 0) for sample in admitted])
                 prefilled = self._prefill()
                 return self._decode() or prefilled
@@ -149,13 +153,13 @@ class Engine:
                 raise
 
     def fail(self, error: BaseException) -> None:
-        """End the engine: all that is asked of it fails, with `error` as the cause."""
+        """End the engine: every request, now and later, fails with `error` as the cause."""
         with self._inbox:
             self.failure = error
             jobs = list(self._jobs.values())
             self._jobs.clear()
         for job in jobs:
-            job.sink.fail(EngineFailed(error))
+            job.sink.put(EngineFailed(error))
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Generate for all requests here and now; results in their order."""
@@ -168,30 +172,29 @@ class Engine:
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
         except BaseException:
-            # Nobody waits for the others any more.
+            # The caller no longer waits for the others.
             for id in (id for place, id in enumerate(ids) if place not in done):
                 self.abort(id)
-            with self._turns.mine():
+            with self._turns.taken():
                 self._take_in()
             raise
         return [done[place] for place in range(len(requests))]
 
     def pause(self) -> None:
-        """Draw nothing until `resume`. Returns once the burst at work has ended."""
-        with self._turns.mine():
+        """Sample nothing until `resume`. Returns once the current burst has ended."""
+        with self._turns.taken():
             self._paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`."""
         self._paused = False
 
     def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
         """Take over weights between two bursts; tokens from now on are of `version`.
 
-        With `keep_cache` running sequences go on from what they have cached. Without it they compute it again, as if
-        the new weights had read what the old ones wrote.
+        With `keep_cache` running sequences continue from what they have cached. Without it their caches are recomputed
+        by the new weights.
         """
-        with self._turns.mine():
+        with self._turns.taken():
             self._runner.load(weights)
             self.version = version
             rows = self._scheduler.rows
@@ -204,7 +207,7 @@ class Engine:
                 self._set_cached([(sample, 0) for sample in rows])
 
     def metrics(self) -> dict[str, float]:
-        """What it is doing and has done."""
+        """Gauges and counters."""
         running, waiting = len(self._scheduler.rows), [*self._new, *self._scheduler.waiting]
         return {
             "running": running,
@@ -221,7 +224,7 @@ class Engine:
         }
 
     def _drop(self) -> None:
-        """Forget all requests: what a burst that was cut short had at work is of no use."""
+        """Drop all requests: an interrupted burst leaves their rows in no usable state."""
         with self._inbox:
             jobs = list(self._jobs.values())
             self._jobs.clear()
@@ -229,10 +232,10 @@ class Engine:
             self._scheduler = Scheduler(self.slots, BLOCK)
         self._runner.host.active.zero_()
         for job in jobs:
-            job.sink.fail(PalestraError("interrupted before it was complete: ask again"))
+            job.sink.put(PalestraError("interrupted before the request was complete: send it again"))
 
     def _take_in(self) -> None:
-        """What has been asked since the last burst."""
+        """Requests and aborts since the last burst."""
         with self._inbox:
             new, self._new = self._new, []
             aborted, self._aborted = self._aborted, []
@@ -248,11 +251,8 @@ class Engine:
         for index in range(job.started, job.request.n):
             self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
 
-    def _growing_text(self, job: EngineJob) -> GrowingText | None:
-        return None if self.tokenizer is None else GrowingText(self.tokenizer, job.sampling.stop)
-
     def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
-        """The text of a sample so far, once a stop string may end in its new tokens; until then nobody reads it."""
+        """The text of a sample so far, once a stop string may end in its new tokens; until then it is not needed."""
         stops, tokenizer = sample.job.sampling.stop, self.tokenizer
         if not stops or tokenizer is None or not may_end(stops, tokens, tokenizer):
             return None
@@ -296,7 +296,7 @@ class Engine:
             self._copied += length * len(samples)
 
     def _set_cached(self, lengths: Sequence[tuple[Sample, int]]) -> None:
-        """Say how much is cached. A step that runs before the rest is there writes its nonsense behind it."""
+        """Record how much is cached. A step that runs before the rest is there writes behind it, which is not read."""
         if not lengths:
             return
         for sample, length in lengths:
@@ -305,27 +305,27 @@ class Engine:
         self._runner.host.length[rows] = torch.tensor([length for _, length in lengths])
 
     def _decode(self) -> bool:
-        """Draw tokens in all rows that can, and deliver them."""
+        """Sample tokens in all active rows, and deliver them."""
         running = [sample for sample in self._scheduler.rows if sample.active]
         if not running:
             return False
         steps = min(self.steps, max(sample.remaining for sample in running))
         longest = max(sample.cached for sample in running)
         needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
-        drawn = Drawn(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
+        sampled = BurstOutput(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
         # Where a sample ends another may move in, with all that it has cached: every row is read before.
-        found = [drawn.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
-        for sample, (tokens, _, _) in zip(running, found, strict=True):
+        outputs = [sampled.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
+        for sample, (tokens, _, _) in zip(running, outputs, strict=True):
             sample.cached += len(tokens)
         # From the last row: where the last one ends, none has to move into its place.
-        for sample, (tokens, logprobs, top) in reversed(list(zip(running, found, strict=True))):
-            if not drawn.finite and not all(map(math.isfinite, logprobs)):
-                raise PalestraError(f"the weights of version {self.version} give log-probabilities that are no numbers")
+        for sample, (tokens, logprobs, top) in reversed(list(zip(running, outputs, strict=True))):
+            if not sampled.finite and not all(map(math.isfinite, logprobs)):
+                raise PalestraError(f"non-finite log-probabilities with weights version {self.version}")
             self._extend(sample, tokens, logprobs, top)
         return True
 
     def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float], top: list[Alternatives]) -> None:
-        """Add drawn tokens to a sample and see whether it has ended."""
+        """Add sampled tokens to a sample and check whether it has ended."""
         since, job, text = len(sample.tokens), sample.job, ""
         count = len(tokens)
         if sample.text is None:
@@ -348,7 +348,7 @@ class Engine:
         elif sample.remaining == 0:
             self._end(sample, since, text, StopReason.LENGTH)
         elif job.sink.streams:
-            job.sink.chunk(sample.chunk(since, text))
+            job.sink.put(sample.chunk(since, text))
 
     def _end(self, sample: Sample, since: int, text: str, reason: StopReason, match: str | int | None = None) -> None:
         """Free the row of a sample and deliver what it has; tokens from number `since` on and `text` are new."""
@@ -361,7 +361,7 @@ class Engine:
         if sample.row >= 0:
             self._free(sample)
         if job.sink.streams:
-            job.sink.chunk(sample.chunk(since, text, reason))
+            job.sink.put(sample.chunk(since, text, reason))
         tokens, logprobs, versions = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
         top = tuple(sample.top)
         job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, top, match)
@@ -369,31 +369,15 @@ class Engine:
             with self._inbox:
                 del self._jobs[job.id]
             generations = tuple(job.generations[index] for index in range(job.request.n))
-            job.sink.finish(Result(job.id, job.request.prompt, generations))
+            job.sink.put(Result(job.id, job.request.prompt, generations))
 
     def _free(self, sample: Sample) -> None:
         move, host = self._scheduler.release(sample), self._runner.host
         if move is None:
             host.stop(sample.row)
         else:
-            self._runner.cache.copy(move.source, move.target, move.length)
-            host.move(move.source, move.target)
-
-
-def _runner(
-    model: Transformer,
-    dtype: torch.dtype,
-    device: torch.device,
-    context: int,
-    budget: int | None,
-    most_rows: int,
-    steps: int,
-) -> Runner:
-    if device.type != "cuda":
-        return Runner(model, dtype, device, context, budget, most_rows)
-    from palestra.generate.engine.cuda import CudaRunner  # Triton comes with torch for GPUs alone
-
-    return CudaRunner(model, dtype, device, context, budget, most_rows, steps)
+            self._runner.cache.copy(*move)
+            host.move(*move[:2])
 
 
 def may_end(stops: Sequence[str], tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
@@ -412,13 +396,13 @@ def _last_bytes(stops: tuple[str, ...]) -> frozenset[int] | None:
 
 
 class _Turns:
-    """A lock that is handed over in turn: who works all the time lets others in between."""
+    """A FIFO lock: a busy thread cannot starve the others."""
 
     def __init__(self) -> None:
         self._next, self._work = threading.Lock(), threading.Lock()
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
+    def taken(self) -> Iterator[None]:
         with self._next:
             self._work.acquire()
         try:
@@ -428,18 +412,13 @@ class _Turns:
 
 
 class _Collect:
-    """Keeps the result of a request that is not streamed."""
+    """Keeps the result of a request of `run`; an error is raised by the burst itself."""
 
     streams = False
 
     def __init__(self, done: dict[int, Result], place: int):
         self.done, self.place = done, place
 
-    def chunk(self, chunk: Chunk) -> None:
-        raise AssertionError("not streamed")
-
-    def finish(self, result: Result) -> None:
-        self.done[self.place] = result
-
-    def fail(self, error: BaseException) -> None:
-        """The burst that failed has raised it."""
+    def put(self, item: Chunk | Result | BaseException) -> None:
+        if isinstance(item, Result):
+            self.done[self.place] = item

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.errors import UsageError
+from palestra.lm.attention import additive_mask
 from palestra.spec.shape import Shape
 
 COLUMNS = 64
-"""A row of the cache has a multiple of so many positions."""
+"""A row of the cache has a multiple of this many positions."""
 LANES = 16
-"""Attention works on a multiple of so many positions: vectors are full, and odd sizes would take twice as long."""
+"""Attention works on a multiple of this many positions: vectors are full, and odd sizes would take twice as long."""
 BLOCK = 256
 """Queries of a prompt attend in blocks that begin at multiples of this position: however a prompt is cut into chunks,
 each product has the same shape, and the keys and values the same bits."""
@@ -57,21 +58,17 @@ def rows_that_fit(
 ) -> int:
     """How many rows of `context` positions a budget in bytes holds, at most `most`; null takes of what is free now."""
     each = 2 * shape.layers * shape.kv * context * shape.dim * dtype.itemsize
-    if budget is None:
-        budget = _free(device)
+    if budget is None and device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * 0.8)
+    elif budget is None:
+        # Pages are allocated when they are first written, and other processes on the machine need memory too.
+        budget = psutil.virtual_memory().available // 2
     if budget < each:
         raise UsageError(
             f"a sequence of {context} tokens needs {each / 2**20:,.1f} MiB of keys and values, but there is room for "
             f"{budget / 2**20:,.1f} MiB: give more memory or a shorter context"
         )
     return min(most, budget // each)
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    # Pages are taken when they are first written, and others on the machine need memory too.
-    return psutil.virtual_memory().available // 2
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,14 +109,9 @@ class DecodeAttention:
         return starts + self.lengths.repeat_interleave(heads)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(B, 1, 1, columns): 0 where a row looks, −inf elsewhere."""
         if window not in self._masks:
-            column, last = torch.arange(self.columns, device=self.lengths.device), self.lengths[:, None]
-            hidden = column > last
-            if window is not None:
-                hidden |= column <= last - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
+            columns = torch.arange(self.columns, device=self.lengths.device)
+            self._masks[window] = additive_mask(self.lengths, columns, window, dtype)[:, None, None]
         return self._masks[window]
 
 
@@ -165,28 +157,21 @@ class PrefillAttention:
                 keys, values = (
                     cached[layer, :, :, : start + columns][rows] for cached in (self.cache.keys, self.cache.values)
                 )
-                out[block] = self._block(part, keys, values, start, window)[:, :count]
+                plain = start == 0 and (window is None or window >= columns)
+                attended = F.scaled_dot_product_attention(
+                    part.transpose(1, 2),
+                    keys,
+                    values,
+                    attn_mask=None if plain else self._mask(start, start + columns, window, q),
+                    is_causal=plain,
+                    enable_gqa=q.shape[1] != keys.shape[1],
+                )
+                out[block] = attended.transpose(1, 2)[:, :count]
         return out
 
-    def _block(self, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-        """q (B, n, H, dim), the tokens from `start` on, over keys and values (B, K, start + n, dim) → like q."""
-        length = q.shape[1]
-        plain = start == 0 and (window is None or window >= length)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=None if plain else self._mask(start, start + length, window, q),
-            is_causal=plain,
-            enable_gqa=q.shape[2] != keys.shape[1],
-        )
-        return out.transpose(1, 2)
-
     def _mask(self, start: int, end: int, window: int | None, like: Tensor) -> Tensor:
-        """(n, end): 0 where a token looks, −inf elsewhere."""
         key = (start, end, window)
         if key not in self._masks:
-            behind = torch.arange(start, end, device=like.device)[:, None] - torch.arange(end, device=like.device)
-            hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-            self._masks[key] = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+            positions = torch.arange(end, device=like.device)
+            self._masks[key] = additive_mask(positions[start:], positions, window, like.dtype)
         return self._masks[key]

@@ -1,4 +1,4 @@
-"""A request at work: validation, the state of each of its samples, growing text and stop strings."""
+"""A request in the engine: validation, the state of each of its samples, growing text and stop strings."""
 
 import secrets
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from palestra.generate.types import Chunk, Generation, Request, Result, Sampling
 
 
 class StopStrings:
-    """Looks for strings in text that comes in pieces, and keeps back what might become one."""
+    """Finds stop strings in text that comes in pieces, and holds back what might become one."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
@@ -34,9 +34,9 @@ class StopStrings:
             start, _, self.found = min(matches)
             self._kept = ""
             return seen[:start]
-        kept = max((self._beginning(seen, stop) for stop in self.stops), default=0)
-        self._kept = seen[len(seen) - kept :]
-        return seen[: len(seen) - kept]
+        length = max((self._beginning(seen, stop) for stop in self.stops), default=0)
+        self._kept = seen[len(seen) - length :]
+        return seen[: len(seen) - length]
 
     def finish(self) -> str:
         """What was kept back and did not become a stop string."""
@@ -82,7 +82,7 @@ class GrowingText:
 MOST_ENDS = 16
 """How many end tokens a request can have."""
 MOST_ALTERNATIVES = 20
-"""How many alternatives a request can ask for beside each token."""
+"""How many alternatives to each token a request can ask for."""
 MOST_STOPS, LONGEST_STOP = 16, 1000
 """How many stop strings a request can have, and of how many characters each: all are looked for after every token."""
 COLDEST, HOTTEST = 1e-4, 1e4
@@ -100,11 +100,11 @@ class PromptTooLong(UsageError):
 
 
 class QueueFull(PalestraError):
-    """More requests wait than may."""
+    """The queue has no room for another request."""
 
 
 class EngineFailed(PalestraError):
-    """What ended the engine, told to one of those who asked it.
+    """Raised to every pending and later caller when the engine has failed; `__cause__` is the original error.
 
     A new error each time: one that is raised again and again keeps all the tracebacks.
     """
@@ -115,27 +115,19 @@ class EngineFailed(PalestraError):
 
 
 class TokenSink(Protocol):
-    """Where what becomes of a request goes. It is called in the thread that calls for bursts."""
+    """Where the output of a request goes. It is called in the thread that calls for bursts."""
 
     streams: bool
-    """Whether it wants chunks."""
+    """Whether it takes chunks too."""
 
-    def chunk(self, chunk: Chunk) -> None:
-        """New tokens."""
-        ...
-
-    def finish(self, result: Result) -> None:
-        """All generations have ended."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """The engine cannot go on."""
+    def put(self, item: Chunk | Result | BaseException) -> None:
+        """New tokens; all generations once they have ended; or the error that ended the request."""
         ...
 
 
 @dataclass(eq=False)
 class EngineJob:
-    """A request at work."""
+    """A request in flight."""
 
     id: str
     request: Request
@@ -154,11 +146,10 @@ class EngineJob:
 
     @property
     def sampling(self) -> Sampling:
-        """How its tokens are drawn."""
         return self.request.sampling
 
     def same_prompt(self, other: "EngineJob") -> bool:
-        """Whether both go on from the same tokens."""
+        """Whether both have the same prompt."""
         return self is other or (self.key == other.key and self.request.prompt == other.request.prompt)
 
 
@@ -178,7 +169,7 @@ class Sample:
     cached: int = 0
     """How many tokens have their keys and values in the row."""
     active: bool = False
-    """Whether tokens are being drawn."""
+    """Whether tokens are being sampled."""
     shareable: bool = True
     """Whether its prompt is cached as another request with the same prompt would compute it."""
     tokens: list[int] = field(default_factory=list)
@@ -188,12 +179,12 @@ class Sample:
 
     @property
     def due(self) -> int:
-        """How many tokens must be cached before the next is drawn: all but the last, which the decode step takes in."""
+        """How many tokens must be cached before the next is sampled: all but the last, which the decode step adds."""
         return len(self.job.request.prompt) + len(self.tokens) - 1
 
     @property
     def remaining(self) -> int:
-        """How many tokens may still be drawn."""
+        """How many tokens may still be sampled."""
         return self.job.limit - len(self.tokens)
 
     def piece(self, start: int, end: int) -> list[int]:
@@ -210,30 +201,29 @@ class Sample:
 def checked(
     request: Request, sink: TokenSink, *, vocab: int, context: int, eos: frozenset[int], has_text: bool
 ) -> EngineJob:
-    """A job for a request that can be done; what cannot is refused by name."""
+    """A job for a valid request; an invalid one is refused by the name of the field."""
     sampling, prompt = request.sampling, request.prompt
     if len(prompt) >= context:
-        raise PromptTooLong(f"the prompt has {len(prompt)} tokens, but prompt and answer share a context of {context}")
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}"
+        )
     if not prompt:
         raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
     for token in (*prompt, *sampling.stop_ids):
         if not 0 <= token < vocab:
             raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
-    for name, value, expected, right in (
-        ("n", request.n, "at least 1", request.n >= 1),
-        (
-            "temperature",
-            sampling.temperature,
-            f"0, or {COLDEST:g} to {HOTTEST:g}",
-            sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST,
-        ),
-        ("top_k", sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
-        ("top_p", sampling.top_p, f"{LEAST_TOP_P:g} to 1", LEAST_TOP_P <= sampling.top_p <= 1),
-        ("min_p", sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
-        ("max_new_tokens", sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
-        ("min_new_tokens", sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
-        ("logprobs", sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
-    ):
+    heat = sampling.temperature
+    limits = {
+        "n": (request.n, "at least 1", request.n >= 1),
+        "temperature": (heat, f"0, or {COLDEST:g} to {HOTTEST:g}", heat == 0 or COLDEST <= heat <= HOTTEST),
+        "top_k": (sampling.top_k, "at least 1", sampling.top_k is None or sampling.top_k >= 1),
+        "top_p": (sampling.top_p, f"{LEAST_TOP_P:g} to 1", LEAST_TOP_P <= sampling.top_p <= 1),
+        "min_p": (sampling.min_p, "from 0 to 1", 0 <= sampling.min_p <= 1),
+        "max_new_tokens": (sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
+        "min_new_tokens": (sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
+        "logprobs": (sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
+    }
+    for name, (value, expected, right) in limits.items():
         if not right:
             raise UsageError(f"{name} = {value!r}: expected {expected}")
     ends = tuple(sorted({*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}))

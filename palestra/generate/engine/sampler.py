@@ -13,14 +13,14 @@ from palestra.lm import native
 
 NEGATIVE = float("-inf")
 BLOCK = 64
-"""A draw first finds the block of the vocabulary, then the token in it."""
+"""Inverse-CDF sampling first finds the block of the vocabulary, then the token in it."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What some row of the batch asks for: nothing is computed that none asks for. Decided before the step runs."""
+    """What some row of the batch needs: the rest is not computed. Decided before the step runs."""
 
-    drawn: bool = True
+    stochastic: bool = True
     """A temperature above 0."""
     greedy: bool = True
     """A temperature of 0."""
@@ -31,13 +31,13 @@ class Needs:
     min_tokens: bool = True
     """End tokens that may not come yet."""
     top: int = 0
-    """How many alternatives beside each token."""
+    """How many alternatives to each token."""
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> "Needs":
         """What at least one of them asks for."""
         return cls(
-            drawn=any(s.temperature > 0 for s in samplings),
+            stochastic=any(s.temperature > 0 for s in samplings),
             greedy=any(s.temperature == 0 for s in samplings),
             tempered=any(s.temperature not in (0, 1) for s in samplings),
             filtered=any(s.top_k is not None or s.top_p < 1 or s.min_p > 0 for s in samplings),
@@ -60,17 +60,17 @@ class Settings:
     """FP32; 0 for all."""
     seed: Tensor
     """int64."""
-    draws: Tensor
-    """int64: how many tokens the row has drawn before."""
+    sampled: Tensor
+    """int64: how many tokens the row has sampled before."""
     minimum: Tensor
-    """int64: end tokens cannot be drawn before so many."""
+    """int64: end tokens cannot be sampled before this many tokens."""
     ends: Tensor
     """(B, E) int64: end tokens, the first one repeated to the width; −1 throughout where there are none."""
 
     def plain(self, vocab: int) -> Tensor:
-        """(B): which rows are drawn from all of the distribution."""
+        """(B): which rows sample from the whole distribution."""
         whole = (self.top_k >= vocab) & (self.top_p >= 1) & (self.min_p <= 0)
-        return whole & (self.draws >= self.minimum)
+        return whole & (self.sampled >= self.minimum)
 
 
 class Choice(NamedTuple):
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
     tokens: Tensor
     """(B) int64."""
     logprobs: Tensor
-    """(B) FP32. At temperature 0 of the distribution at temperature 1, for the one drawn from has nothing to tell."""
+    """(B) FP32. At temperature 0 of the distribution at temperature 1: that of the argmax itself is always 0."""
     top_tokens: Tensor
     """(B, top) the most likely tokens."""
     top_logprobs: Tensor
@@ -87,26 +87,25 @@ class Choice(NamedTuple):
 
 
 def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
-    """Draw from softmax of `scores` (B, V, FP32) after minimum length, temperature, top_k, top_p and min_p.
+    """Sample from softmax of `scores` (B, V, FP32) after minimum length, temperature, top_k, top_p and min_p.
 
     The order of transformers' processors. Each row is a function of its own scores and settings alone.
     """
     plain = not (needs.min_tokens or needs.filtered or needs.top)
     if scores.is_cuda and plain:
-        from palestra.generate.engine.decode_kernel import draw  # Triton comes with torch for GPUs alone
+        from palestra.generate.engine.decode_kernel import sample_tokens  # Triton comes with torch for GPUs alone
 
-        found = draw(scores, settings.temperature, uniform(settings.seed, settings.draws).float())
-        return _without_others(*found)
+        u = uniform(settings.seed, settings.sampled).float()
+        return _without_others(*sample_tokens(scores, settings.temperature, u))
     if scores.dtype != torch.float32 or not native.available(scores):
         return _sampled(scores, settings, needs)
-    tokens, logprobs = native.draw(scores, settings.temperature, settings.seed, settings.draws)
+    tokens, logprobs = native.sample_tokens(scores, settings.temperature, settings.seed, settings.sampled)
     if plain:
         return _without_others(tokens, logprobs)
-    # A row that asks for nothing else has the same bits whatever others ask for.
-    found, alone = _sampled(scores, settings, needs), settings.plain(scores.shape[1])
-    return found._replace(
-        tokens=torch.where(alone, tokens, found.tokens), logprobs=torch.where(alone, logprobs, found.logprobs)
-    )
+    # A plain row has the same bits whatever the other rows need.
+    choice, alone = _sampled(scores, settings, needs), settings.plain(scores.shape[1])
+    tokens = torch.where(alone, tokens, choice.tokens)
+    return choice._replace(tokens=tokens, logprobs=torch.where(alone, logprobs, choice.logprobs))
 
 
 def _without_others(tokens: Tensor, logprobs: Tensor) -> Choice:
@@ -127,7 +126,7 @@ def _sampled(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
         lowest = _threshold(probabilities, settings)
         probabilities = torch.where(probabilities < lowest[:, None], 0.0, probabilities)
         normalizer = normalizer + torch.where(lowest > 0, probabilities.sum(-1), 1.0).log()
-    tokens = _inverse_cdf(probabilities, uniform(settings.seed, settings.draws)) if needs.drawn else None
+    tokens = _inverse_cdf(probabilities, uniform(settings.seed, settings.sampled)) if needs.stochastic else None
     if tokens is None or needs.greedy:
         likeliest = scores.argmax(-1)
         tokens = likeliest if tokens is None else torch.where(heat > 0, tokens, likeliest)
@@ -139,9 +138,9 @@ def _sampled(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
     return Choice(tokens, logprobs, top.indices, values.masked_fill(top.values == 0, NEGATIVE))
 
 
-def uniform(seed: Tensor, draw: Tensor) -> Tensor:
+def uniform(seed: Tensor, count: Tensor) -> Tensor:
     """A number in [0, 1) with 53 random bits (FP64) for each pair of int64s: SplitMix64 twice, the same everywhere."""
-    bits = _splitmix(_splitmix(seed) ^ draw)
+    bits = _splitmix(_splitmix(seed) ^ count)
     return (_shifted(bits, 11)).to(torch.float64) * 2.0**-53
 
 
@@ -181,13 +180,13 @@ def _first_beyond(amounts: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(amounts.shape[1], device=amounts.device)
     first = torch.where(passed, index, amounts.shape[1]).amin(-1)
     last = torch.where(positive, index, 0).amax(-1)
-    found = torch.where(first < amounts.shape[1], first, last)
-    before = until.gather(1, found[:, None])[:, 0] - amounts.gather(1, found[:, None])[:, 0]
-    return found, goal - before
+    place = torch.where(first < amounts.shape[1], first, last)
+    before = until.gather(1, place[:, None])[:, 0] - amounts.gather(1, place[:, None])[:, 0]
+    return place, goal - before
 
 
 def _threshold(probabilities: Tensor, settings: Settings) -> Tensor:
-    """The probability (B) below which a token cannot be drawn. Equally likely tokens are kept or dropped together."""
+    """The probability (B) below which a token cannot be sampled. Equally likely tokens are kept or dropped together."""
     size = probabilities.shape[1]
     by_count = _largest(probabilities, settings.top_k[:, None], count=True)
     lowest = torch.where(settings.top_k < size, by_count, 0.0)
@@ -215,8 +214,8 @@ def _largest(probabilities: Tensor, goal: Tensor, *, count: bool) -> Tensor:
 
 
 def _without_ends(scores: Tensor, settings: Settings) -> Tensor:
-    """Scores in which end tokens are −inf while a row has drawn fewer than its minimum."""
+    """Scores in which end tokens are −inf while a row has sampled fewer tokens than its minimum."""
     ends = settings.ends.clamp(min=0)
     # Repeated ends get equal values, so the order of writing does not matter.
-    early = (settings.draws < settings.minimum)[:, None] & (settings.ends >= 0)
+    early = (settings.sampled < settings.minimum)[:, None] & (settings.ends >= 0)
     return scores.scatter(1, ends, torch.where(early, NEGATIVE, scores.gather(1, ends)))

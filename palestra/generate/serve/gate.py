@@ -6,7 +6,8 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
-    """The client closed its connection before it had its answer."""
+    """The client closed its connection before it had its response."""
 
 
 def event(data: Mapping[str, Any]) -> bytes:
@@ -37,12 +38,16 @@ def error_response(error: ApiError) -> Response:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives; if the client goes away first, `work` is cancelled and `ClientGone` raised.
+    """The result of `work`; if the client disconnects first, `work` is cancelled and `ClientGone` raised.
 
     The body of the request must have been read: the next message is then that of the disconnect.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -53,11 +58,6 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         gone.cancel()
         # What they hold (a slot of the engine) is free when this returns.
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):
@@ -71,34 +71,25 @@ class EventStream(Response):
         self._events, self._explain = events, explain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until there are no more or no one to send them to."""
-        try:
-            refusal = await unless_gone(receive, self._send(send))
-        except ClientGone:
-            return
-        if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+        with suppress(ClientGone):
+            if (refusal := await unless_gone(receive, self._send(send))) is not None:
+                await error_response(refusal)(scope, receive, send)
 
     async def _send(self, send: Send) -> ApiError | None:
-        started = False
-
-        async def write(data: bytes, *, last: bool = False) -> None:
-            nonlocal started
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                started = True
-            await send({"type": "http.response.body", "body": data, "more_body": not last})
-
         async with aclosing(self._events):
             try:
-                async for data in self._events:
-                    await write(data)
+                first = await anext(self._events)
             except Exception as error:
-                explained = self._explain(error)
-                if not started:
-                    return explained
-                await write(event(explained.body))
-        await write(b"", last=True)
+                return self._explain(error)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for data in self._events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                last = event(self._explain(error).body)
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
         return None
 
 
@@ -114,11 +105,9 @@ class Counter:
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
     def add(self, *labels: str, amount: float = 1.0) -> None:
-        """Count, under the values of the labels."""
         self._values[labels] = self._values.get(labels, 0.0) + amount
 
     def lines(self) -> Iterable[str]:
-        """The exposition."""
         yield from _heading(self.name, self.text, "counter")
         for values, number in sorted(self._values.items()):
             yield f"{self.name}{_labels(zip(self.labels, values, strict=True))} {_number(number)}"
@@ -133,14 +122,13 @@ class Histogram:
         self._sums: dict[tuple[str, ...], float] = {}
 
     def observe(self, value: float, *labels: str) -> None:
-        """Add one observation, under the values of the labels."""
         counts = self._counts.setdefault(labels, [0] * (len(self.bounds) + 1))
         counts[bisect_left(self.bounds, value)] += 1
         self._sums[labels] = self._sums.get(labels, 0.0) + value
 
     def lines(self) -> Iterable[str]:
-        """The exposition: buckets are cumulative."""
         yield from _heading(self.name, self.text, "histogram")
+        # Buckets are cumulative.
         for values, counts in sorted(self._counts.items()):
             pairs = list(zip(self.labels, values, strict=True))
             total = 0
@@ -164,25 +152,23 @@ def _heading(name: str, text: str, kind: str) -> Iterable[str]:
 
 
 def _labels(pairs: Iterable[tuple[str, str]]) -> str:
-    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    inside = ",".join(f'{name}="{value.translate(escapes)}"' for name, value in pairs)
     return f"{{{inside}}}" if inside else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:
     return repr(int(value)) if float(value).is_integer() else repr(float(value))
 
 
-# The key is not asked for here, so that whoever starts and stops machines can look.
+# No key needed here: health checks have none.
 OPEN_PATHS = frozenset({"/health"})
-# Whoever may call these decides what the model says.
+# These change what the model generates for everyone.
 CONTROL_PATHS = frozenset({"/update_weights", "/pause", "/resume"})
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+@dataclass
 class Gate:
     """An ASGI middleware: wrong keys and bodies that are too long go no further, and are never read into memory.
 
@@ -190,28 +176,20 @@ class Gate:
     there are any: else a page could have its own name mean this machine, and talk to it as to its own server.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        max_body_bytes: int,
-        max_body_bytes_of: Mapping[str, int],
-        allowed_hosts: Collection[str],
-        requests: Counter,
-        seconds: Histogram,
-    ):
-        self.app, self.api_key, self.allowed_hosts = app, api_key, allowed_hosts
-        self.max_body_bytes, self.max_body_bytes_of = max_body_bytes, max_body_bytes_of
-        self.requests, self.seconds = requests, seconds
+    app: ASGIApp
+    api_key: str | None
+    max_body_bytes: int
+    max_body_bytes_of: Mapping[str, int]
+    allowed_hosts: Collection[str]
+    requests: Counter
+    seconds: Histogram
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it; count it either way."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         started = time.monotonic()
-        status = 499  # what nginx calls a client that went away before it got an answer
+        status = 499  # nginx's code for a client that disconnected before it got a response
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -231,15 +209,14 @@ class Gate:
             self.seconds.observe(time.monotonic() - started, path)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, limit = Headers(scope=scope), self._limit_of(scope)
+        headers = Headers(scope=scope)
+        limit = self.max_body_bytes_of.get(f"{scope['method']} {scope['path']}", self.max_body_bytes)
         if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            error = ApiError(
-                401, "Incorrect or missing API key: send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
+            message = "Incorrect or missing API key: send it as Authorization: Bearer KEY"
+            error = ApiError(401, message, code="invalid_api_key")
         elif self.allowed_hosts and _host(headers) not in self.allowed_hosts:
-            error = ApiError(
-                403, f"The host {_host(headers)!r} is not one of those allowed: start the server with --allowed-host"
-            )
+            allow = "start the server with --allowed-host"
+            error = ApiError(403, f"The host {_host(headers)!r} is not one of those allowed: {allow}")
         elif headers.get("sec-fetch-site") in ("cross-site", "same-site") or _other_origin(headers):
             # Any page that a browser on this machine shows can post to a loopback address.
             error = ApiError(403, "Requests from pages of other sites are refused")
@@ -252,32 +229,29 @@ class Gate:
             return
         await error_response(error)(scope, receive, send)
 
-    def _limit_of(self, scope: Scope) -> int:
-        return self.max_body_bytes_of.get(f"{scope['method']} {scope['path']}", self.max_body_bytes)
-
     def _has_key(self, headers: Headers) -> bool:
         if self.api_key is None:
             return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         # Starlette reads the bytes of a header as Latin-1; clients send keys in UTF-8.
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), self.api_key.encode())
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self.api_key.encode())
 
 
 def _host(headers: Headers) -> str:
     try:
         return urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    except ValueError:  # brackets of an address that is none
+    except ValueError:  # brackets that are not an address
         return ""
 
 
 def _other_origin(headers: Headers) -> bool:
-    """Whether a page of another server asks."""
+    """Whether the request comes from a page of another server."""
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
 def _from_here(scope: Scope, headers: Headers) -> bool:
-    """Whether a program on this machine asks, by a name that is always this machine's."""
+    """Whether the request comes from this machine, by a name that is always this machine's."""
     address = (scope.get("client") or ("",))[0].removeprefix("::ffff:")
     return _host(headers) in LOOPBACK and (address.startswith("127.") or address in LOOPBACK)
 

@@ -1,4 +1,4 @@
-"""OpenAI's JSON: its completion requests as requests for the engine, and the engine's answers as its responses."""
+"""OpenAI's JSON: its completion requests as requests for the engine, and results as its responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from palestra.generate.client import (
     Samples,
     Seed,
     StopString,
+    StrictBody,
     Temperature,
     TokenId,
     TopP,
@@ -84,19 +85,15 @@ class Options(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
-        for name in sorted(given.keys() - cls.model_fields.keys()):
+        fields = {name: value for name, value in data.items() if value is not None and name not in HARMLESS}
+        for name in sorted(fields.keys() - cls.model_fields.keys()):
             if name not in UNSUPPORTED:
                 raise ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
-            if given[name] != UNSUPPORTED[name]:
-                raise ApiError(
-                    400,
-                    f"{name} is not supported by this server: leave it out",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-            del given[name]
-        return given
+            if fields[name] != UNSUPPORTED[name]:
+                message = f"{name} is not supported by this server: leave it out"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+            del fields[name]
+        return fields
 
     @property
     def usage_in_stream(self) -> bool:
@@ -144,23 +141,19 @@ class CompletionBody(Options):
         return max(len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompt)
 
     def sampling(self, context: int) -> Sampling:
-        """How to draw; 16 tokens where nothing is said, as OpenAI does."""
+        """Sampling parameters; 16 tokens by default, as OpenAI has it."""
         return self._sampling(self.max_tokens or 16, self.logprobs or 0)
 
 
-class TextPart(BaseModel):
+class TextPart(StrictBody):
     """A part of a message; only text is understood."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class MessageBody(BaseModel):
+class MessageBody(StrictBody):
     """A message of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -193,11 +186,11 @@ class ChatBody(Options):
 
     @property
     def characters(self) -> int:
-        """The length of what was said so far."""
+        """The length of the conversation."""
         return sum(message.characters for message in self.messages)
 
     def sampling(self, context: int) -> Sampling:
-        """How to draw; up to the end of the context where nothing is said."""
+        """Sampling parameters; up to the end of the context by default."""
         return self._sampling(self.max_completion_tokens or self.max_tokens or context, self.top_logprobs)
 
     @model_validator(mode="after")
@@ -224,7 +217,7 @@ class Reply:
 
     @property
     def chat(self) -> bool:
-        """Whether it answers a chat."""
+        """Whether it is the response to a chat."""
         return isinstance(self.body, ChatBody)
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
@@ -239,7 +232,7 @@ class Reply:
         return {**self._head(kind), "choices": choices, "usage": self.usage(tokens)} | self._chat_prompt()
 
     def opening(self) -> list[dict[str, Any]]:
-        """The events before any token: a chat's choices say who speaks."""
+        """The events before any token: the role of each choice of a chat."""
         if not self.chat:
             return []
         choices = range(self.body.n)
@@ -247,10 +240,9 @@ class Reply:
         return [self._event({"index": index, **start}) | self._chat_prompt() for index in choices]
 
     def part(self, prompt: int, chunk: Chunk) -> dict[str, Any] | None:
-        """The event for a chunk of a prompt's stream; None where it has nothing to tell."""
-        told = chunk.text or chunk.stop_reason or self._asks_logprobs or self.body.return_token_ids
-        if not told:  # half a character, or what may become a stop string
-            return None
+        """The event for a chunk of a prompt's stream; None where it has nothing new."""
+        if not (chunk.text or chunk.stop_reason or self._asks_logprobs or self.body.return_token_ids):
+            return None  # half a character, or what may become a stop string
         index = prompt * self.body.n + chunk.index
         choice: dict[str, Any] = {"index": index}
         if self.chat:
@@ -321,7 +313,7 @@ class Reply:
         return {
             "tokens": [token_text(self.tokenizer.piece(token)) for token in made.tokens],
             "token_logprobs": [max(logprob, NEVER) for logprob in made.logprobs],
-            # The drawn token is always among them, also where others were likelier.
+            # The sampled token is always among them, also where others were likelier.
             "top_logprobs": [self._by_text({**dict(top), token: logprob}) for token, logprob, top in rows]
             if self.body.logprobs
             else None,
@@ -350,7 +342,7 @@ class _Offsets:
 
 
 def token_text(piece: bytes) -> str:
-    """A token's bytes as text; those that are no whole characters are spelled out, as OpenAI does."""
+    """A token's bytes as text; those that are not whole characters are spelled out, as OpenAI does."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

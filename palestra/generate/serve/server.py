@@ -12,12 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.client import MOST_SAMPLES, GenerateBody, result_json
+from palestra.generate.client import MOST_SAMPLES, GenerateBody, StrictBody, result_json
 from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.request import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
@@ -53,14 +51,12 @@ MAX_BODY_BYTES = 4 << 20
 MAX_CONCURRENT = 1024
 HEADER_SECONDS = 10.0
 """How long the headers of a request may take to come."""
-# How long requests may go on after the server was told to stop, before they are ended where they are.
+# How long requests may run after a stop signal before they are aborted.
 GRACE_SECONDS = 5.0
 
 
-class UpdateBody(BaseModel):
+class UpdateBody(StrictBody):
     """`POST /update_weights`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     path: str
     """A Hugging Face folder, a checkpoint, or a safetensors file that the server can read."""
@@ -68,10 +64,8 @@ class UpdateBody(BaseModel):
     keep_cache: bool = True
 
 
-class AbortBody(BaseModel):
+class AbortBody(StrictBody):
     """`POST /abort`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     id: str
 
@@ -86,7 +80,7 @@ def create_app(
     max_concurrent: int = MAX_CONCURRENT,
     allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> FastAPI:
-    """The application over a generator that drives itself; without `allowed_hosts` any name may be asked for."""
+    """The application over a generator that drives itself; without `allowed_hosts` requests may name any host."""
     engine = generator.engine
     service = Service(generator, max_concurrent=max_concurrent)
     app = FastAPI(title="Palestra", docs_url=None, redoc_url=None)
@@ -103,15 +97,15 @@ def create_app(
         seconds=service.seconds,
     )
     _explain_errors(app, service)
-    _talk_as_openai(app, service, tokenizer, model_name)
-    _work_with_tokens(app, service)
-    _take_weights(app, generator)
-    _tell_state(app, service, model_name)
+    _add_openai(app, service, tokenizer, model_name)
+    _add_generate(app, service)
+    _add_weights(app, generator)
+    _add_monitoring(app, service, model_name)
     return app
 
 
-def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
-    """`/v1/…`, as OpenAI's clients ask."""
+def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name: str) -> None:
+    """OpenAI's endpoints, `/v1/…`."""
     engine = service.generator.engine
     # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalization
     # shortens no text to less than a fourth.)
@@ -124,17 +118,16 @@ def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_
             check_model(body.model)
         prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         if prompts * body.n > MOST_SAMPLES:
-            said = f"{prompts:,} prompts with n = {body.n:,} are more than the {MOST_SAMPLES:,} samples of one request"
-            raise ApiError(400, f"{said}: send several requests", param="n")
+            many = f"{prompts:,} prompts with n = {body.n:,} are more than the {MOST_SAMPLES:,} samples of one request"
+            raise ApiError(400, f"{many}: send several requests", param="n")
         if body.characters > most_characters:
-            raise PromptTooLong(
-                f"the prompt has {body.characters:,} characters, but the context is {engine.context} tokens"
-            )
+            long = f"the prompt has {body.characters:,} characters"
+            raise PromptTooLong(f"{long}, but the context is {engine.context} tokens")
 
     def check_model(name: str) -> None:
         if name != model_name:
-            said = f"The model {name!r} is not served here: this is {model_name!r}"
-            raise ApiError(404, said, param="model", code="model_not_found")
+            message = f"The model {name!r} is not served here: this is {model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
@@ -142,10 +135,10 @@ def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_
             Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
             for place, prompt in enumerate(prompts)
         )
-        answer = Reply(body, id, int(time.time()), model_name, tokenizer, requests)
+        reply = Reply(body, id, int(time.time()), model_name, tokenizer, requests)
         if body.stream:
-            return EventStream(service.answer_events(answer), service.explain)
-        return JSONResponse(answer.whole(await unless_gone(http.receive, service.results(requests))))
+            return EventStream(service.reply_events(reply), service.explain)
+        return JSONResponse(reply.whole(await unless_gone(http.receive, service.results(requests))))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
@@ -173,7 +166,7 @@ def _talk_as_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_
         return model
 
 
-def _work_with_tokens(app: FastAPI, service: Service) -> None:
+def _add_generate(app: FastAPI, service: Service) -> None:
     """Tokens in, tokens out, and the end of a request."""
 
     @app.post("/generate")
@@ -190,8 +183,8 @@ def _work_with_tokens(app: FastAPI, service: Service) -> None:
         return {"id": body.id}
 
 
-def _take_weights(app: FastAPI, generator: LocalGenerator) -> None:
-    """New weights, one set at a time, and pauses for whoever sends them."""
+def _add_weights(app: FastAPI, generator: LocalGenerator) -> None:
+    """Weight updates, one at a time, and pausing around them."""
     publishing = asyncio.Lock()
 
     @app.post("/update_weights")
@@ -223,8 +216,8 @@ def _take_weights(app: FastAPI, generator: LocalGenerator) -> None:
         return {"paused": False}
 
 
-def _tell_state(app: FastAPI, service: Service, model_name: str) -> None:
-    """Whether it is well, and numbers for Prometheus."""
+def _add_monitoring(app: FastAPI, service: Service, model_name: str) -> None:
+    """Health and Prometheus metrics."""
     engine = service.generator.engine
 
     @app.get("/health")
@@ -245,15 +238,14 @@ def serve_engine(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    max_concurrent: int = MAX_CONCURRENT,
     allowed_hosts: Sequence[str] = (),
+    **limits: int,
 ) -> None:
-    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free.
+    """Serve an engine until SIGINT or SIGTERM; port 0 takes one that is free. Limits are those of `create_app`.
 
     Requests must name one of `allowed_hosts`; without any, a loopback name on loopback, and any name elsewhere.
 
-    After the signal requests have a few seconds to end by themselves; then they are answered with what they have.
+    After the signal requests have a few seconds to finish; then they are aborted and return what they have.
     """
     if engine.tokenizer is None:
         raise UsageError(f"{name} has no tokenizer, which a server of text needs: put its tokenizer.json in its folder")
@@ -263,9 +255,8 @@ def serve_engine(
             engine.tokenizer,
             model_name=name,
             api_key=api_key,
-            max_body_bytes=max_body_bytes,
-            max_concurrent=max_concurrent,
             allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+            **limits,
         )
         config = uvicorn.Config(
             app,
@@ -280,24 +271,20 @@ def serve_engine(
         )
         port = listening.getsockname()[1]
         if api_key is None and host not in LOOPBACK:
-            print(
-                f"warning: whoever reaches {host} port {port} can use this model. Give --api-key or PALESTRA_API_KEY.",
-                file=sys.stderr,
-            )
+            open_to = f"warning: anyone who can reach {host} port {port} can use this model"
+            print(f"{open_to}. Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
         _Server(config, app.state.service).run(sockets=[listening])
 
 
 class PromptHeaders(H11Protocol):
-    """HTTP of which the headers come soon: a connection that never completes them would stay open for ever."""
+    """HTTP with a deadline for the headers: a connection that never completes them would stay open forever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first headers."""
         super().connection_made(transport)
         self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Stop to wait when headers are whole, begin again when others are not."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._late.cancel()
@@ -313,7 +300,7 @@ class _Server(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: to stop so is no failure."""
+        """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: stopping is not a failure."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -331,7 +318,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens, or a clear word why not."""
+    """A listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -362,12 +349,14 @@ def _explain_errors(app: FastAPI, service: Service) -> None:
         return error_response(_invalid(error.errors()))
 
 
-def _invalid(found: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field that is wrong, and what it should be; a union says so for each of its types."""
-    first = found[0]
+def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field that is wrong, and what it should be; a union has a problem for each of its types."""
+    first = problems[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is no JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][1]}")
     parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
     where = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
-    said = "; or ".join(dict.fromkeys(str(one["msg"]) for one in found if one["loc"][:2] == first["loc"][:2]))
-    return ApiError(400, f"{'.'.join(where) or 'The body'}: {said}", param=where[0] if where else None)
+    expected = dict.fromkeys(str(problem["msg"]) for problem in problems if problem["loc"][:2] == first["loc"][:2])
+    return ApiError(
+        400, f"{'.'.join(where) or 'The body'}: {'; or '.join(expected)}", param=where[0] if where else None
+    )

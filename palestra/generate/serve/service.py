@@ -1,10 +1,11 @@
-"""What the server does for its clients: admits requests, runs them, explains failures, takes new weights."""
+"""The server's work: admits requests, runs them, explains failures, reads new weights."""
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import chain
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.client import chunk_json
 from palestra.generate.engine.request import EngineFailed, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
 from palestra.generate.serve.gate import DONE, Counter, Histogram, event, gauges
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """A generator with a limit on how many HTTP requests it works for at a time, and books of them."""
+    """A generator behind HTTP: limits the requests in flight and counts them."""
 
     def __init__(self, generator: LocalGenerator, *, max_concurrent: int):
         self.generator, self.max_concurrent = generator, max_concurrent
         self.requests = Counter("palestra_requests_total", "HTTP requests by path and status.", ("path", "status"))
         self.seconds = Histogram("palestra_request_seconds", "From the request to its last byte.", ("path",))
         self.first_token = Histogram("palestra_first_token_seconds", "From the request to the first token of a stream.")
-        self.prompt_tokens = Counter("palestra_prompt_tokens_total", "Tokens of prompts that were answered.")
+        self.prompt_tokens = Counter("palestra_prompt_tokens_total", "Tokens of prompts with a response.")
         self.new_tokens = Counter("palestra_new_tokens_total", "Tokens that were sent to clients.")
         self._admitted: dict[object, Sequence[Request]] = {}
         self._reported: BaseException | None = None
@@ -61,31 +61,31 @@ class Service:
             return results
 
     async def chunks(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """What the requests' streams give as it comes, with the place of the request in the list."""
+        """The chunks of all requests as they come, each with the place of its request in the list."""
         started = time.monotonic()
-        answered: set[int] = set()
+        started_places: set[int] = set()
         with self._admit(requests):
             async with aclosing(_merged([self.generator.stream(request) for request in requests])) as merged:
                 async for place, chunk in merged:
-                    if not answered:
+                    if not started_places:
                         self.first_token.observe(time.monotonic() - started)
-                    if place not in answered:
+                    if place not in started_places:
                         self.prompt_tokens.add(amount=len(requests[place].prompt))
-                        answered.add(place)
+                        started_places.add(place)
                     self.new_tokens.add(amount=len(chunk.tokens))
                     yield place, chunk
 
-    async def answer_events(self, answer: Reply) -> AsyncGenerator[bytes, None]:
+    async def reply_events(self, reply: Reply) -> AsyncGenerator[bytes, None]:
         """The events of a streamed chat or completion."""
         opened, tokens = False, 0
-        async with aclosing(self.chunks(answer.requests)) as chunks:
+        async with aclosing(self.chunks(reply.requests)) as chunks:
             async for place, chunk in chunks:
-                for data in () if opened else answer.opening():
+                for data in () if opened else reply.opening():
                     yield event(data)
                 opened, tokens = True, tokens + len(chunk.tokens)
-                if (part := answer.part(place, chunk)) is not None:
+                if (part := reply.part(place, chunk)) is not None:
                     yield event(part)
-        for data in answer.closing(tokens):
+        for data in reply.closing(tokens):
             yield event(data)
         yield DONE
 
@@ -93,11 +93,11 @@ class Service:
         """The events of a streamed `/generate`."""
         async with aclosing(self.chunks([request])) as chunks:
             async for _, chunk in chunks:
-                yield event(chunk_json(chunk))
+                yield event(vars(chunk))
         yield DONE
 
     def explain(self, error: BaseException) -> ApiError:
-        """What a client is told of an error; what is no refusal also goes to the log, with its traceback."""
+        """An error as the client sees it; one that is not a refusal also goes to the log, with its traceback."""
         match error:
             case ApiError():
                 return error
@@ -114,23 +114,20 @@ class Service:
                 return ApiError(400, str(error))
             case _:
                 log.error("a request failed", exc_info=error)
-                return ApiError(500, _said(error), kind="server_error")
+                message = str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
+                return ApiError(500, message, kind="server_error")
 
     async def abort_all(self) -> None:
-        """End every request now; each is answered with what it has."""
-        ids = [request.id for requests in self._admitted.values() for request in requests if request.id is not None]
-        for id in ids:
-            await self.generator.abort(id)
+        """Abort every request; each returns what it has."""
+        for request in chain.from_iterable(list(self._admitted.values())):
+            if request.id is not None:
+                await self.generator.abort(request.id)
 
     @contextmanager
     def _admit(self, requests: Sequence[Request]) -> Iterator[None]:
         if len(self._admitted) >= self.max_concurrent:
-            raise ApiError(
-                429,
-                f"The server already works for {self.max_concurrent} requests: try again later",
-                kind="rate_limit_error",
-                code="too_many_requests",
-            )
+            message = f"The server already has {self.max_concurrent} requests in flight: try again later"
+            raise ApiError(429, message, kind="rate_limit_error", code="too_many_requests")
         ticket = object()
         self._admitted[ticket] = requests
         try:
@@ -167,10 +164,6 @@ async def _merged(streams: Sequence[AsyncGenerator[Chunk, None]]) -> AsyncGenera
         await _end(tasks)
 
 
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, PalestraError) else f"{type(error).__name__}: {error}"
-
-
 async def _end(tasks: Sequence[asyncio.Future]) -> None:
     for task in tasks:
         task.cancel()
@@ -185,14 +178,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     folder = path / "model" if (path / "model").is_dir() else path
     if path.name == ADAPTERS or (folder / ADAPTERS).is_file():
         raise UsageError(
-            f"{path} holds LoRA adapters alone, and a server takes whole weights: send those of the model with its "
+            f"{path} holds LoRA adapters alone, and a server takes whole weights: send the model's weights with its "
             "adapters merged"
         )
     if path.is_file():
         return read_safetensors(path)
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{path} is no model: expected a folder with a config.json, a checkpoint, or a safetensors file"
+            f"{path} is not a model: expected a folder with a config.json, a checkpoint, or a safetensors file"
         )
     return load_pretrained(folder).model.state_dict()
 
@@ -202,7 +195,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise UsageError(f"the weights are no safetensors file: {error}") from error
+        raise UsageError(f"the weights are not a safetensors file: {error}") from error
 
 
 class SafetensorsBytes:

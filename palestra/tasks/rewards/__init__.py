@@ -1,1 +1,1 @@
-"""Rewards beside a task's own verifier: functions, language models as judges, reward models."""
+"""Rewards in place of a task\'s own verifier: functions, language models as judges, reward models."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.types import Request, Sampling
 from palestra.spec.tasks import JudgeSpec
-from palestra.tasks.rewards.reward_model import OpenGenerator
+from palestra.tasks.rewards.rewards import OpenGenerator
 from palestra.tasks.task import Completion, Problem, Status, Verdict
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def filled(template: str, problem: Problem, completion: Completion) -> str:
 
 def score_in(text: str) -> float | None:
     """The first number from 0 to 1 in a judge's reply, after its reasoning where that is marked."""
-    for found in SCORE.finditer(text.rpartition("</think>")[2]):
-        number, whole, percent = found.groups()
+    for match in SCORE.finditer(text.rpartition("</think>")[2]):
+        number, whole, percent = match.groups()
         under = float(whole) if whole else 100.0 if percent else 1.0
         score = float(number.replace("−", "-")) / under if under else None
         if score is not None and 0.0 <= score <= 1.0:

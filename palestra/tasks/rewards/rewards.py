@@ -1,17 +1,25 @@
-"""Rewards in place of a task's verifier: functions of the user, language models as judges, reward models."""
+"""Rewards in place of a task's verifier: functions of the user, reward models, and language models as judges."""
 
+import asyncio
 import inspect
 import math
+import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from palestra.data.sources import model_folder
 from palestra.errors import UsageError
 from palestra.spec.imports import load_function
 from palestra.spec.tasks import RewardSpec
-from palestra.tasks.rewards.reward_model import OpenGenerator, open_generator
-from palestra.tasks.task import Completion, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Message, Problem, Status, Verdict
+
+if TYPE_CHECKING:
+    from palestra.generate.local import LocalGenerator
+    from palestra.lm.scorer import Scorer
 
 F = TypeVar("F", bound=Callable[..., Any])
 ISOLATED = "palestra_isolated"  # the mark that `reward` leaves on a function
@@ -28,6 +36,32 @@ class Reward(Protocol):
     def close(self) -> None: ...
 
 
+OpenGenerator = Callable[[str, Path], "LocalGenerator"]
+"""Opens a language model by its name and the folder of runs; its engine has a tokenizer."""
+
+ROWS = 16  # completions judged at the same time: the trainer needs most of the memory
+
+
+def whole_model(ref: str, root: Path) -> Path:
+    """The folder of a model without adapters."""
+    folder = model_folder(ref, root)
+    if (folder / "adapter_config.json").exists():
+        raise UsageError(f"{folder} has adapters without their base model: give a model with merged weights")
+    return folder
+
+
+def open_generator(ref: str, root: Path) -> "LocalGenerator":
+    """A generator for a model, in a thread of its own: on the GPU where there is one, else on the CPU."""
+    import torch
+
+    from palestra.generate.engine.engine import Engine
+    from palestra.generate.local import LocalGenerator
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    engine = Engine.from_folder(whole_model(ref, root), dtype=dtype, device=device, max_running=ROWS)
+    return LocalGenerator(engine)
+
+
 def make_reward(spec: RewardSpec, root: Path, *, opened: OpenGenerator = open_generator) -> Reward:
     """The reward of a spec; `root` is the folder of runs, `opened` finds and opens a judge's language model."""
     if spec.function is not None:
@@ -37,8 +71,6 @@ def make_reward(spec: RewardSpec, root: Path, *, opened: OpenGenerator = open_ge
 
         return make_judge(spec.judge, root, opened)
     if spec.model is not None:
-        from palestra.tasks.rewards.reward_model import RewardModel
-
         return RewardModel.load(spec.model, root)
     raise UsageError("reward: expected one of function, judge and model")
 
@@ -117,3 +149,80 @@ class FunctionReward:
         if isinstance(result, Verdict):
             return result
         return Verdict(float(score), Status.CORRECT if float(score) >= 1.0 else Status.WRONG)
+
+
+AT_ONCE = 256
+"""Largest batch of completions, so that later ones wait for no more than these."""
+
+Waiting = tuple[list[Message], "Future[Verdict]"]
+
+
+class RewardModel:
+    """Scores completions with a reward model in a thread of its own, batched as they arrive. Above 0 is correct.
+
+    Batching changes no score: `Scorer` is batch-invariant.
+    """
+
+    isolated = False
+
+    def __init__(self, scorer: "Scorer"):
+        self.scorer = scorer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        self._waiting: deque[Waiting] = deque()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, ref: str, root: Path) -> "RewardModel":
+        """The reward model of a run, a checkpoint or a folder."""
+        from palestra.lm.scorer import Scorer
+
+        return cls(Scorer.load(whole_model(ref, root)))
+
+    async def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        messages = [*problem.messages, {"role": "assistant", "content": completion.text}]
+        verdict: Future[Verdict] = Future()
+        with self._lock:
+            self._waiting.append((messages, verdict))
+        self._thread.submit(self._work)  # an earlier batch may include it; then there is nothing left to do
+        return await asyncio.wrap_future(verdict)
+
+    def close(self) -> None:
+        """End the thread; pending verdicts are cancelled."""
+        self._thread.shutdown(cancel_futures=True)
+        for _, verdict in self._waiting:
+            verdict.cancel()
+        self._waiting.clear()
+
+    def _work(self) -> None:
+        """In the thread: score what waits."""
+        with self._lock:
+            taken = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
+        batch: list[tuple[list[int], Future[Verdict]]] = []
+        for messages, verdict in taken:
+            if not verdict.set_running_or_notify_cancel():
+                continue
+            try:
+                tokens = self.scorer.encode(messages)
+            except Exception as error:  # of this conversation alone: it rises where its verdict is awaited
+                verdict.set_exception(error)
+                continue
+            if len(tokens) <= self.scorer.context:
+                batch.append((tokens, verdict))
+                continue
+            # Neither the spec's fault nor a sign of a bad completion.
+            note = f"it has {len(tokens)} tokens, and the reward model reads at most {self.scorer.context}"
+            verdict.set_result(Verdict(0.0, Status.ERROR, note=note))
+        try:
+            scores = self.scorer.token_scores([tokens for tokens, _ in batch])
+        except Exception as error:  # it rises where the verdicts are awaited
+            for _, verdict in batch:
+                verdict.set_exception(error)
+            return
+        for score, (_, verdict) in zip(scores, batch, strict=True):
+            verdict.set_result(_verdict(score))
+
+
+def _verdict(score: float) -> Verdict:
+    if not math.isfinite(score):
+        return Verdict(0.0, Status.ERROR, note=f"the reward model gave {score}")
+    return Verdict(score, Status.CORRECT if score > 0 else Status.WRONG, {"reward_model": score})

@@ -1,6 +1,6 @@
-"""The side of the program, locked in: it runs code that nobody has read, and calls its functions for the tests.
+"""The isolated process of the program: it runs untrusted code, and calls its functions for the tests.
 
-What happens here proves nothing: the code owns this process, down to the bytes that it sends.
+Nothing that happens here is evidence: the code owns this process, down to the bytes that it sends.
 """
 
 import atexit
@@ -35,7 +35,7 @@ def load(source: str, name: str) -> ModuleType:
 
 
 def serve_calls(code: int, channel: int) -> None:
-    """Load the code, say whether that worked, then answer calls: `[name, args, kwargs]`."""
+    """Load the code, report whether that worked, then serve calls: `[name, args, kwargs]`."""
     tests = Channel(channel)
     try:
         module = load(read_all(code), "candidate")
@@ -59,7 +59,7 @@ def run_program(code: int) -> int:
     """Run the code as `python program.py` would, and return its exit code."""
     status = 0
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a program that is killed has said what it printed
+        sys.stdout.reconfigure(line_buffering=True)  # so that a killed program has written what it printed
     source = read_all(code)
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)  # for its tracebacks
     try:
@@ -83,7 +83,7 @@ def run_program(code: int) -> int:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """An exception as it crosses: the names of its built-in classes, nearest first, and what it says."""
+    """An exception as plain data: the names of its built-in classes, nearest first, and its message."""
     names = [base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"]
     try:
         text = str(error)[:500]

@@ -1,4 +1,4 @@
-"""A warm server as the process that it serves holds it: started, given files to run, listened to, ended."""
+"""The client of a warm server: starts it, sends it files to run, reads their output, ends it."""
 
 import contextlib
 import json
@@ -15,19 +15,18 @@ from typing import Any, Self
 
 from palestra.errors import PalestraError, UsageError
 from palestra.tasks.sandbox.filesystem import import_path, readable
-from palestra.tasks.sandbox.levels import Level
-from palestra.tasks.sandbox.limits import Limits
+from palestra.tasks.sandbox.levels import Level, Limits
 
 START_SECONDS = 60.0  # for a server to start, on a busy machine
-GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to say how it ended
+GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to reply
 BOOT = """
 import json, sys
-asked = json.loads(sys.argv.pop())
-sys.path[:] = asked["path"]
+settings = json.loads(sys.argv.pop())
+sys.path[:] = settings["path"]
 from palestra.tasks.sandbox.server import main
-main(asked)
+main(settings)
 """
-# Nothing of this process's environment; a fixed seed, so that sets have one order and a verdict is one.
+# Nothing of this process's environment; a fixed hash seed, so that sets have one order and verdicts are reproducible.
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
@@ -37,11 +36,11 @@ class Client:
 
     def __init__(self, strongest: Level, weakest: Level):
         self._folder = tempfile.mkdtemp(prefix="palestra_sandbox_")
-        os.chmod(self._folder, 0o711)  # a user that nobody is has to reach the folder of a run in it
+        os.chmod(self._folder, 0o711)  # the dedicated user has to reach the folder of a run in it
         self._control, theirs = socket.socketpair()
         self._buffer, self._runs = b"", 0
         modules = import_path()
-        asked = {
+        settings = {
             "control": theirs.fileno(),
             "parent": os.getpid(),
             "path": [path for path in sys.path if path],
@@ -53,7 +52,7 @@ class Client:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, json.dumps(asked)],
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT, json.dumps(settings)],
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -73,26 +72,25 @@ class Client:
 
     @property
     def pid(self) -> int:
-        """The process id of the server."""
         return self._process.pid
 
-    def run(self, kind: str, seconds: float, limits: Limits, given: list[int], files: "Files") -> dict[str, Any]:
-        """Run something with its files, read its pipes, and return how it ended."""
+    def run(self, kind: str, seconds: float, limits: Limits, inputs: list[int], files: "Files") -> dict[str, Any]:
+        """Run a job with its files, read its pipes, and return how it ended."""
         self._runs += 1
         request = {"run": self._runs, "kind": kind, "seconds": seconds, "limits": asdict(limits)}
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], given)
+            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], inputs)
         except OSError as error:
-            raise PalestraError(f"the sandbox's server is gone: {self._last_words()}") from error
+            raise PalestraError(f"the sandbox server is gone: {self._stderr()}") from error
         files.given_away()
         reply = self._reply(time.monotonic() + seconds + GRACE_SECONDS, files)
         files.drain()
         if reply["broken"]:
-            raise PalestraError(f"a program could not be locked in: {reply['broken'].strip()}")
+            raise PalestraError(f"a program could not be isolated: {reply['broken'].strip()}")
         return reply
 
     def end(self) -> None:
-        """End it, and with it what it runs."""
+        """Kill it, and with it what it runs."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -101,19 +99,19 @@ class Client:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _reply(self, deadline: float, files: "Files") -> dict[str, Any]:
-        """The next line from the server; pipes are read while it is waited for."""
+        """The next line from the server; pipes are read meanwhile."""
         killed = False
-        with selectors.PollSelector() as selector:  # not select(), which knows no file beyond the 1024th
+        with selectors.PollSelector() as selector:  # select() is limited to 1024 files
             selector.register(self._control, selectors.EVENT_READ)
             for number in files.reading():
                 selector.register(number, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PalestraError("the sandbox's server does not answer; the next call starts another")
+                    raise PalestraError("the sandbox server does not answer; the next call starts another")
                 for key, _ in selector.select(left):
                     if key.fd == self._control.fileno():
-                        self._hear()
+                        self._receive()
                     elif not files.read(key.fd):
                         selector.unregister(key.fd)
                 if files.overflown and not killed:
@@ -122,46 +120,45 @@ class Client:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             data = self._control.recv(1 << 16)
         except ConnectionError:
             data = b""
         if not data:
-            raise PalestraError(f"the sandbox's server is gone: {self._last_words()}")
+            raise PalestraError(f"the sandbox server is gone: {self._stderr()}")
         self._buffer += data
 
-    def _last_words(self) -> str:
+    def _stderr(self) -> str:
         self._process.kill()
-        said = b"" if self._process.stderr is None else self._process.stderr.read()
-        return said.decode(errors="replace").strip() or f"it ended with {self._process.wait()} and said nothing"
+        data = b"" if self._process.stderr is None else self._process.stderr.read()
+        return data.decode(errors="replace").strip() or f"it ended with {self._process.wait()} and no message"
 
 
 @dataclass
 class Pipe:
-    """What comes out of a run through a pipe."""
+    """The output of a run through a pipe."""
 
     most: int
-    """Bytes that are read of it."""
+    """The limit on bytes that are read."""
     data: bytearray = field(default_factory=bytearray)
 
     @property
     def text(self) -> str:
-        """What came."""
         return self.data.decode("utf-8", "replace")
 
 
 class Files:
-    """The files of a run: what it is given, and the pipes that are read while it is at work."""
+    """The files of a run: its inputs, and the pipes that are read while it runs."""
 
     def __init__(self) -> None:
         self._given: list[int] = []
         self._open: dict[int, Pipe] = {}
         self.overflown = False
-        """Whether more came than is read."""
+        """Whether a pipe exceeded its limit."""
 
     def written(self, text: str) -> int:
-        """A file without a name, with a text in it."""
+        """An unnamed file with a text in it."""
         if hasattr(os, "memfd_create"):
             number = os.memfd_create("sandbox")
         else:
@@ -171,11 +168,11 @@ class Files:
         data = text.encode("utf-8", "surrogatepass")
         while data:
             data = data[os.write(number, data) :]
-        os.lseek(number, 0, os.SEEK_SET)  # its reader goes on from where its writer is
+        os.lseek(number, 0, os.SEEK_SET)  # its reader continues at its writer's offset
         return number
 
     def pipe(self, most: int) -> tuple[int, Pipe]:
-        """The writing end of a pipe, and what comes out of it."""
+        """The writing end of a pipe, and its output."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         self._given.append(writing)
@@ -183,16 +180,16 @@ class Files:
         return writing, pipe
 
     def given_away(self) -> None:
-        """Close what the server has now."""
+        """Close what the server has received."""
         while self._given:
             os.close(self._given.pop())
 
     def reading(self) -> list[int]:
-        """The pipes that may still bring something."""
+        """The pipes that are still open."""
         return list(self._open)
 
     def read(self, number: int) -> bool:
-        """Read what is there; False where nothing more will come, or none of it is wanted."""
+        """Read what is available; False at the end of the pipe, or beyond a limit."""
         pipe = self._open[number]
         with contextlib.suppress(BlockingIOError):
             data = os.read(number, 1 << 16)
@@ -207,7 +204,7 @@ class Files:
         return True
 
     def drain(self) -> None:
-        """Read what is left of a run that is over: all its writers are gone."""
+        """Read the rest after a run has ended: all its writers are gone."""
         for number in self.reading():
             while self.read(number):
                 pass
@@ -223,7 +220,7 @@ class Files:
 
 
 def _refusal(weakest: Level, reasons: list[str]) -> str:
-    tried = "; ".join(reasons) or "it is not Linux, or no machine whose system calls are known"
+    tried = "; ".join(reasons) or "not Linux on x86-64 or 64-bit ARM"
     advice = (
         "Allow user namespaces (Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu: sysctl "
         "kernel.apparmor_restrict_unprivileged_userns=0), or run as root in a container"

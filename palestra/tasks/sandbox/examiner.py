@@ -1,4 +1,4 @@
-"""The side of the tests: a process of its own, where the program's functions are stubs that ask the other process."""
+"""The process of the tests, in which the program's functions are stubs that call the other process."""
 
 import builtins
 import json
@@ -14,11 +14,11 @@ SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class Fault(BaseException):
-    """The program is gone or gave something that is no plain value. No `except Exception` of a test catches it."""
+    """The program is gone or returned something that is not plain. No `except Exception` of a test catches it."""
 
 
 class TestNeeds(BaseException):
-    """A test gives the program something that cannot cross, which is not the program's fault."""
+    """A test passes the program a value that cannot cross, which is not the program's fault."""
 
     __test__ = False  # no class of tests, whatever pytest thinks of its name
 
@@ -83,30 +83,30 @@ class Program:
             self.gone = Fault("the code ended its process")
             raise self.gone from None
         except Malformed as error:
-            self.gone = Fault(f"the code answered with no plain value ({error})")
+            self.gone = Fault(f"the code did not answer with a plain value ({error})")
             raise self.gone from None
         if _is_reply(reply):
             return reply
-        self.gone = Fault("the code answered with no plain value")
+        self.gone = Fault("the code did not answer with a plain value")
         raise self.gone
 
 
 def examine(tests: int, channel: int, result: int) -> None:
     """Run tests against the program at the other end of a channel."""
-    asked = json.loads(read_all(tests))
+    exam = json.loads(read_all(tests))
     report = ExamReport(result)
     program = Program(Channel(channel))
-    stubs = {name: program.stub(name) for name in asked["entry_points"]}
+    stubs = {name: program.stub(name) for name in exam["entry_points"]}
     namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins, **stubs}
     try:
         program.loaded()
     except Fault as fault:
         report.ended("failed", str(fault))
         return
-    if not report.prepare(asked["setup"], namespace):
+    if not report.prepare(exam["setup"], namespace):
         return
     namespace.update(stubs)  # the setup may have a function of the same name, such as a signature without a body
-    for number, test in enumerate(asked["tests"]):
+    for number, test in enumerate(exam["tests"]):
         program.begin()
         error = attempt(test, namespace)
         broken = isinstance(error, NameError | ImportError | SyntaxError) and error not in program.raised
@@ -117,39 +117,39 @@ def examine(tests: int, channel: int, result: int) -> None:
 
 
 def examine_together(code: int, tests: int, result: int) -> None:
-    """Run tests in the program's own process, where the program can say what it likes of them."""
-    asked = json.loads(read_all(tests))
+    """Run tests in the program's own process, where the program can forge the report."""
+    exam = json.loads(read_all(tests))
     report = ExamReport(result)
     try:
         namespace = load(read_all(code), "candidate").__dict__
     except BaseException as error:
-        report.ended("failed", f"the code raised {_said(error)}")
+        report.ended("failed", f"the code raised {_message(error)}")
         return
-    own = {name: namespace[name] for name in asked["entry_points"] if name in namespace}
-    if not report.prepare(asked["setup"], namespace, fault="failed"):
+    own = {name: namespace[name] for name in exam["entry_points"] if name in namespace}
+    if not report.prepare(exam["setup"], namespace, fault="failed"):
         return
     namespace.update(own)
-    for number, test in enumerate(asked["tests"]):
+    for number, test in enumerate(exam["tests"]):
         report.test(number, attempt(test, namespace), broken=False)
     report.ended("done")
 
 
 class ExamReport:
-    """What is told of the tests, a line of JSON each, as soon as it is known."""
+    """The report on the tests, a line of JSON each, as soon as it is known."""
 
     def __init__(self, number: int):
         self._number = number
 
     def prepare(self, setup: str, namespace: dict[str, Any], fault: str = "error") -> bool:
-        """Run what comes before the tests; where it fails, say so and return False."""
+        """Run the setup; where it fails, report that and return False."""
         error = attempt(setup, namespace)
         if error is not None:
-            self.ended(fault, f"what comes before the tests raised {_said(error)}")
+            self.ended(fault, f"the setup of the tests raised {_message(error)}")
         return error is None
 
     def test(self, number: int, error: BaseException | None, *, broken: bool) -> None:
-        """What became of a test; `broken` means that the fault is its own."""
-        why = "" if error is None else f"test {number + 1}: {_said(error)}"
+        """The result of a test; `broken` means that the test itself is at fault."""
+        why = "" if error is None else f"test {number + 1}: {_message(error)}"
         self._write({"test": number, "passed": error is None, "broken": broken, "why": why})
 
     def ended(self, how: str, why: str = "") -> None:
@@ -163,7 +163,7 @@ class ExamReport:
 
 
 def attempt(source: str, namespace: dict[str, Any]) -> BaseException | None:
-    """Run source and return what it raised."""
+    """Run source and return the exception that it raised."""
     try:
         exec(compile(source, "<tests>", "exec", dont_inherit=True, optimize=0), namespace)
     except BaseException as error:
@@ -171,7 +171,7 @@ def attempt(source: str, namespace: dict[str, Any]) -> BaseException | None:
     return None
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         text = str(error)[:500]
     except Exception:  # of a value that cannot be written, such as an integer of a million digits
@@ -182,7 +182,7 @@ def _said(error: BaseException) -> str:
 
 
 def _is_reply(reply: Any) -> bool:
-    """Whether the other side kept to the form, which it need not."""
+    """Whether a reply is well-formed; the other side may send anything."""
     if type(reply) is not dict:
         return False
     if set(reply) == {"value"}:

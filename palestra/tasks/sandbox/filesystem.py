@@ -1,23 +1,10 @@
-"""What a program in the sandbox may read, and the root of the file system that shows it nothing else."""
+"""What a program in the sandbox may read, and a root of the file system that has nothing else."""
 
 import os
 import sys
 from collections.abc import Sequence
 
-from palestra.tasks.sandbox.kernel import (
-    BIND,
-    NODEV,
-    NOEXEC,
-    NOSUID,
-    PRIVATE,
-    RDONLY,
-    REC,
-    REMOUNT,
-    bind_read_only,
-    mount,
-    pivot_root,
-)
-from palestra.tasks.sandbox.limits import Limits
+from palestra.tasks.sandbox import kernel
 
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -25,13 +12,12 @@ INODES = 1000  # files in the /tmp of a program
 
 
 def import_path() -> list[str]:
-    """Where a program finds modules: the standard library and installed packages, and no folder of anybody's work."""
+    """Where a program finds modules: the standard library and installed packages, not the user's own folders."""
     import sysconfig
 
     places = sysconfig.get_paths()
-    kept = [os.path.realpath(places[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = [path for path in sys.path if path and _inside(os.path.realpath(path), kept)]
-    return list(dict.fromkeys(found))
+    allowed = [os.path.realpath(places[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return list(dict.fromkeys(path for path in sys.path if path and _inside(os.path.realpath(path), allowed)))
 
 
 def readable(modules: Sequence[str]) -> list[str]:
@@ -48,35 +34,36 @@ def enter_root(folder: str, paths: Sequence[str]) -> str:
     """
     scratch = "/scratch" if any(_inside(path, ["/tmp"]) for path in paths) else "/tmp"  # Python itself may be in /tmp
     outside = os.open(os.path.dirname(folder), os.O_PATH)
-    mount("none", "/", None, REC | PRIVATE)
-    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    kernel.mount("none", "/", None, kernel.REC | kernel.PRIVATE)
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.NOSUID | kernel.NODEV, "size=1m,mode=755")
     for path in [*paths, *(device for device in DEVICES if os.path.exists(device))]:
         _show(path, folder, paths)
     os.mkdir(folder + scratch)
-    pivot_root(folder)
-    mount("none", "/", None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
+    kernel.pivot_root(folder)
+    kernel.mount("none", "/", None, kernel.REMOUNT | kernel.BIND | kernel.RDONLY | kernel.NOSUID | kernel.NODEV)
     os.rmdir(os.path.basename(folder), dir_fd=outside)
     os.close(outside)
     return scratch
 
 
-def mount_scratch(folder: str, limits: Limits) -> None:
-    """Put a folder in memory, of this process alone, over another."""
-    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV | NOEXEC, f"size={limits.files}m,nr_inodes={INODES},mode=1777")
+def mount_scratch(folder: str, mebibytes: int) -> None:
+    """Mount a folder in memory, of this process alone, over another."""
+    options = f"size={mebibytes}m,nr_inodes={INODES},mode=1777"
+    kernel.mount("tmpfs", folder, "tmpfs", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, options)
 
 
 def _show(path: str, root: str, others: Sequence[str]) -> None:
-    """Put a path under a new root at its own place; a link stays one where what it leads to is there too."""
+    """Show a path under a new root at its own place; a link stays one where its target is there too."""
     target = root + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path) and _inside(os.path.realpath(path), others):
         os.symlink(os.readlink(path), target)
     elif os.path.isdir(path):
         os.mkdir(target)
-        bind_read_only(path, target)
+        kernel.bind_read_only(path, target)
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        bind_read_only(path, target, device=path in DEVICES)
+        kernel.bind_read_only(path, target, device=path in DEVICES)
 
 
 def _inside(path: str, folders: Sequence[str]) -> bool:

@@ -1,12 +1,15 @@
-"""The filter of system calls (seccomp) that a program in the sandbox runs under; it cannot be taken off."""
+"""What a process in the sandbox gives up for good: system calls (seccomp) and files (Landlock)."""
 
 import ctypes
 import errno
+import os
 import struct
 import sys
+from collections.abc import Sequence
 from functools import cache
 
-from palestra.tasks.sandbox.kernel import MACHINE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_SECCOMP, THREAD, prctl
+from palestra.tasks.sandbox import kernel
+from palestra.tasks.sandbox.kernel import LIBC, MACHINE, PR_SET_NO_NEW_PRIVS, call, prctl
 
 Numbers = tuple[int | None, int | None]
 
@@ -87,7 +90,7 @@ def program(own: int) -> bytes:
         tests = [(EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)]
         on(numbers, (LOAD, 0, 0, 16 + 8 * argument), *tests, refuse, allow)
 
-    on(CLONE, (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, THREAD), again, allow)
+    on(CLONE, (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, kernel.THREAD), again, allow)
     on(CLONE3, (RETURN, 0, 0, ERRNO | errno.ENOSYS))  # its flags cannot be read here; glibc then takes clone
     on(FORK, again)
     on(VFORK, again)
@@ -95,7 +98,7 @@ def program(own: int) -> bytes:
     only(TGKILL, 0, own)
     only(PRLIMIT, 0, 0, own)
     only(AFFINITY, 0, 0)
-    on(PRCTL, (LOAD, 0, 0, 16), (EQUAL, 0, 1, PR_SET_PDEATHSIG), refuse, allow)
+    on(PRCTL, (LOAD, 0, 0, 16), (EQUAL, 0, 1, kernel.PR_SET_PDEATHSIG), refuse, allow)
     refused = [number for numbers in REFUSED.values() if (number := numbers[MACHINE]) is not None]
     # One answer for all, at the end: the kernel compiles the filter for every process, and its length is what it takes.
     steps += [(EQUAL, len(refused) - place, 0, number) for place, number in enumerate(refused)]
@@ -106,4 +109,53 @@ def install(code: bytes) -> None:
     """Put this process under a filter, for good."""
     steps = FilterProgram(len(code) // 8, code)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(steps))
+    prctl(kernel.PR_SET_SECCOMP, MODE_FILTER, ctypes.addressof(steps))
+
+
+CREATE, ADD_RULE, RESTRICT = (444, 444), (445, 445), (446, 446)
+VERSION, PATH_BENEATH = 1, 1
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+OF_FILES = 1 | 1 << 1 | READ_FILE | 1 << 14 | 1 << 15  # execute, write, read, truncate, ioctl: the rest is of folders
+# What each version of the interface knows: from its second on also moving between folders, truncating, ioctl.
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+MOST_RIGHTS = 16
+SCOPES = 3  # from its sixth version on: no abstract sockets and no signals to outside
+
+
+class Ruleset(ctypes.Structure):
+    """`struct landlock_ruleset_attr`."""
+
+    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
+
+
+class Beneath(ctypes.Structure):
+    """`struct landlock_path_beneath_attr`."""
+
+    _pack_ = 1
+    _fields_ = (("rights", ctypes.c_uint64), ("folder", ctypes.c_int32))
+
+
+def landlock_version() -> int:
+    """The version of the kernel's Landlock interface; 0 where there is none."""
+    return max(0, LIBC.syscall(ctypes.c_long(CREATE[0]), None, ctypes.c_size_t(0), ctypes.c_uint32(VERSION)))
+
+
+def restrict_files(read: Sequence[str], write: Sequence[str]) -> None:
+    """Leave this process these files and folders, and no others, for good (Landlock, Linux 5.13)."""
+    known = landlock_version()
+    everything = (1 << RIGHTS.get(known, MOST_RIGHTS)) - 1
+    attributes = Ruleset(everything, 0, SCOPES if known >= 6 else 0)
+    rules = call(CREATE, attributes, ctypes.sizeof(attributes) if known >= 6 else 8, 0, what="landlock_create_ruleset")
+    try:
+        for paths, rights in ((read, READ_FILE | READ_DIR), (write, everything)):
+            for path in paths:
+                place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                try:
+                    allowed = rights if os.path.isdir(path) else rights & OF_FILES & everything
+                    call(ADD_RULE, rules, PATH_BENEATH, Beneath(allowed, place), 0, what=f"landlock_add_rule {path}")
+                finally:
+                    os.close(place)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        call(RESTRICT, rules, 0, what="landlock_restrict_self")
+    finally:
+        os.close(rules)

@@ -1,7 +1,9 @@
-"""The levels of the sandbox: how each is prepared, once, and how a process is then locked in."""
+"""The levels and resource limits of the sandbox: how a server prepares a level, and how a process is isolated."""
 
 import contextlib
+import math
 import os
+import resource
 import select
 import signal
 import sys
@@ -9,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from palestra.tasks.sandbox import filter, kernel, landlock
+from palestra.tasks.sandbox import filter, kernel
 from palestra.tasks.sandbox.filesystem import DEVICES, enter_root, mount_scratch
-from palestra.tasks.sandbox.limits import Limits, set_limits
 
+MIB = 1 << 20
 Level = Literal["namespaces", "uid", "weak"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 """From the strongest to the weakest."""
 
 OF_THE_SERVER = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
-# By role: each is alone with its process ids, and the candidate has a /tmp; tests write no files. What processes could
-# leave behind in the server's namespace of shared memory, the filter refuses.
+# By role: each has its own process ids, and the candidate a /tmp; tests write no files. The filter refuses what could
+# remain in the server's namespace of shared memory.
 CANDIDATE, TESTS = 0, 1
 OF_A_PROCESS = (kernel.NEWPID | kernel.NEWNS, kernel.NEWPID)
 FIRST_UID = 0x70000000  # no system gives these to people, services or containers
@@ -27,18 +29,36 @@ FEW_UIDS = 40000  # where a container has 65,536 of them: above those of people,
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What processes are locked in with."""
+class Limits:
+    """The resources of one program. The kernel refuses more; the program gets an error, or is killed."""
+
+    memory: int = 512
+    """MiB of address space."""
+    threads: int = 16
+    """Threads at a time. There is one process: on Linux it cannot start others."""
+    files: int = 16
+    """MiB of files: of all together where `/tmp` is in memory, else of each."""
+    open_files: int = 64
+    """Files open at a time."""
+    output: int = 64
+    """KiB of stdout, and as many of stderr; what writes more is killed."""
+    stack: int = 8
+    """MiB of stack."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What processes are isolated with."""
 
     level: Level
     namespaces: tuple[int, int]
-    """Flags of what the candidate and its tests get for themselves."""
+    """Flags of the namespaces of the candidate and of its tests."""
     uids: tuple[int, int] | None
-    """Users that nobody else is: for the candidate, and for its tests."""
+    """Dedicated, otherwise unused UIDs: for the candidate, and for its tests."""
     paths: tuple[str, ...]
     """What may be read."""
     scratch: str | None = None
-    """A folder that is each candidate's own; null where it has to be made one for each."""
+    """A folder where each candidate mounts its own; null where a folder has to be made for each."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +67,13 @@ class Attempt:
 
     level: Level
     own_users: bool = False
-    """Whether it takes a namespace of users, which needs no rights."""
+    """Whether it uses a user namespace, which needs no rights."""
 
-    def prepare(self, folder: str, paths: Sequence[str]) -> Ground:
+    def prepare(self, folder: str, paths: Sequence[str]) -> Isolation:
         """Bring the server to this level; `folder` is empty and its own."""
         uids = unused_uids() if os.geteuid() == 0 and self.level != "weak" and not self.own_users else None
         if self.level != "namespaces":
-            return Ground(self.level, (0, 0), uids, tuple(paths))
+            return Isolation(self.level, (0, 0), uids, tuple(paths))
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(OF_THE_SERVER | (kernel.NEWUSER if self.own_users else 0))
         if self.own_users:
@@ -62,11 +82,11 @@ class Attempt:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
         scratch = enter_root(folder, paths)
-        return Ground(self.level, OF_A_PROCESS, uids, tuple(paths), scratch)
+        return Isolation(self.level, OF_A_PROCESS, uids, tuple(paths), scratch)
 
 
 def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
-    """The ways to try, the best first."""
+    """The attempts to make, the best first."""
     root, filtered = os.geteuid() == 0, filter.available()
     ways = [Attempt("namespaces")] if filtered and root else []
     ways += [Attempt("namespaces", own_users=True)] if filtered else []
@@ -75,22 +95,22 @@ def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
     return [way for way in [*ways, Attempt("weak")] if way.level in chosen]
 
 
-def lock_in(ground: Ground, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:
-    """Take every right from this process, for good. `server` is a file of the process whose death ends this one."""
-    if ground.level == "namespaces" and role == CANDIDATE:
-        mount_scratch(scratch, limits)
+def isolate(level: Isolation, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:
+    """Take every right from this process, for good. `server` is a pidfd of the process whose death ends this one."""
+    if level.level == "namespaces" and role == CANDIDATE:
+        mount_scratch(scratch, limits.files)
     os.chdir(scratch)
     os.setpgid(0, 0)
     os.umask(0o077)
-    set_limits(limits, seconds, count_threads=ground.level != "weak" or not filter.available())
-    if ground.uids is not None:
-        user = ground.uids[role]
+    set_limits(limits, seconds, count_threads=level.level != "weak" or not filter.available())
+    if level.uids is not None:
+        user = level.uids[role]
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    for path in ground.paths:  # told at the start, not as a module that is missing
+    for path in level.paths:  # else a module would be missing later
         if not os.access(path, os.R_OK):
-            raise OSError(f"user {os.getuid()} cannot read {path}, which Python needs: let everyone pass (chmod o+x)")
+            raise OSError(f"user {os.getuid()} cannot read {path}, which Python needs: make it accessible (chmod o+x)")
     if sys.platform != "linux":
         return
     kernel.drop_capabilities()
@@ -99,17 +119,46 @@ def lock_in(ground: Ground, limits: Limits, seconds: float, *, role: int, scratc
         if select.select([server], [], [], 0)[0]:
             raise OSError("the server is gone")
         os.close(server)
-    if ground.level != "namespaces":
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody reads its memory
-        if landlock.version():
+    if level.level != "namespaces":
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no other process may read its memory
+        if filter.landlock_version():
             devices = [device for device in DEVICES if os.path.exists(device)]
-            landlock.restrict([*ground.paths, *devices], [scratch, "/dev/null"])
+            filter.restrict_files([*level.paths, *devices], [scratch, "/dev/null"])
     if filter.available():
         filter.install(filter.program(os.getpid()))
 
 
+def set_limits(limits: Limits, seconds: float, *, count_threads: bool) -> None:
+    """Limit this process for good: soft and hard limits are the same.
+
+    Threads are counted over all processes of a user, so `count_threads` suits a dedicated user only.
+    """
+    # A second more than the wall clock, which is the actual limit; this is for a server that is gone.
+    processor = math.ceil(seconds) + 1
+    wanted = {
+        "RLIMIT_AS": limits.memory * MIB,
+        "RLIMIT_CPU": processor,
+        "RLIMIT_FSIZE": limits.files * MIB,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_STACK": limits.stack * MIB,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    if count_threads:
+        wanted["RLIMIT_NPROC"] = limits.threads
+    for name, value in wanted.items():
+        if (kind := getattr(resource, name, None)) is None:
+            continue
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # macOS refuses an address limit below what Python has mapped already: the other limits still hold.
+        with contextlib.suppress(*([] if sys.platform == "linux" else [ValueError, OSError])):
+            resource.setrlimit(kind, (value, value))
+
+
 def unused_uids() -> tuple[int, int]:
-    """Two users that own no process and have no name."""
+    """Two user ids that own no process and have no name."""
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     many = any(first <= FIRST_UID and first + count > FIRST_UID + (1 << 24) for first, _, count in ranges)

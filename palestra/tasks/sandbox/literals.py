@@ -20,7 +20,7 @@ class NotLiteral(TypeError):
 
 
 class Malformed(ValueError):
-    """Bytes that are no message."""
+    """Bytes that are not a message."""
 
 
 def encode(value: Any) -> bytes:
@@ -94,7 +94,7 @@ def _packed(value: Any) -> Any:
         plain = value.item()
         if type(plain) is not kind:  # some have no built-in counterpart, and give themselves
             return _packed(plain)
-    raise NotLiteral(f"{kind.__module__}.{kind.__qualname__} is no plain value")
+    raise NotLiteral(f"{kind.__module__}.{kind.__qualname__} is not a plain value")
 
 
 def _unpacked(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The sandbox as the rest of the house holds it: programs and tests go in, plain data comes out."""
+"""The sandbox's interface: runs programs, and tests against code, and returns plain data."""
 
 import contextlib
 import json
@@ -12,35 +12,34 @@ from typing import Any, Literal, Self
 
 from palestra.errors import PalestraError, UsageError
 from palestra.tasks.sandbox.client import Client, Files
-from palestra.tasks.sandbox.levels import LEVELS, Level
-from palestra.tasks.sandbox.limits import Limits
+from palestra.tasks.sandbox.levels import LEVELS, Level, Limits
 
 MOST_RESULT = 1 << 20  # bytes that tests may report
 
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """What became of tests."""
+    """The result of tests."""
 
     status: Literal["passed", "failed", "timeout", "error"]
     """`error`: the tests themselves are at fault."""
     passed: tuple[bool, ...]
     """Of each test."""
     level: Level
-    """How well the code was locked in; `weak` where it ran in one process with its tests."""
+    """How well the code was isolated; `weak` where it ran in one process with its tests."""
     seconds: float
     note: str = ""
-    """What went wrong first."""
+    """The first failure."""
 
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """What a program wrote."""
+    """The output of a program."""
 
     stdout: str
     stderr: str
     status: Literal["ok", "error", "timeout", "output", "killed"]
-    """`error`: an exit code other than 0; `output`: it wrote too much; `killed`: a signal, such as of a bad address."""
+    """`error`: an exit code other than 0; `output`: it wrote too much; `killed`: a signal, such as SIGSEGV."""
     code: int
     """Its exit code; below 0, the signal that ended it."""
     level: Level
@@ -48,11 +47,11 @@ class ProgramOutput:
 
 
 class Sandbox:
-    """Runs code that nobody has read. Close it, or use it in a `with` block; its processes end with this one's anyway.
+    """Runs untrusted code. Close it, or use it in a `with` block; its processes end with this one anyway.
 
     It may be used from several threads, and from asyncio by `asyncio.to_thread`. `workers` programs run at a time, one
-    a core if null, and further calls wait. Its level is the best between `strongest` and `weakest` that this machine
-    allows; where there is none, using it raises a UsageError.
+    a core if null, and further calls wait. Its level is the strongest between `strongest` and `weakest` that this
+    machine allows; where there is none, using it raises a UsageError.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Sandbox:
         self._owner, self._closed = os.getpid(), False
 
     def start(self) -> Level:
-        """Start a first server now, so that the first program need not wait, and return the level."""
+        """Start a first server now, so that the first program does not wait, and return the level."""
         with self._client() as client:
             return client.level
 
@@ -88,24 +87,24 @@ class Sandbox:
         """Run tests, each some Python source, against code that runs alone in another process.
 
         The functions `entry_points` of the code are stubs for the tests: arguments and results cross as plain values.
-        `setup` is source that runs before the tests, beside them. `timeout` is in seconds of wall clock for it all.
-        With `together` the tests run in the code's own process, and prove little.
+        `setup` is source that runs before the tests, in their process. `timeout` is the wall clock in seconds for
+        all of it. With `together` the tests run in the code's own process, and prove little.
         """
         if not tests or not all(test.strip() for test in tests):
-            raise UsageError("there is no test, or an empty one: any code would pass; give a problem tests")
+            raise UsageError("no test, or an empty one: any code would pass; give the problem tests")
         started = time.monotonic()
-        asked = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
+        exam = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
         with self._client() as client, Files() as files:
             writing, result = files.pipe(MOST_RESULT)
-            given = [files.written(code), files.written(asked), writing]
-            reply = client.run("together" if together else "tests", timeout, self._limits, given, files)
+            inputs = [files.written(code), files.written(exam), writing]
+            reply = client.run("together" if together else "tests", timeout, self._limits, inputs, files)
             level: Level = "weak" if together else client.level
         lines = _lines(result.text)
         passed = [False] * len(tests)
         for line in lines:
             if type(line.get("test")) is int and 0 <= line["test"] < len(tests):
                 passed[line["test"]] = line.get("passed") is True
-        status, note = _judged(reply, lines, passed, together)
+        status, note = _status(reply, lines, passed, together)
         return SandboxOutcome(status, tuple(passed), level, time.monotonic() - started, note)
 
     def run_program(self, code: str, stdin: str = "", timeout: float = 5.0) -> ProgramOutput:
@@ -114,8 +113,8 @@ class Sandbox:
         with self._client() as client, Files() as files:
             most = self._limits.output << 10
             (out, stdout), (err, stderr) = files.pipe(most), files.pipe(most)
-            given = [files.written(code), files.written(stdin), out, err]
-            reply = client.run("program", timeout, self._limits, given, files)
+            inputs = [files.written(code), files.written(stdin), out, err]
+            reply = client.run("program", timeout, self._limits, inputs, files)
             level = client.level
         (ended,) = reply["status"]
         return ProgramOutput(
@@ -132,9 +131,9 @@ class Sandbox:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End its servers; one that is at work ends when it is done."""
+        """End its servers; a busy one ends when it is done."""
         if self._owner != os.getpid():
-            return  # they are not this process's to end
+            return  # they belong to another process
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
@@ -162,7 +161,7 @@ class Sandbox:
             try:
                 yield client
             except BaseException:
-                client.end()  # nobody knows what it is at
+                client.end()  # its state is unknown
                 raise
             self._idle.put(client)
             if self._closed:
@@ -170,19 +169,19 @@ class Sandbox:
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    """The lines of a report. Where code and tests shared a process, anything may be in it."""
-    found = []
+    """The lines of a report. Where code and tests share a process, it may contain anything."""
+    lines = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             if type(value := json.loads(line)) is dict:
-                found.append(value)
-    return found
+                lines.append(value)
+    return lines
 
 
-def _judged(
+def _status(
     reply: dict[str, Any], lines: list[dict[str, Any]], passed: list[bool], together: bool
 ) -> tuple[Literal["passed", "failed", "timeout", "error"], str]:
-    """The status of tests, and what went wrong first."""
+    """The status of tests, and the first failure."""
     ended = next((str(line["ended"]) for line in lines if "ended" in line), None)
     note = next((str(line["why"]) for line in lines if line.get("why")), "")[:1000]
     if ended == "done" and all(passed):

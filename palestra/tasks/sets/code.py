@@ -15,7 +15,7 @@ from pydantic import Field
 
 from palestra.errors import UsageError
 from palestra.tasks.dataset import load_rows, text_of
-from palestra.tasks.sandbox import Sandbox
+from palestra.tasks.sandbox.sandbox import Sandbox
 from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
 
@@ -227,23 +227,23 @@ def _question(row: Mapping[str, Any]) -> str:
     )
 
 
-def _row(given: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _row(source: Mapping[str, Any], place: int) -> dict[str, Any]:
     """A row of the full or the sanitized data, in one form."""
-    text = given.get("text", given.get("prompt"))
-    tests, code = given.get("test_list"), given.get("code", "")
-    if not isinstance(given.get("task_id"), int) or not isinstance(text, str) or not tests:
+    text = source.get("text", source.get("prompt"))
+    tests, code = source.get("test_list"), source.get("code", "")
+    if not isinstance(source.get("task_id"), int) or not isinstance(text, str) or not tests:
         raise UsageError(
-            f"row {place} is not a row of MBPP: expected task_id, text or prompt, test_list; it has {', '.join(given)}"
+            f"row {place} is not a row of MBPP: expected task_id, text or prompt, test_list; it has {', '.join(source)}"
         )
-    setup = "\n".join([*(given.get("test_imports") or []), given.get("test_setup_code") or ""]).strip()
+    setup = "\n".join([*(source.get("test_imports") or []), source.get("test_setup_code") or ""]).strip()
     try:
         needs = inspect_tests(tests, setup, code)
     except SyntaxError as error:
         raise UsageError(
-            f"row {place}, task_id {given['task_id']}: its tests or code are not Python: {error}"
+            f"row {place}, task_id {source['task_id']}: its tests or code are not Python: {error}"
         ) from error
     return {
-        "task_id": given["task_id"],
+        "task_id": source["task_id"],
         "text": text,
         "tests": list(tests),
         "setup": "\n".join(part for part in (needs.imports, setup) if part),
@@ -281,14 +281,14 @@ class HumanEval(CodeTask[CodeArgs]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         raw = load_rows(self.args.source, default="openai/openai_humaneval", files=HUMANEVAL_FILES, folder="humaneval")
-        return [self._problem(split, given, place) for place, given in enumerate(raw)]
+        return [self._problem(split, source, place) for place, source in enumerate(raw)]
 
     def code(self, problem: Problem, text: str) -> str | None:
         return complete_code(problem.row["prompt"], text, problem.row["entry_points"][0])
 
-    def _problem(self, split: str, given: Mapping[str, Any], place: int) -> Problem:
+    def _problem(self, split: str, source: Mapping[str, Any], place: int) -> Problem:
         prompt, test, entry_point, number = (
-            text_of(given, column, place, self.name) for column in ("prompt", "test", "entry_point", "task_id")
+            text_of(source, column, place, self.name) for column in ("prompt", "test", "entry_point", "task_id")
         )
         check = f"{test}\ncheck({entry_point})"
         # The tests may use the prompt's other functions, which come from the prompt, not from the completion.
@@ -306,11 +306,11 @@ class HumanEval(CodeTask[CodeArgs]):
             "setup": setup,
             "entry_points": [entry_point],
             "weak": weak,
-            "solution": given.get("canonical_solution", ""),
+            "solution": source.get("canonical_solution", ""),
         }
-        asked = (
+        request = (
             "Complete this Python function. Answer with the whole function in one code block.\n\n"
             f"```python\n{prompt.rstrip()}\n```"
         )
-        messages = prompt if self.args.format == "plain" else ({"role": "user", "content": asked},)
+        messages = prompt if self.args.format == "plain" else ({"role": "user", "content": request},)
         return Problem(self.id(split, number), messages, row)

@@ -1,4 +1,4 @@
-"""The task `countdown`: `2,5,7=39:` is to be followed by an expression of these numbers with that value."""
+"""The task `countdown`: complete `2,5,7=39:` with an expression of these numbers that has that value."""
 
 import ast
 import operator
@@ -19,14 +19,10 @@ from palestra.tasks.task import Completion, Problem, Status, Task, Verdict
 
 Operation = Literal["+", "-", "*", "/"]
 
-HELD_OUT, HELD_OUT_PART = 500, 10
-"""Problems in the test split at most; one in so many, by a hash, is held out."""
-PATIENCE = 2000
-"""After so many draws that give nothing new there is nothing new."""
-LONGEST = 200
-"""Characters of an expression at most: a parser can be brought down by depth."""
-VALID_SCORE = 0.1
-"""With `partial`, what an expression of the right numbers with another value is worth (TinyZero's format reward)."""
+HELD_OUT, HELD_OUT_PART = 500, 10  # problems of the test split at most; one in ten, by a hash, is held out
+PATIENCE = 2000  # samples without a new puzzle after which there are no more
+LONGEST = 200  # characters of an expression: deep nesting crashes a parser
+VALID_SCORE = 0.1  # with `partial`, of an expression of the right numbers with another value (TinyZero's format reward)
 
 OPERATIONS: Mapping[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -41,10 +37,10 @@ Expression = tuple[int, str, int]
 
 
 class CountdownArgs(GeneratedArgs):
-    """Which puzzles are set."""
+    """Args of `countdown`."""
 
     numbers: int = Field(default=3, ge=2, le=6)
-    """How many numbers are given."""
+    """How many numbers a puzzle has."""
     largest: int = Field(default=20, ge=2, le=1000)
     """The largest number."""
     target: int = Field(default=99, ge=2)
@@ -66,7 +62,7 @@ class CountdownArgs(GeneratedArgs):
 
 
 class Countdown(Task[CountdownArgs]):
-    """Numbers to be combined to a target. Any expression of the right numbers and value is right.
+    """Numbers to be combined to a target. Any expression of the right numbers and value is correct.
 
     Whether a puzzle is held out follows from a hash of its numbers and target, whatever the other args are.
     """
@@ -75,40 +71,39 @@ class Countdown(Task[CountdownArgs]):
     stop = ("\n",)
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Different puzzles, all of them solvable."""
+        """Distinct puzzles, all of them solvable."""
         if split not in self.splits:
             raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
         args = self.args
         setting = (args.numbers, args.largest, args.target, "".join(args.operations), args.use_all)
         random = Random(stream_key(0, "countdown", split, *setting))
-        found: dict[str, Problem] = {}
+        puzzles: dict[str, Problem] = {}
         missed, size = 0, args.size if split == "train" else HELD_OUT
-        while len(found) < size and missed < PATIENCE:
+        while len(puzzles) < size and missed < PATIENCE:
             missed += 1
             numbers, (target, solution, _) = _puzzle(random, args)
             row = f"{','.join(map(str, numbers))}={target}"
             fits = target <= args.target and (args.use_all or target not in numbers)
-            if not fits or row in found or _split(row) != split:
+            if not fits or row in puzzles or _split(row) != split:
                 continue
-            found[row], missed = self._problem(split, row, numbers, target, solution), 0
-        if not found:
+            puzzles[row], missed = self._problem(split, row, numbers, target, solution), 0
+        if not puzzles:
             raise UsageError(f"{self.name}: there are no puzzles with these args for the split '{split}'; allow more")
-        return list(found.values())
+        return list(puzzles.values())
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
-        """Whether an expression uses numbers and operations as it may, and has the target's value."""
         text = _candidate(completion.text) if self.args.format == "chat" else completion.text.strip()
         parsed = parse(text)
         if parsed is None:
             return Verdict(0.0, Status.UNPARSABLE, {"valid": 0.0}, note=text[:LONGEST])
         value, used = parsed
-        given = Counter(problem.row["numbers"])
+        available = Counter(problem.row["numbers"])
         allowed = set(text) & set("+-*/") <= set(self.args.operations)
-        valid = allowed and (used == given if self.args.use_all else used <= given)
+        valid = allowed and (used == available if self.args.use_all else used <= available)
         if valid and value == problem.row["target"]:
             return Verdict(1.0, Status.CORRECT, {"valid": 1.0}, note=text)
         score = VALID_SCORE if valid and self.args.partial else 0.0
-        why = f"{text} is {value}" if valid else f"{text} does not use numbers and signs as it may"
+        why = f"{text} is {value}" if valid else f"{text} uses numbers or operators that are not allowed"
         return Verdict(score, Status.WRONG, {"valid": float(valid)}, note=why)
 
     def _problem(self, split: str, row: str, numbers: Sequence[int], target: int, solution: str) -> Problem:
@@ -122,7 +117,7 @@ class Countdown(Task[CountdownArgs]):
 
 
 def parse(text: str) -> tuple[Fraction | None, Counter[int]] | None:
-    """The value of an expression and the numbers in it; None where it is none.
+    """The value of an expression and the numbers in it; None if it is not one.
 
     The value is None where the expression divides by zero.
     """
@@ -148,14 +143,14 @@ def _value(node: ast.expr) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    raise TypeError(f"{type(node).__name__} is no part of such an expression")
+    raise TypeError(f"{type(node).__name__} is not allowed in an expression")
 
 
 def _candidate(text: str) -> str:
-    """The last thing like an expression in the last line of a text, up to an equals sign."""
+    """The last expression in the last line of a text, up to an equals sign."""
     lines = text.strip().splitlines() or [""]
-    found = re.findall(r"[0-9(][0-9+*/() -]*", lines[-1].partition("=")[0])
-    return found[-1].strip() if found else ""
+    expressions = re.findall(r"[0-9(][0-9+*/() -]*", lines[-1].partition("=")[0])
+    return expressions[-1].strip() if expressions else ""
 
 
 def _split(row: str) -> str:
@@ -163,7 +158,7 @@ def _split(row: str) -> str:
 
 
 def _puzzle(random: Random, args: CountdownArgs) -> tuple[list[int], Expression]:
-    """Numbers, and an expression of some or all of them whose every part is a whole number above zero."""
+    """Numbers, and an expression of some or all of them whose every part is a positive integer."""
     numbers = [1 + _below(random, args.largest) for _ in range(args.numbers)]
     parts: list[Expression] = [(number, str(number), 3) for number in numbers]
     used = len(parts) if args.use_all else 2 + _below(random, len(parts) - 1)
@@ -171,7 +166,7 @@ def _puzzle(random: Random, args: CountdownArgs) -> tuple[list[int], Expression]
     while len(parts) > 1:
         one, other = (parts.pop(_below(random, len(parts))) for _ in range(2))
         fitting = [sign for sign in args.operations if _whole(one[0], sign, other[0])]
-        if not fitting:  # this order gives no whole number above zero: the expression ends here, and does not fit
+        if not fitting:  # no positive integer in this order: the puzzle does not fit
             return sorted(numbers), (args.target + 1, "", 0)
         parts.append(_joined(one, fitting[_below(random, len(fitting))], other))
     return sorted(numbers), parts[0]

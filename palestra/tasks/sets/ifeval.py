@@ -17,7 +17,7 @@ PLACES = {
 
 
 class IfEvalArgs(TaskArgs):
-    """What the task is told."""
+    """Args of `ifeval`."""
 
     source: str | None = None
     """A file, folder, URL or name on the Hub; null takes RLVR-IFeval to train on, Google's 541 prompts as test."""
@@ -34,11 +34,11 @@ class IfEval(Task[IfEvalArgs]):
 
     Args = IfEvalArgs
     splits: ClassVar[tuple[str, ...]] = tuple(PLACES)
-    # Telling the language of a long text takes tens of milliseconds, eight times over in the loose reading.
+    # Detecting the language of a long text takes tens of milliseconds, eight times over in the loose reading.
     isolated: ClassVar[bool] = True
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """All prompts of a split; rows that could not be judged are an error now, not after hours."""
+        """All prompts of a split; rows that cannot be verified are an error now, not after hours."""
         default, folder, files = PLACES[split]
         rows = load_rows(self.args.source, default=default, files=files, folder=folder)
         return [self._problem(split, number, row) for number, row in enumerate(rows)]
@@ -63,7 +63,7 @@ class IfEval(Task[IfEvalArgs]):
         return Verdict(score, status, parts, note=f"not followed: {', '.join(missed)}" if missed else "")
 
     def warm_up(self) -> None:
-        """Read what tells languages apart, which takes longer than judging."""
+        """Load the language detector, which takes longer than a verification."""
         language_of("warm")
 
     def _problem(self, split: str, number: int, row: Mapping[str, Any]) -> Problem:
@@ -76,14 +76,14 @@ class IfEval(Task[IfEvalArgs]):
             rest = [one for one in prompt if one["role"] != "system"]
             prompt = ({"role": "system", "content": self.args.system}, *rest)
         if self.args.format == "chat":
-            asked: str | tuple[Message, ...] = prompt
+            text: str | tuple[Message, ...] = prompt
         else:
-            asked = "\n\n".join(message["content"] for message in prompt) + "\n\n"
-        return Problem(self.id(split, row.get("key", number)), asked, row)
+            text = "\n\n".join(message["content"] for message in prompt) + "\n\n"
+        return Problem(self.id(split, row.get("key", number)), text, row)
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """What is asked, up to the user's last turn: a `prompt`, or a conversation in `messages`."""
+    """The request, up to the user's last turn: a `prompt`, or a conversation in `messages`."""
     if isinstance(row.get("prompt"), str):
         return ({"role": "user", "content": row["prompt"]},)
     messages = row.get("messages")

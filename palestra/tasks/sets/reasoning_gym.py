@@ -25,11 +25,11 @@ from palestra.errors import MissingExtra, UsageError
 from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 HELD_OUT_PART = 10
-"""One problem in so many, by a hash of the question, is held out."""
+"""One problem in ten, by a hash of the question, is held out."""
 
 
 class ReasoningGymArgs(TaskArgs):
-    """Which of its tasks."""
+    """Args of `reasoning_gym`."""
 
     task: str = Field(min_length=1)
     """The name of the task there, such as leg_counting."""
@@ -38,9 +38,9 @@ class ReasoningGymArgs(TaskArgs):
     size: int = Field(default=1000, ge=1)
     """How many problems are made; those asked twice are left out, and one in ten is held out."""
     config: dict[str, Any] = Field(default={})
-    """What the task there is told, such as {min_animals: 2}; see its documentation."""
+    """The config of the task there, such as {min_animals: 2}; see its documentation."""
     format: Literal["plain", "chat"] = "plain"
-    """Prompts as a text to go on from, or as a question in a conversation."""
+    """Prompts as a text to continue, or as a question in a conversation."""
     partial: bool = False
     """Score answers as the package does, which knows half-right ones; else an answer is right or not."""
 
@@ -56,7 +56,7 @@ class ReasoningGym(Task[ReasoningGymArgs]):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Plain answers end with an empty line: some have several lines."""
+        """Plain completions end with an empty line, because some answers have several lines."""
         if self.args.stop is not None:
             return tuple(self.args.stop)
         return ("\n\n",) if self.args.format == "plain" else ()
@@ -65,18 +65,18 @@ class ReasoningGym(Task[ReasoningGymArgs]):
         """The different problems of a split."""
         if split not in self.splits:
             raise UsageError(f"there is no split {split!r}; there are 'train' and 'test'")
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for entry in _entries(self.args.task, self.args.seed, self.args.size, json.dumps(self.args.config)):
             digest = blake2b(entry["question"].encode(), digest_size=8)
             held_out = int.from_bytes(digest.digest(), "little") % HELD_OUT_PART == 0
             if held_out == (split == "test"):
-                found.setdefault(digest.hexdigest(), self._problem(split, digest.hexdigest(), entry))
-        if not found:
+                problems.setdefault(digest.hexdigest(), self._problem(split, digest.hexdigest(), entry))
+        if not problems:
             raise UsageError(
                 f"{self.name}: none of {self.args.size} problems of {self.args.task} is in the split '{split}'; "
                 "make more of them with `size`"
             )
-        return list(found.values())
+        return list(problems.values())
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """As the package scores it."""
@@ -104,8 +104,8 @@ class ReasoningGym(Task[ReasoningGymArgs]):
             data["solution"] = f"<answer>{entry['answer']}</answer>" if chat else f" {entry['answer']}"
         if not chat:
             return Problem(self.id(split, row), f"{question}\nAnswer:", data)
-        asked = f"{question}\n\nThink first. Then write the answer alone between <answer> and </answer>."
-        return Problem(self.id(split, row), ({"role": "user", "content": asked},), data)
+        request = f"{question}\n\nThink first. Then write the answer alone between <answer> and </answer>."
+        return Problem(self.id(split, row), ({"role": "user", "content": request},), data)
 
 
 @cache
@@ -151,7 +151,7 @@ def _write_entries(task: str, seed: str, size: str, config: str, to: str) -> Non
         sys.exit(f"it has no such task.{hint} It has: {', '.join(sorted(DATASETS))}")
     try:
         made = _dataset(task, int(seed), int(size), json.loads(config))
-        # From the first on, because some draw each from a generator that they keep.
+        # From the first on, because some sample each from a generator that they keep.
         entries = [made[number] for number in range(int(size))]
     except (AssertionError, TypeError, ValueError) as error:  # how its tasks refuse a config
         sys.exit(f"{type(error).__name__}: {error}")

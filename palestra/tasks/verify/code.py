@@ -11,14 +11,14 @@ LANGUAGES = ("", "python", "python3", "py")
 FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n]*$", re.MULTILINE)
 STATEMENT = re.compile(r"^(?:(?:(?:async[ \t]+)?def|class|import|from)[ \t]|@\w)", re.MULTILINE)
 MOST_TRIES = 20  # blocks that are looked at, the last ones; lines where code may begin; cuts where it may end
-MOST_CHARACTERS = 50_000  # of code: more is no answer, and takes long to parse
+MOST_CHARACTERS = 50_000  # of code: longer code is not an answer, and slow to parse
 
 
 def extract_code(text: str, entry_points: Collection[str] = ()) -> str | None:
     """The Python code in a text, best with the entry points in it; None where there is none.
 
     Of several fenced blocks the last that defines the entry points counts, else the last that defines anything.
-    Nothing is cut off code that parses: helpers may follow the function that they help. What does not parse counts
+    Code that parses is not truncated: helpers may follow the function that they help. What does not parse counts
     up to the line where it stops being code.
     """
     text = _between_marks(text)
@@ -49,19 +49,19 @@ def complete_code(prompt: str, text: str, entry_point: str) -> str | None:
 
 def fenced(text: str) -> list[str]:
     """What is in fences that hold Python or do not say what; the last may be open, and its end that of the text."""
-    found: list[str] = []
+    blocks: list[str] = []
     opened: re.Match[str] | None = None
     for mark in FENCE.finditer(text):
         if opened is None:
             opened = mark
         elif mark[1].startswith(opened[1]) and not mark[2]:
             if opened[2].lower() in LANGUAGES:
-                found.append(text[opened.end() + 1 : mark.start()])
+                blocks.append(text[opened.end() + 1 : mark.start()])
             opened = None
     # Without a language it is the end of code that began without a fence, and not the beginning of some.
     if opened is not None and opened[2] and opened[2].lower() in LANGUAGES:
-        found.append(text[opened.end() + 1 :])
-    return [block for block in found[-MOST_TRIES:] if len(block) <= MOST_CHARACTERS]
+        blocks.append(text[opened.end() + 1 :])
+    return [block for block in blocks[-MOST_TRIES:] if len(block) <= MOST_CHARACTERS]
 
 
 def parse(code: str) -> ast.Module | None:
@@ -80,21 +80,21 @@ def syntax_tree(code: str) -> ast.Module:
 def defines(code: str, names: Collection[str]) -> bool:
     """Whether code binds all names at its top level, and at least one."""
     tree = parse(code)
-    found = set() if tree is None else top_level_names(tree)
-    return bool(found) and set(names) <= found
+    bound = set() if tree is None else top_level_names(tree)
+    return bool(bound) and set(names) <= bound
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
     """The names that a module's own statements bind."""
-    found: set[str] = set()
+    names: set[str] = set()
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(statement.name)
+            names.add(statement.name)
         elif isinstance(statement, ast.Import | ast.ImportFrom):
-            found.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
         else:
-            found.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    return found
+            names.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return names
 
 
 def _between_marks(text: str) -> str:

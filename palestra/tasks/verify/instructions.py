@@ -79,8 +79,8 @@ def number_sentences(text: str, *, num_sentences: Count, relation: Relation) -> 
 
 def number_paragraphs(text: str, *, num_paragraphs: Count) -> bool:
     """It has that many paragraphs with `***` between them."""
-    given = [bool(paragraph.strip()) for paragraph in text.split("***")]
-    return all(given[1:-1]) and sum(given) == num_paragraphs
+    filled = [bool(paragraph.strip()) for paragraph in text.split("***")]
+    return all(filled[1:-1]) and sum(filled) == num_paragraphs
 
 
 def number_words(text: str, *, num_words: Count, relation: Relation) -> bool:
@@ -149,8 +149,8 @@ def title(text: str) -> bool:
 def two_responses(text: str) -> bool:
     """It is two different answers with `******` between them."""
     answers = [answer.strip() for answer in text.split("******")]
-    given = [answer for answer in answers if answer]
-    return all(answers[1:-1]) and len(given) == 2 and given[0] != given[1]
+    filled = [answer for answer in answers if answer]
+    return all(answers[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
 
 
 def repeat_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
@@ -250,8 +250,8 @@ def count_bullets(text: str) -> int:
 
 def count_highlights(text: str) -> int:
     """How many parts are in single or double asterisks, each on one line and not empty."""
-    found = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(bool(inside.strip()) for inside in found)
+    parts = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(inside.strip()) for inside in parts)
 
 
 # The sentence that asks for a repetition. Rows count it to what is to be repeated, although it says of itself not to.
@@ -324,8 +324,7 @@ def verify_bullet_points(text: str, *, N: Count) -> bool:
 def validate_choice(text: str, *, options: Texts | Text) -> bool:
     """It has one of the options, which may be written `yes/no`, `yes or no` or `yes, no`."""
     several = re.split(r"/|,|\bor\b", options) if isinstance(options, str) else options
-    given = [option.strip() for option in several]
-    return any(occurrences(text, option, whole=True) for option in given if option)
+    return any(occurrences(text, option.strip(), whole=True) for option in several if option.strip())
 
 
 def validate_highlighted_sections(text: str, *, N: Count) -> bool:
@@ -445,13 +444,13 @@ def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction
         raise BadInstruction(f"unknown instruction {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
     if not isinstance(arguments, Mapping | None):
         raise BadInstruction(f"{name}: expected its arguments as a record, got {arguments!r:.80}")
-    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    present = {key: value for key, value in (arguments or {}).items() if value is not None}
     try:
-        checked = _arguments_of(table[name]).model_validate(given)
+        checked = _arguments_of(table[name]).model_validate(present)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         raise BadInstruction(f"{name}: {'; '.join(problems)}") from error
-    return Instruction(name, partial(table[name], **{key: getattr(checked, key) for key in given}))
+    return Instruction(name, partial(table[name], **{key: getattr(checked, key) for key in present}))
 
 
 @cache

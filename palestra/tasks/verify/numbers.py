@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-LONGEST = 400  # characters: nobody means a number that is longer, and a long one costs
+LONGEST = 400  # characters: longer numbers are not answers, and are slow to parse
 LARGEST_POWER = 400  # of ten, for the same reason
 
 # A minus is a sign where nothing stands before it that it could be subtracted from.
@@ -69,23 +69,23 @@ def parse_number(text: str) -> Number | None:
         return None
     number, negative = around["number"], "-" in (around["sign"], around["second"])
     number, signs = _NEGATIVE_ABOVE.subn(r"\\frac{\1}", number)
-    found = _worth(number) if not (signs and number[0] != "\\") else None
-    if found is None:
+    worth = _worth(number) if not (signs and number[0] != "\\") else None
+    if worth is None:
         return None
-    value = -found.value if negative != bool(signs) else found.value
-    return Number(value, around["percent"] is not None, found.places)
+    value = -worth.value if negative != bool(signs) else worth.value
+    return Number(value, around["percent"] is not None, worth.places)
 
 
 def last_number(text: str) -> str | None:
     """The last number in a text that it does not deny: none in "not 18"."""
-    found = deque(_NUMBERS.finditer(_DENIED.sub("", tidy(text))), maxlen=1)
-    return found[0][0] if found else None
+    last = deque(_NUMBERS.finditer(_DENIED.sub("", tidy(text))), maxlen=1)
+    return last[0][0] if last else None
 
 
 def stated_number(text: str) -> str | None:
     """The number after the last `####` or `The answer is`."""
-    found = _STATED.findall(tidy(text))
-    return found[-1] if found else None
+    stated = _STATED.findall(tidy(text))
+    return stated[-1] if stated else None
 
 
 def tidy(text: str) -> str:

@@ -45,13 +45,13 @@ def count_sentences(text: str) -> int:
 
 def count_capital_words(text: str) -> int:
     """How many words have capital letters alone; "I'M" and "DON'T" are two each, as linguists cut them."""
-    found = 0
+    count = 0
     for piece in BETWEEN.split(text):
         word = piece.strip("'‘’")
         clitic = CLITIC.search(word)
         parts = (word,) if clitic is None else (word[: clitic.start()], clitic[0])
-        found += sum(part.isupper() for part in parts)
-    return found
+        count += sum(part.isupper() for part in parts)
+    return count
 
 
 def _ends_sentence(word: str, following: str) -> bool:

@@ -77,7 +77,7 @@ def _same(gold: Form, answer: Form) -> bool | None:
         return True
     if "chain" in (gold.kind, answer.kind):
         sides = [one.parts if one.kind == "chain" else (one,) for one in (gold, answer)]
-        return all(_same(right, said) for right in sides[0] for said in sides[1])
+        return all(_same(right, actual) for right in sides[0] for actual in sides[1])
     kinds = gold.kind, answer.kind
     if kinds == ("assignment", "assignment") and gold.value == answer.value:
         return _same(gold.parts[0], answer.parts[0])
@@ -113,10 +113,10 @@ def _same_set(gold: Sequence[Form], answer: Sequence[Form]) -> bool:
     """Whether the members are the same; the answer may say one twice, unless the reference itself does."""
     left = list(answer)
     for one in gold:
-        found = next((at for at, other in enumerate(left) if _same(one, other)), None)
-        if found is None:
+        match = next((at for at, other in enumerate(left) if _same(one, other)), None)
+        if match is None:
             return False
-        del left[found]
+        del left[match]
     repeats = len({str(one) for one in gold}) < len(gold)
     return not left or (not repeats and all(any(_same(one, other) for one in gold) for other in left))
 
@@ -129,11 +129,11 @@ def _words(one: Form) -> str:
 
 
 def _same_number(gold: Form, answer: Form) -> bool:
-    """50 % is 50 as it was asked for, and 0.5 as a number; a value may be rounded to `PLACES` and more."""
-    right, said = _meant(gold), _meant(answer)
+    """50 % is 50 where percent are expected, and 0.5 as a number; a value may be rounded to `PLACES` and more."""
+    right, actual = _meant(gold), _meant(answer)
     if gold.kind == answer.kind == "percent":
-        right, said = right[:1], said[:1]
-    return any(one == other or _rounded(one, other, answer.places) for one in right for other in said)
+        right, actual = right[:1], actual[:1]
+    return any(one == other or _rounded(one, other, answer.places) for one in right for other in actual)
 
 
 def _meant(number: Form) -> tuple[Fraction, ...]:
@@ -141,17 +141,17 @@ def _meant(number: Form) -> tuple[Fraction, ...]:
     return (number.value, number.value / 100) if number.kind == "percent" else (number.value,)
 
 
-def _rounded(value: Fraction, said: Fraction, places: int) -> bool:
-    return places >= PLACES and 2 * abs(value - said) * 10**places <= 1
+def _rounded(value: Fraction, actual: Fraction, places: int) -> bool:
+    return places >= PLACES and 2 * abs(value - actual) * 10**places <= 1
 
 
 def _same_relation(gold: Form, answer: Form) -> bool | None:
     """Whether one is the other times a number: `y=2x+1` and `4x-2y+2=0`. An inequality keeps its direction."""
-    right, said = _sides(gold), _sides(answer)
-    if right is None or said is None or right[0] != said[0]:
+    right, actual = _sides(gold), _sides(answer)
+    if right is None or actual is None or right[0] != actual[0]:
         return False
     positive = right[0] not in ("=", r"\neq")
-    return _computed(lambda values: values.proportional(right[1], said[1], positive=positive))
+    return _computed(lambda values: values.proportional(right[1], actual[1], positive=positive))
 
 
 def _sides(one: Form) -> tuple[str, tuple[str | Fraction, str | Fraction]] | None:

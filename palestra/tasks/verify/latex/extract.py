@@ -44,18 +44,18 @@ def last_boxed(text: str) -> str | None:
 
 def stated_answer(text: str) -> str | None:
     """What follows the last `####`, "answer is" or "answer:", up to the end of its sentence."""
-    found = deque(_STATED.finditer(text), maxlen=1)
-    if not found:
+    last = deque(_STATED.finditer(text), maxlen=1)
+    if not last:
         return None
-    rest = text[found[0].end() :].lstrip(" \t*_:").lstrip()
+    rest = text[last[0].end() :].lstrip(" \t*_:").lstrip()
     if (formula := _FORMULA.match(rest)) is not None:
         members = [_inside(formula)]
         while (joined := _OR.match(rest, formula.end())) and (formula := _FORMULA.match(rest, joined.end())):
             members.append(_inside(formula))
         return ", ".join(members)
     end = _SENTENCE_END.search(rest)
-    said = (rest if end is None else rest[: end.start()]).strip().strip("*_`\"'").strip()
-    return said or None
+    answer = (rest if end is None else rest[: end.start()]).strip().strip("*_`\"'").strip()
+    return answer or None
 
 
 def final_answer(text: str, *, flexible: bool = True) -> str | None:
@@ -84,14 +84,14 @@ def settled(text: str) -> str:
     return text.rpartition(_THOUGHT_END)[2]
 
 
-def number_in(said: str) -> str | None:
+def number_in(text: str) -> str | None:
     """The number that a sentence begins with, else the last one in it: `18 dollars in 3 days`, `that it takes 5`."""
-    first = _NUMBER.match(tidy(said))
-    return last_number(said) if first is None else first[0]
+    first = _NUMBER.match(tidy(text))
+    return last_number(text) if first is None else first[0]
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str:
-    """A text up to the first stop string: what follows is the next question, and its numbers are nobody's answer."""
+    """A text up to the first stop string: what follows is the next question."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 

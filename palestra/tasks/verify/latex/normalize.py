@@ -154,14 +154,14 @@ def _read(text: str) -> Form:
     if "matrix}" in text or "array}" in text:
         if (matrix := _MATRIX.fullmatch(text)) is not None:
             return _matrix(matrix[1])
-    elif r"\text{" in text and (said := _said(text)) is not None:
-        return said
+    elif r"\text{" in text and (words := _words(text)) is not None:
+        return words
     if (bare := _UNIT.sub("", text)) not in ("", text):
         return _read(bare)
     text = _SUCH_THAT.sub(r"\1", text)
     for read in (_list, _equality, _inequality, _union, _bracketed):
-        if (found := read(text)) is not None:
-            return found
+        if (structure := read(text)) is not None:
+            return structure
     return _atom(text)
 
 
@@ -172,7 +172,7 @@ def _number(text: str) -> Form | None:
     return Form("percent" if number.percent else "number", number.value, places=number.places)
 
 
-def _said(text: str) -> Form | None:
+def _words(text: str) -> Form | None:
     """Words, where the texts in a formula are not units of what else there is."""
     rest = _UNIT.sub("", text)
     whole = _TEXT.sub(r"\1", text)
@@ -207,18 +207,18 @@ def _equality(text: str) -> Form | None:
     """Assignments keep their name; of a chain, what it begins with and what it comes to."""
     for sign in (r"\in", "="):
         parts = _split(text, (sign,))[0]
-        if len(parts) > 1 and (said := [part for part in parts if part]):
-            first, last = said[0], said[-1]
-            if len(said) == 1:
+        if len(parts) > 1 and (sides := [part for part in parts if part]):
+            first, last = sides[0], sides[-1]
+            if len(sides) == 1:
                 return _read(last)
             if _TUPLE_OF_NAMES.fullmatch(first):
                 return _read(last)
             if _VARIABLE.fullmatch(first) or _RATIO_OF_NAMES.fullmatch(first):
-                return Form("assignment", first, (_chain(said[1:]),))
+                return Form("assignment", first, (_chain(sides[1:]),))
             if _VARIABLE.fullmatch(last):
-                return Form("assignment", last, (_chain(said[:-1]),))
+                return Form("assignment", last, (_chain(sides[:-1]),))
             if not any(map(_has_names, (first, last))):
-                return _chain(said)
+                return _chain(sides)
             return Form("relation", "=", (_read(first), _read(last)))
     return None
 
@@ -302,15 +302,15 @@ def _atom(text: str) -> Form:
 
 def _split(text: str, separators: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """The parts of a text between separators that no bracket encloses, and the separators."""
-    parts, found, depth = [""], [], 0
+    parts, used, depth = [""], [], 0
     for token in _TOKEN.findall(text):
         depth += (token in _OPEN) - (token in _CLOSE)
         if token in separators and depth == 0:
             parts.append("")
-            found.append(token)
+            used.append(token)
         else:
             parts[-1] += token
-    return [part.strip() for part in parts], found
+    return [part.strip() for part in parts], used
 
 
 def _depth(text: str) -> int:

@@ -35,14 +35,14 @@ _DECIMAL = re.compile(r"\d*\.\d+")
 
 
 def equal(gold: Value, answer: Value, tolerance: Fraction) -> bool | None:
-    """Whether both have the same value; constants may differ by as much as the tolerance. None: nobody can tell."""
+    """Whether both have the same value; constants may differ by as much as the tolerance. None: undecided."""
     first, second = _expression(gold), _expression(answer)
     if not (isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr)):
         return _verified(first, second) if type(first) is type(second) else False
     if not _names(first, second):
         return _equal_constants(first, second, tolerance)
-    found = [_agree(*pair) for pair in _values(first, second)]
-    return all(found) if len(found) >= FEWEST else _verified(first, second)
+    agree = [_agree(*pair) for pair in _values(first, second)]
+    return all(agree) if len(agree) >= FEWEST else _verified(first, second)
 
 
 def proportional(gold: tuple[Value, Value], answer: tuple[Value, Value], *, positive: bool) -> bool | None:
@@ -62,8 +62,8 @@ def _expression(value: Value) -> Any:
 @lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Any:
     """The sympy object of an expression, with decimals as fractions; raises where it is none."""
-    exact = _DECIMAL.sub(lambda found: _fraction(Fraction(found[0])), latex.replace("%", ""))
-    exact = _MIXED.sub(lambda found: _fraction(int(found[1]) + Fraction(int(found[2]), int(found[3]))), exact)
+    exact = _DECIMAL.sub(lambda match: _fraction(Fraction(match[0])), latex.replace("%", ""))
+    exact = _MIXED.sub(lambda match: _fraction(int(match[1]) + Fraction(int(match[2]), int(match[3]))), exact)
     exact = _TIMES.sub(r"\\cdot(", exact)  # else the parser reads 2(3) as two and three
     return latex2sympy(exact, is_real=False, convert_degrees=False, conversion_config=_AS_WRITTEN)
 
@@ -117,10 +117,10 @@ def _values(first: Any, second: Any) -> Iterator[tuple[Any, Any]]:
     names = _names(first, second)
     real = not any(symbol.name == UNIT for formula in (first, second) for symbol in formula.free_symbols)
     for number in range(POINTS):
-        draw = random.Random(f"{number} {names}")
+        rng = random.Random(f"{number} {names}")
         signs = (1,) if 2 * number < POINTS else (-1, 1)
         # No small fractions: at those, formulas that people write are 0 or meet by chance.
-        point = {n: sympy.Rational(draw.choice(signs) * draw.randint(50, 500), draw.choice((101, 103))) for n in names}
+        point = {n: sympy.Rational(rng.choice(signs) * rng.randint(50, 500), rng.choice((101, 103))) for n in names}
         one, other = _at(first, point), _at(second, point)
         known = all(value.is_number and value.is_finite and (value.is_real or not real) for value in (one, other))
         if known and not _nothing(one, other):
