@@ -245,7 +245,7 @@ def test_push_and_pull_commands_share_a_run(run, scratch):
     shared = {"PALESTRA_DEV": str(scratch.path / "dev")}
     sent = scratch("push", str(run.path), "--to", "dev", **shared)
     assert sent.returncode == 0, sent.stderr
-    assert "files sent, 0 were there" in sent.stdout
+    assert "files sent, 0 already there" in sent.stdout
     got = scratch("pull", run.name, "--from", "dev", **shared)
     assert got.returncode == 0, got.stderr
     assert (scratch.path / got.stdout.strip() / "trial.json").is_file()

@@ -62,7 +62,7 @@ class Run:
     def info(self) -> dict[str, Any]:
         """The trial's trial.json: name, id, seeds, created, command, spec."""
         info = read_json(self.trial.path / "trial.json")
-        return info | {"spec": translated(info["spec"])}
+        return info | {"spec": translated(info.get("spec"))}
 
     @property
     def name(self) -> str:
