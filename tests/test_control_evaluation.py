@@ -13,10 +13,9 @@ from PIL import Image, ImageSequence
 from probe_envs import Walk, ppo_on, sync
 
 from palestra.control.envs.stepping import Stepper
-from palestra.control.evaluation import evaluate, random_episodes
+from palestra.control.evaluation import evaluate, play, random_episodes, write_video
 from palestra.control.policy import Policy
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
-from palestra.control.video import play, write_video
 from palestra.errors import UsageError
 
 torch.set_num_threads(1)

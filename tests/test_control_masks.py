@@ -14,8 +14,7 @@ from probe_envs import Walk, learner_on, policy_for, sync
 
 from palestra.control.envs.make import make_vector
 from palestra.control.envs.stepping import Stepper
-from palestra.control.evaluation import evaluate, random_episodes
-from palestra.control.video import play
+from palestra.control.evaluation import evaluate, play, random_episodes
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import EnvSpec
 

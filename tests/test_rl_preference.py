@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from palestra.rl.preference import dpo_terms, reward_terms
+from palestra.rl.losses import dpo_terms, reward_terms
 
 LOSSES = ["sigmoid", "ipo", "hinge"]
 NUMBERS = st.floats(-50, 50)

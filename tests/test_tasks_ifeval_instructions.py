@@ -8,8 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tasks.verify import instructions
-from palestra.tasks.verify.instructions import INSTRUCTIONS, Instruction, instructions_of
-from palestra.tasks.verify.text import count_capital_words, count_sentences
+from palestra.tasks.verify.instructions import (
+    INSTRUCTIONS,
+    Instruction,
+    count_capital_words,
+    count_sentences,
+    instructions_of,
+)
 
 ENGLISH = "The children went to the park in the morning and played there until it was dark."
 

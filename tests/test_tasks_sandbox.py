@@ -19,8 +19,7 @@ import pytest
 
 from palestra.errors import PalestraError, UsageError
 from palestra.tasks.sandbox import client
-from palestra.tasks.sandbox.filesystem import import_path
-from palestra.tasks.sandbox.levels import Limits
+from palestra.tasks.sandbox.levels import Limits, import_path
 from palestra.tasks.sandbox.sandbox import Sandbox
 
 own_tmp = pytest.mark.skipif(

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from palestra.control.envs.make import Factory, evaluation_vector, make_single
 from palestra.control.envs.stepping import Stepper
-from palestra.control.evaluation import evaluate
+from palestra.control.evaluation import evaluate, has_display, play, write_video
 from palestra.control.optim import Adam, FlatNet, FunctionalNet, Trained
 from palestra.control.seeding import stream
 from palestra.control.trainer import ControlTrainer
-from palestra.control.video import has_display, play, write_video
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds.control import ControlSpec, OffPolicySpec

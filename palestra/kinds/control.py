@@ -12,13 +12,12 @@ import torch
 from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.envs.make import evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
-from palestra.control.evaluation import random_episodes
+from palestra.control.evaluation import has_display, play, random_episodes, video_path, write_video
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarize
-from palestra.control.video import has_display, play, video_path, write_video
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions
 from palestra.lm.native import settle_products

@@ -16,7 +16,7 @@ from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.scorer import ScalarModel
-from palestra.rl.preference import DpoTerms, RewardTerms, dpo_terms, reward_terms
+from palestra.rl.losses import DpoTerms, RewardTerms, dpo_terms, reward_terms
 from palestra.spec.kinds.lm import DpoLossSpec, RewardLossSpec
 
 EVAL_BATCH = 64

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.sandbox.filesystem import import_path, readable
-from palestra.tasks.sandbox.levels import Level, Limits
+from palestra.tasks.sandbox.levels import Level, Limits, import_path, readable
 
 START_SECONDS = 60.0  # for a server to start, on a busy machine
 GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to reply
