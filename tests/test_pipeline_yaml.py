@@ -131,7 +131,7 @@ def test_all_problems_come_at_once_with_their_lines(folder):
         ("steps.a.with.row", 6): "unknown argument of writ",
         ("steps.a.with.text", 6): "expected text, got 5",
         ("steps.b.use", 7): "no built-in step 'filtr'",
-        ("steps.c.with.parts.1", 10): "'step:aa/x' is the outpu",
+        ("steps.c.with.parts.1", 10): "'step:aa/x' does not nam",
         ("steps.d.spec.algorithm.lr", 13): found["steps.d.spec.algorithm.lr", 13][:24],
         ("steps.d.spec.train.framez", 13): "unknown key. Did you mea",
         ("steps.e.use", 14): found["steps.e.use", 14][:24],

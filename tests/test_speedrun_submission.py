@@ -29,7 +29,7 @@ def submitted(lab: Lab) -> Path:
     """The submission of a run of two sessions; only to be read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PALESTRA_CACHE", str(lab.path / "cache"))
-        patch.setattr("palestra.kinds.lm.trial_plots", lambda run: [])
+        patch.setattr("palestra.kinds.trial.trial_plots", lambda run: [])
         spec = lab.spec("pretrain", name="fast", every__eval="4 steps", every__log="3 steps")
         return submit(spec, **ADA, description="a test", root=lab.root, quiet=True)
 
