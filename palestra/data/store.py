@@ -243,6 +243,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
                 f"sequence {index} has {length} tokens, more than the {capacity} that fit at once; "
                 "truncate, split or drop it, or raise the limit"
             )
+    if sum(lengths) <= capacity:  # the usual case of short sequences
+        return [list(range(len(lengths)))] if lengths else []
     # room[1] is the root of a binary tree whose leaves are the bins, in order; a node holds the most room below it.
     leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * leaves)

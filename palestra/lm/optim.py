@@ -64,11 +64,14 @@ def muon_step(stacks: Sequence[Stack], lr: float, spec: MuonSpec) -> None:
         torch._foreach_lerp_(momenta, gradients, 1 - spec.momentum)
         ahead = torch._foreach_lerp(gradients, momenta, spec.momentum) if spec.nesterov else momenta
         directions = torch.stack([whole(direction) for direction in ahead])  # (n, [experts,] rows, columns)
-        turned = []
-        for part in directions.split(group[0].parts, dim=-2):
-            scale = max(1.0, part.shape[-2] / part.shape[-1]) ** 0.5
-            turned.append(orthogonalise(part.flatten(0, -3), spec.ns_steps).view(part.shape) * scale)
-        updates = torch.cat(turned, dim=-2).to(directions.dtype)
+        parts = group[0].parts
+        matrices = [part.flatten(0, -3) for part in directions.split(parts, dim=-2)]
+        turned = {}
+        for rows in dict.fromkeys(parts):  # those of one shape at once: queries, keys and values, gate and up
+            batch = torch.cat([part for part in matrices if part.shape[-2] == rows])
+            scale = max(1.0, rows / batch.shape[-1]) ** 0.5
+            turned[rows] = iter((orthogonalise(batch, spec.ns_steps) * scale).chunk(parts.count(rows)))
+        updates = torch.cat([next(turned[rows]) for rows in parts], dim=-2).view_as(directions).to(directions.dtype)
         torch._foreach_mul_(parameters, 1 - lr * spec.weight_decay)
         torch._foreach_add_(parameters, tuple(map(like, updates, parameters)), alpha=-lr)
 

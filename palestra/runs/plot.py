@@ -86,8 +86,8 @@ def trial_plots(run: Run) -> list[Path]:
         others.sort(key=lambda key: key.startswith("eval/"))  # details of evaluations last
     drawn = {key: curve for key in (*leading, *others) if (curve := _curve(rows, key, x))}
     errors = {key: drawn.pop(f"{key}_se") for key in list(drawn) if f"{key}_se" in drawn}
-    # Constant metrics are left out, unless there are no others.
-    changing = {key: curve for key, curve in drawn.items() if key in leading or curve.ys.min() < curve.ys.max()}
+    # Metrics that are constant but for rounding are left out, unless there are no others.
+    changing = {key: curve for key, curve in drawn.items() if key in leading or _changes(curve)}
     shown = list((changing or drawn).items())[:GRID_LIMIT]
     if shown:
         written += save_figure(_grid(shown, x, errors), run.path / "plots" / "metrics")
@@ -171,6 +171,12 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
     columns = min(3, len(metrics))
     lines = math.ceil(len(metrics) / columns)
     figure = new_figure(3.4 * columns, 2.4 * lines)
+    # Panels of one size need no layout engine, which takes longer than the drawing. The margins are in inches.
+    figure.set_layout_engine(None)
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left=0.7 / width, right=1 - 0.1 / width, bottom=0.5 / height, top=1 - 0.4 / height, wspace=0.25, hspace=0.35
+    )
     for index, (metric, curve) in enumerate(metrics):
         axes = figure.add_subplot(lines, columns, index + 1)
         _draw(axes, curve, 0, None)
@@ -184,6 +190,11 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
         if index + columns >= len(metrics):  # the lowest plot of each column
             axes.set_xlabel(AXES.get(x, words(x)), fontsize=9)
     return figure
+
+
+def _changes(curve: Curve) -> bool:
+    low, high = curve.ys.min(), curve.ys.max()
+    return high - low > 1e-5 * max(abs(low), abs(high))
 
 
 def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
@@ -257,10 +268,9 @@ def save_figure(figure: "Figure", out: Path) -> list[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg")]
     # Laid out once, not again for each format: that takes longer than drawing.
-    layout = figure.get_layout_engine()
-    assert layout is not None
-    layout.execute(figure)
-    figure.set_layout_engine(None)
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.execute(figure)
+        figure.set_layout_engine(None)
     for path in paths:
         figure.savefig(path, dpi=200)
     return paths
