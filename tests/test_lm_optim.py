@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from palestra.errors import PalestraError
 from palestra.lm.layers import Linear
 from palestra.lm.model import Transformer
-from palestra.lm.optim import COEFFICIENTS, Ema, Optimizer, clip_gradients, orthogonalise, stacked
+from palestra.lm.optim import COEFFICIENTS, Ema, Optimizer, clip_gradients, orthogonalize, stacked
 from palestra.runs.tree import flatten, unflatten
 from palestra.spec.lm import AdamWSpec, MuonSpec
 from palestra.spec.schedule import Schedule
@@ -142,16 +142,16 @@ def test_decay_without_gradients_shrinks_matrices_and_embeddings_alone(spec):
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (5, 30), (30, 5), (64, 48)])
-def test_orthogonalise_singular_values_are_the_iterated_polynomial(shape):
+def test_orthogonalize_singular_values_are_the_iterated_polynomial(shape):
     batch = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch[1] *= 1e-6  # the size of a gradient does not matter
-    out = orthogonalise(batch, 5)
+    out = orthogonalize(batch, 5)
     for matrix, got in zip(batch, out, strict=True):
         torch.testing.assert_close(got, newton_schulz(matrix), rtol=1e-8, atol=1e-8)
     values = torch.linalg.svdvals(out)
     wide = torch.linalg.svdvals(batch) / torch.linalg.matrix_norm(batch)[:, None] > 0.01
     assert 0.65 < values[wide].min() <= values[wide].max() < 1.25
-    assert torch.equal(orthogonalise(torch.zeros(1, *shape), 5), torch.zeros(1, *shape))
+    assert torch.equal(orthogonalize(torch.zeros(1, *shape), 5), torch.zeros(1, *shape))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

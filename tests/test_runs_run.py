@@ -328,3 +328,11 @@ def test_importing_runs_loads_no_heavy_library(module):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_spec_of_a_trial_that_has_neither_session_nor_spec_is_refused_in_a_sentence(tmp_path):
+    folder = tmp_path / "runs" / "old" / "20260101T000000-0000"
+    folder.mkdir(parents=True)
+    (folder / "trial.json").write_text(json.dumps({"name": "old", "id": folder.name, "seeds": [0]}))
+    with pytest.raises(PalestraError, match="has no session yet"):
+        _ = Run(folder).spec

@@ -2,8 +2,8 @@
 
     python examples/quickstart/run.py [--seed 0] [--control]
 
-It takes about a minute on two cores and needs no network. `--control` deals the rewards out at random: whatever
-is gained without it is gained from the rewards. The run folder gets a result.json.
+It takes a minute and a half on two ARM cores and needs no network. `--control` shuffles the rewards across completions:
+what is gained without it is gained from the rewards. The run folder gets a result.json.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROWS = {"right at the first attempt": "greedy", "right at a random attempt": "pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--control", action="store_true", help="deal the rewards out at random")
+    parser.add_argument("--control", action="store_true", help="shuffle the rewards across completions")
     given = parser.parse_args()
     began, console = time.perf_counter(), Console()
 
@@ -32,7 +32,7 @@ def main() -> None:
     write_lessons(Path("data/quickstart/lessons.jsonl"), given.seed)
     taught = palestra.run(str(HERE / "sft.yaml"), overrides=[f"seed={given.seed}"])
 
-    console.print("[bold]2/2[/] rewards: is the sum right?" + (" (dealt out at random)" if given.control else ""))
+    console.print("[bold]2/2[/] rewards: is the sum right?" + (" (shuffled)" if given.control else ""))
     overrides = [f"seed={given.seed}", f"model.init={taught.path}"]
     overrides += ["name=sums_control", "control=shuffled_rewards"] if given.control else []
     trained = palestra.run(str(HERE / "grpo.yaml"), overrides=overrides)

@@ -238,7 +238,7 @@ async def _answered(
     for trajectory in trajectories:
         if trajectory.stop_reason == StopReason.ABORT:
             raise PalestraError(f"{name}: the generator aborted a completion: evaluate again")
-        versions |= {v for v, drawn in zip(trajectory.versions, trajectory.loss_mask, strict=True) if drawn}
+        versions |= {v for v, sampled in zip(trajectory.versions, trajectory.loss_mask, strict=True) if sampled}
     if len(versions) > 1:
         raise PalestraError(
             f"weights were published during an evaluation: its completions are of versions {sorted(versions)}, so the "

@@ -22,7 +22,7 @@ from palestra.spec.schedule import in_fractions
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is iterated: the steepest at 0 that leads all singular values to between about 0.7 and 1.2."""
 TOGETHER = 2**26
-"""How many numbers are orthogonalised at once: enough to fill a GPU, little compared with a model that has more."""
+"""How many numbers are orthogonalized at once: enough to fill a GPU, little compared with a model that has more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def stacked(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def muon_step(stacks: Sequence[Stack], lr: float, spec: MuonSpec) -> None:
     """One update of all that have a gradient: decoupled decay, then -lr · √max(1, rows / columns) · O.
 
-    O is the orthogonalised momentum. With that factor (Jordan's) the learning rate means the same for every shape: how
+    O is the orthogonalized momentum. With that factor (Jordan's) the learning rate means the same for every shape: how
     much an output changes. Rates tuned for 0.2·√max(rows, columns), which imitates Adam's size, are others.
     """
     for group in _alike([stack for stack in stacks if stack.parameter.grad is not None]):
@@ -70,13 +70,13 @@ def muon_step(stacks: Sequence[Stack], lr: float, spec: MuonSpec) -> None:
         for rows in dict.fromkeys(parts):  # those of one shape at once: queries, keys and values, gate and up
             batch = torch.cat([part for part in matrices if part.shape[-2] == rows])
             scale = max(1.0, rows / batch.shape[-1]) ** 0.5
-            turned[rows] = iter((orthogonalise(batch, spec.ns_steps) * scale).chunk(parts.count(rows)))
+            turned[rows] = iter((orthogonalize(batch, spec.ns_steps) * scale).chunk(parts.count(rows)))
         updates = torch.cat([next(turned[rows]) for rows in parts], dim=-2).view_as(directions).to(directions.dtype)
         torch._foreach_mul_(parameters, 1 - lr * spec.weight_decay)
         torch._foreach_add_(parameters, tuple(map(like, updates, parameters)), alpha=-lr)
 
 
-def orthogonalise(batch: Tensor, steps: int) -> Tensor:
+def orthogonalize(batch: Tensor, steps: int) -> Tensor:
     """For each matrix U·S·Vᵀ of the batch (n, rows, columns) U·S'·Vᵀ with S' near 1, by Newton–Schulz iteration.
 
     A singular value s becomes φ applied `steps` times to s / ‖S‖, with φ(x) = a·x + b·x³ + c·x⁵. Products are in bf16

@@ -118,7 +118,9 @@ class Run:
         """The resolved spec as plain data."""
         if self.sessions:
             return translated(read_json(self.sessions[0].path / "manifest.json")["spec"])
-        return self.info["spec"]
+        if (spec := self.info["spec"]) is None:
+            raise PalestraError(f"{self.path} has no session yet: it was stopped before one began")
+        return spec
 
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of all sessions or of one seed, each with its "seed"."""
