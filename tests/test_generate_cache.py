@@ -117,7 +117,7 @@ def test_weights_laid_out_anew_are_those_published_last():
     sizes = {"width": 384, "heads": 6, "kv_heads": 2, "mlp": 512, "vocab": 512}
     old, new = small_model(0, deviation=0.05, **sizes), small_model(1, deviation=0.05, **sizes)
     runner = Runner(old, torch.bfloat16, CPU, 64, None, 2, 8)
-    assert sum(matrix._packed is not None for matrix in runner.tiles._matrices) > 4
+    assert sum(matrix.packed is not None for matrix in runner.tiles._matrices) > 4
     hidden = drawn(5, 384).bfloat16()
     before = runner.tiles.head(hidden)
     runner.load(new.state_dict())

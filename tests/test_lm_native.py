@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from palestra.generate.engine.kv_cache import Cache, DecodeAttention
 from palestra.generate.engine.sampler import Needs, Settings, sample
 from palestra.lm import native
 from palestra.lm.layers import RMSNorm, doubled, rotate, swiglu
+from palestra.lm.model import Transformer
+from palestra.spec.shape import Shape
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 EPS = torch.finfo(torch.float32).eps
@@ -305,3 +308,46 @@ def test_library_in_a_folder_of_another_user_is_not_loaded(tmp_path: Path, monke
     monkeypatch.setattr(native.os, "getuid", lambda: other)
     with pytest.raises(OSError, match="belongs to another user"):
         native._built(shutil.which("g++") or "clang++")
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv_heads": 1, "attention_bias": True},
+        {"qk_norm": "head", "head_dim": 48, "kv_heads": 2},
+        {"qk_norm": "full", "window": 5, "window_from": 1},
+    ],
+    ids=["plain", "bias", "norm of each head", "norm of all heads, window"],
+)
+def test_a_step_of_all_layers_equals_the_model_in_float64(more, threads):
+    shape = Shape(layers=3, width=64, heads=4, mlp=96, context=64, vocab=50, **more)
+    model = Transformer(shape)
+    model.initialize(torch.Generator().manual_seed(0))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:  # biases and norms that do something
+            parameter.data += drawn(len(parameter), dtype=torch.float32, seed=len(name)) / 4
+    lengths, tokens = torch.tensor([0, 3, 40, 11, 7]), torch.tensor([4, 9, 0, 33, 4])
+    cache = Cache(shape, len(tokens), 64, torch.float64, torch.device("cpu"))
+    for seed, tensor in enumerate((cache.keys, cache.values)):
+        tensor.copy_(drawn(*tensor.shape, dtype=torch.float64, seed=seed))
+    keys, values = cache.keys.float(), cache.values.float()
+    parts = {name: native.in_panels(part) if part.ndim == 2 else part for name, part in model.state_dict().items()}
+    parts |= {name.removesuffix(".weight"): part for name, part in parts.items() if part.ndim == 3}
+    with torch.inference_mode():
+        angles, embedded = doubled(*model.rotation(lengths)), F.embedding(tokens, model.embed)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            decode = native.Decoder(shape, parts, keys, values)
+            found = model.norm(decode(embedded.clone(), *angles, lengths))
+        finally:
+            torch.set_num_threads(before)
+        wide = Transformer(shape, torch.float64).double()
+        wide.load_state_dict(model.state_dict())
+        expected = wide(tokens, lengths, DecodeAttention(cache, lengths, 41)).hidden
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(keys.double(), cache.keys, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(values.double(), cache.values, atol=2e-5, rtol=2e-5)

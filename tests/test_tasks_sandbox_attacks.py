@@ -46,7 +46,7 @@ ATTACKS = {
         "unittest.main = lambda *a, **k: None\ndef f(x): return 0"
     ),
     "patched_channel": (
-        "import palestra.tasks.sandbox.literals as l\nl._packed = lambda value: {'dict': [['value', True]]}\n"
+        "import palestra.tasks.sandbox.literals as l\nl.packed = lambda value: {'dict': [['value', True]]}\n"
         "l.decode = lambda data: ['f', [1], {}]\ndef f(x): return 0"
     ),
     "trace_and_exit_hooks": (

@@ -203,33 +203,37 @@ constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
 #endif
-constexpr int PANEL = 16, HEIGHT = 64;
+constexpr int PANEL = 16, PARTS = PANEL / LANES, TILE = 4, HEIGHT = 64;
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16), aligned(4)));
 
-// COUNT rows of x times a panel of 16 columns that lie side by side: each sum adds its products one after the other,
-// whatever COUNT is. Four numbers of a row are loaded at once, because ARM multiplies vectors by an element of another.
+// COUNT rows times a panel of 16 columns that lie side by side: each sum adds its products one after the other, whatever
+// COUNT is. x has the first number of every row, then the second of every row, and so on; ARM multiplies a vector by an
+// element of another. GCC keeps the sums in registers only if every loop over them is unrolled.
 template <int COUNT> static void tile(const float* x, const float* panel, float* out, int64_t inputs,
-                                      int64_t outputs, int columns) {
-    constexpr int PARTS = PANEL / LANES;
-    Vector sums[COUNT][PARTS] = {}, part[PARTS];
-    auto add = [&](int64_t k, auto value) {
-        for (int p = 0; p < PARTS; p++) part[p] = *reinterpret_cast<const Vector*>(panel + k * PANEL + p * LANES);
-        for (int row = 0; row < COUNT; row++)
-            for (int p = 0; p < PARTS; p++) sums[row][p] += part[p] * value(row);
+                                      int64_t outputs, int rows, int columns) {
+    constexpr int AHEAD = TILE / COUNT;
+    Vector sums[COUNT][PARTS] = {};
+    auto add = [&](int64_t k, int row, float value) {
+        #pragma GCC unroll 4
+        for (int p = 0; p < PARTS; p++)
+            sums[row][p] += *reinterpret_cast<const Vector*>(panel + k * PANEL + p * LANES) * value;
     };
     int64_t k = 0;
-    for (; k + 4 <= inputs; k += 4) {
-        Four four[COUNT];
-        for (int row = 0; row < COUNT; row++) four[row] = *reinterpret_cast<const Four*>(x + row * inputs + k);
+    for (; k + AHEAD <= inputs; k += AHEAD) {
+        Four four = *reinterpret_cast<const Four*>(x + k * COUNT);
         #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) add(k + i, [&](int row) { return four[row][i]; });
+        for (int i = 0; i < TILE; i++) add(k + i / COUNT, i % COUNT, four[i]);
     }
-    for (; k < inputs; k++) add(k, [&](int row) { return x[row * inputs + k]; });
-    for (int row = 0; row < COUNT; row++, out += outputs) {
-        float whole[PANEL], *to = columns == PANEL ? out : whole;
+    if (COUNT == 1)
+        for (; k < inputs; k++) add(k, 0, x[k]);
+    #pragma GCC unroll 4
+    for (int row = 0; row < COUNT; row++) {
+        float whole[PANEL], *to = columns == PANEL ? out + row * outputs : whole;
+        if (row >= rows) break;
+        #pragma GCC unroll 4
         for (int p = 0; p < PARTS; p++) *reinterpret_cast<Vector*>(to + p * LANES) = sums[row][p];
-        if (to == whole) std::copy_n(whole, columns, out);
+        if (to == whole) std::copy_n(whole, columns, out + row * outputs);
     }
 }
 
@@ -239,17 +243,138 @@ extern "C" void product_fp32(const float* x, const float* weight, float* out, in
                              int64_t inputs, int64_t outputs, int threads) {
     int64_t panels = (outputs + PANEL - 1) / PANEL;
     shared_out(panels, 2 * rows * inputs, threads, [=](int64_t begin, int64_t end, int) {
-        for (int64_t first = 0; first < rows; first += HEIGHT)  // so many rows of x stay in the cache
+        static thread_local std::vector<float> mixed;  // rows of x, four by four; a last one alone stays as it is
+        mixed.resize(size_t(std::min<int64_t>(rows + TILE, HEIGHT)) * inputs);
+        for (int64_t first = 0; first < rows; first += HEIGHT) {  // so many rows of x stay in the cache
+            int64_t last = std::min(rows, first + HEIGHT);
+            for (int64_t row = first; row + 1 < last; row += TILE)
+                for (int64_t i = 0, count = std::min<int64_t>(TILE, last - row); i < TILE; i++)
+                    for (int64_t k = 0; k < inputs; k++)
+                        mixed[(row - first) * inputs + k * TILE + i] = i < count ? x[(row + i) * inputs + k] : 0;
             for (int64_t p = begin; p < end; p++) {
-                auto some = [&](auto count, int64_t row) {
-                    tile<count>(x + row * inputs, weight + p * PANEL * inputs, out + row * outputs + p * PANEL, inputs,
-                                outputs, int(std::min<int64_t>(PANEL, outputs - p * PANEL)));
-                };
-                int64_t row = first, last = std::min(rows, first + HEIGHT);
-                for (; row + 4 <= last; row += 4) some(std::integral_constant<int, 4>(), row);
-                for (; row < last; row++) some(std::integral_constant<int, 1>(), row);
+                const float* panel = weight + p * PANEL * inputs;
+                int columns = int(std::min<int64_t>(PANEL, outputs - p * PANEL));
+                for (int64_t row = first; row < last; row += TILE) {
+                    float* to = out + row * outputs + p * PANEL;
+                    if (row + 1 == last) tile<1>(x + row * inputs, panel, to, inputs, outputs, 1, columns);
+                    else tile<TILE>(mixed.data() + (row - first) * inputs, panel, to, inputs, outputs, int(last - row), columns);
+                }
             }
+        }
     });
+}
+
+// One layer of a model, and what it has cached: keys and values (rows, kv heads, context, dim).
+struct Layer {
+    const float *attn_norm, *qkv, *bias, *q_norm, *k_norm, *o, *mlp_norm, *gate_up, *down;
+    float *keys, *values;
+    int64_t window;
+};
+struct Sizes { int64_t layers, width, heads, kv, dim, hidden, context, per_head; };
+
+static inline float dot(const float* a, const float* b, int64_t dim) {
+    Vector sums = {};
+    for (int64_t i = 0; i < dim; i += LANES)
+        sums += *reinterpret_cast<const Vector*>(a + i) * *reinterpret_cast<const Vector*>(b + i);
+    float sum = 0;
+    #pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    return sum;
+}
+
+// out (VECTORS · LANES numbers) = Σ of weights · values / total
+template <int VECTORS> static void averaged(const float* weights, const float* values, int64_t count, int64_t dim,
+                                            float total, float* out) {
+    Vector sums[VECTORS] = {};
+    for (int64_t j = 0; j < count; j++) {
+        #pragma GCC unroll 8
+        for (int p = 0; p < VECTORS; p++)
+            sums[p] += *reinterpret_cast<const Vector*>(values + j * dim + p * LANES) * weights[j];
+    }
+    #pragma GCC unroll 8
+    for (int p = 0; p < VECTORS; p++) *reinterpret_cast<Vector*>(out + p * LANES) = sums[p] / total;
+}
+
+// out (dim) = softmax(query · keys / √dim) · values over `count` positions.
+static void attend(const float* query, const float* keys, const float* values, int64_t count, int64_t dim,
+                   float* scores, float* out) {
+    constexpr int WIDE = 8;
+    float scale = 1.0f / std::sqrt(float(dim)), most = -INFINITY, total = 0;
+    for (int64_t j = 0; j < count; j++) scores[j] = dot(query, keys + j * dim, dim) * scale;
+    for (int64_t j = 0; j < count; j++) most = std::max(most, scores[j]);
+    #pragma omp simd
+    for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - most);
+    for (int64_t j = 0; j < count; j++) total += scores[j];
+    int64_t i = 0;
+    for (; i + WIDE * LANES <= dim; i += WIDE * LANES) averaged<WIDE>(scores, values + i, count, dim, total, out + i);
+    for (; i < dim; i += LANES) averaged<1>(scores, values + i, count, dim, total, out + i);
+}
+
+// The next token of each of `rows` sequences, all layers: x (rows, width) becomes the last hidden states, before their
+// norm. Angles are (rows, dim); row r has lengths[r] tokens cached. The dimension of a head is a multiple of 16.
+extern "C" void decode_fp32(float* x, const Layer* layers, const Sizes* sizes, const float* cos, const float* sin,
+                            const int64_t* lengths, float eps, int64_t rows, int threads) {
+    int64_t width = sizes->width, heads = sizes->heads, kv = sizes->kv, dim = sizes->dim, hidden = sizes->hidden;
+    int64_t context = sizes->context, group = heads / kv, ends = (heads + 2 * kv) * dim;
+    int64_t longest = *std::max_element(lengths, lengths + rows) + 1;
+    bool per_head = sizes->per_head;
+    static thread_local std::vector<float> memory;
+    memory.resize(size_t(rows) * (2 * width + ends + heads * dim + 3 * hidden + 1));
+    float *h = memory.data(), *out = h + rows * width, *qkv = out + rows * width, *attended = qkv + rows * ends;
+    float *both = attended + rows * heads * dim, *open = both + rows * 2 * hidden, *scales = open + rows * hidden;
+    auto add = [&](float* to, const float* from) {
+        #pragma omp simd
+        for (int64_t i = 0; i < rows * width; i++) to[i] += from[i];
+    };
+    auto normalize = [&](float* part, const float* weight, int64_t parts, int64_t size) {
+        std::vector<float> ignored(parts);
+        norm<float>({part, 1, size, 0}, weight, eps, part, ignored.data(), parts, size, 1);
+    };
+    for (const Layer* layer = layers; layer < layers + sizes->layers; layer++) {
+        norm<float>({x, 1, width, 0}, layer->attn_norm, eps, h, scales, rows, width, threads);
+        product_fp32(h, layer->qkv, qkv, rows, width, ends, threads);
+        for (int64_t row = 0; row < rows; row++) {
+            float *q = qkv + row * ends, *k = q + heads * dim, *v = k + kv * dim;
+            if (layer->bias)
+                for (int64_t i = 0; i < ends; i++) q[i] += layer->bias[i];
+            if (layer->q_norm) {
+                normalize(q, layer->q_norm, per_head ? heads : 1, per_head ? dim : heads * dim);
+                normalize(k, layer->k_norm, per_head ? kv : 1, per_head ? dim : kv * dim);
+            }
+            const float *c = cos + row * dim, *s = sin + row * dim;
+            for (int64_t head = 0; head < heads + kv; head++) {
+                float *first = q + head * dim, *second = first + dim / 2;
+                #pragma omp simd
+                for (int64_t i = 0; i < dim / 2; i++) {
+                    float a = first[i], b = second[i];
+                    first[i] = a * c[i] + b * s[i];
+                    second[i] = b * c[i + dim / 2] + a * s[i + dim / 2];
+                }
+            }
+            for (int64_t head = 0; head < kv; head++) {
+                int64_t place = ((row * kv + head) * context + lengths[row]) * dim;
+                std::copy_n(k + head * dim, dim, layer->keys + place);
+                std::copy_n(v + head * dim, dim, layer->values + place);
+            }
+        }
+        shared_out(rows * heads, longest * dim, threads, [=](int64_t begin, int64_t end, int) {
+            static thread_local std::vector<float> scores;
+            scores.resize(longest);
+            for (int64_t unit = begin; unit < end; unit++) {
+                int64_t row = unit / heads, head = unit % heads, seen = std::min(lengths[row] + 1, layer->window);
+                int64_t place = ((row * kv + head / group) * context + lengths[row] + 1 - seen) * dim;
+                attend(qkv + row * ends + head * dim, layer->keys + place, layer->values + place, seen, dim,
+                       scores.data(), attended + unit * dim);
+            }
+        });
+        product_fp32(attended, layer->o, out, rows, heads * dim, width, threads);
+        add(x, out);
+        norm<float>({x, 1, width, 0}, layer->mlp_norm, eps, h, scales, rows, width, threads);
+        product_fp32(h, layer->gate_up, both, rows, width, 2 * hidden, threads);
+        gate<float>(both, open, rows, hidden, threads);
+        product_fp32(open, layer->down, out, rows, hidden, width, threads);
+        add(x, out);
+    }
 }
 
 // One token of each row of scores, from softmax(scores / heat) by the row's own random number, or the likeliest where

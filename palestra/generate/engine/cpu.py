@@ -23,7 +23,7 @@ from palestra.generate.engine.sampler import Needs
 from palestra.lm import native
 from palestra.lm.head import logits
 from palestra.lm.hf import empty_model
-from palestra.lm.layers import MLP, Linear, wide
+from palestra.lm.layers import MLP, Linear, doubled, wide
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
 from palestra.spec.shape import precision
@@ -130,14 +130,14 @@ class TiledLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, tiles: Tiles):
         super().__init__()
         self.weight, self.bias, self.tiles = weight, bias, tiles
-        self._packed: Tensor | None = None
+        self.packed: Tensor | None = None
 
     def pack(self) -> None:
         """Lay the weights out as products read them, which would otherwise be done in each."""
         if self.tiles.whole:
-            self._packed = native.in_panels(self.weight.detach().float())
+            self.packed = native.in_panels(self.weight.detach().float())
         elif self.weight.numel() >= self.tiles.worth_packing:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs) → (T, outputs)."""
@@ -145,16 +145,16 @@ class TiledLinear(nn.Module):
 
     def product(self, tile: Tensor) -> Tensor:
         """The same for one tile."""
-        if self._packed is None:
+        if self.packed is None:
             return F.linear(tile, self.weight, self.bias)
         if self.tiles.whole:
             return self._product(tile, torch.empty(len(tile), len(self.weight))).to(tile.dtype)
-        return torch.ops.mkldnn._linear_pointwise(tile, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(tile, self.packed, self.bias, "none", [], "")
 
     def _product(self, x: Tensor, out: Tensor) -> Tensor:
         """All rows by our own kernel, in FP32."""
-        assert self._packed is not None
-        native.product(x.float(), self._packed, out)
+        assert self.packed is not None
+        native.product(x.float(), self.packed, out)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -246,12 +246,13 @@ class Runner:
         self.steps = steps
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
-        self.load(model.state_dict())
+        self._decoder: native.Decoder | None = None
         columns = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
         rows = rows_that_fit(model.shape, columns, dtype, device, budget, most_rows)
         self.slots = rows
         """How many sequences run at a time."""
         self.cache = Cache(model.shape, rows, columns, dtype, device)
+        self.load(model.state_dict())
         self.host = BatchRows.empty(self._padded(rows), torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
         self.rows = self.host if device.type == "cpu" else BatchRows.empty(rows, device)
@@ -279,6 +280,7 @@ class Runner:
             tensor.copy_(weights[name].detach())
         if self.tiles is not None:
             self.tiles.pack()
+            self._decoder = self._decoder_of(self.tiles)
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
@@ -311,12 +313,31 @@ class Runner:
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
+        if self._decoder is not None:
+            return advance(self.rows, self._scores(self._decoded(self._decoder, batch)), needs)
         if self.tiles is not None:
             self.tiles.for_decoding()
         inputs = slice(self._padded(batch))
         attend = DecodeAttention(self.cache, self.rows.length[:batch], columns)
         hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
         return advance(self.rows, self._scores(hidden[:batch]), needs)
+
+    def _decoded(self, decoder: native.Decoder, batch: int) -> Tensor:
+        """The last hidden states of the first rows' new tokens."""
+        tokens, lengths = self.rows.token[:batch], self.rows.length[:batch]
+        angles = doubled(*self.model.rotation(lengths))
+        return self.model.norm(decoder(F.embedding(tokens, self.model.embed), *angles, lengths))
+
+    def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
+        """What decodes in one call, where our kernels can."""
+        shape = self.model.shape
+        if not tiles.whole or self.model.dtype != torch.float32 or shape.dim % ROWS:
+            return None
+        parts = self.model.state_dict()
+        for name, module in self.model.named_modules():
+            if isinstance(module, TiledLinear) and module.packed is not None:
+                parts[name] = module.packed
+        return native.Decoder(shape, parts, self.cache.keys, self.cache.values)
 
     def _scores(self, hidden: Tensor) -> Tensor:
         if self.tiles is None:
