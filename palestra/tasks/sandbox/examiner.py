@@ -104,7 +104,7 @@ def examine(tests: int, channel: int, result: int) -> None:
     try:
         program.loaded()
     except Fault as fault:
-        report(result, ended="failed", why=str(fault))
+        report(result, ended="failed", why=_message(fault))
         return
     namespace = {"__name__": "tests", "__builtins__": builtins, **stubs}
     _run(exam, result, namespace, stubs, program.examined)
