@@ -19,11 +19,8 @@ NAME = "<program>"
 
 def read_all(number: int) -> str:
     """The text of a file, which is then closed."""
-    data = b""
-    while more := os.read(number, 1 << 20):
-        data += more
-    os.close(number)
-    return data.decode("utf-8", "surrogatepass")
+    with open(number, encoding="utf-8", errors="surrogatepass", newline="") as file:
+        return file.read()
 
 
 def load(source: str, name: str) -> ModuleType:
