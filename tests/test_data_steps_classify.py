@@ -94,6 +94,15 @@ def test_classify_writes_scores_and_leaves_out_what_is_below_the_bound(model: Pa
         classify(tmp_path / "bad", source=source, model=tmp_path, workers=1)
 
 
+def test_train_classifier_leaves_out_and_counts_texts_that_are_not_unicode(tmp_path: Path) -> None:
+    paths = {name: write_class(tmp_path / f"{name}.jsonl", name, 20, 0) for name in ("good", "bad")}
+    with paths["bad"].open("a") as file:
+        file.write(json.dumps({"text": "half \ud800 a pair"}) + "\n" + json.dumps({"text": None}) + "\n")
+    train_classifier(tmp_path / "out", classes=paths, buckets=64, epochs=1, workers=1)
+    said = json.loads((tmp_path / "out/counts.json").read_text())
+    assert (said["rows_in"], said["dropped"]) == (42, {"no text": 1, "not valid Unicode": 1})
+
+
 def test_train_classifier_of_one_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least two"):
         train_classifier(tmp_path / "out", classes={"only": tmp_path})

@@ -21,16 +21,16 @@ from palestra.data.steps.shards import Compression, Drop, map_documents, sources
 from palestra.errors import PalestraError, UsageError
 
 
-def odd_dropped(rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def odd_dropped(_: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     """Texts of an odd length are left out, with a note."""
     for row in rows:
         yield row if len(row["text"]) % 2 == 0 else Drop("odd", {"id": row["id"]})
 
 
-def slow(rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def slow(_: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     """As `odd_dropped`, and each shard says in a file that it was begun."""
     first = True
-    for row in odd_dropped(rows):
+    for row in odd_dropped(0, rows):
         if first and isinstance(row, dict):
             with Path(os.environ["BEGUN"]).open("a") as file:
                 file.write(f"{row['id']}\n")

@@ -39,6 +39,13 @@ def test_tokenize_of_documents_is_what_the_tokenizer_says_closed_by_eos(tmp_path
     assert (counts["rows_in"], counts["tokens"], counts["bytes"]) == (40, store.num_tokens, sum(map(len, TEXTS)))
 
 
+def test_train_tokenizer_leaves_out_texts_that_are_not_unicode(tmp_path: Path) -> None:
+    rows = [{"text": "some words"}, {"text": "half \ud800 a pair"}, {"text": None}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_tokenizer(tmp_path / "out", source=tmp_path / "in.jsonl", vocab_size=260)
+    assert json.loads((tmp_path / "out/counts.json").read_text())["rows_in"] == 1
+
+
 def test_train_tokenizer_of_the_first_documents_reads_no_more(tmp_path: Path, source: Path) -> None:
     train_tokenizer(tmp_path / "out", source=source, vocab_size=270, max_documents=5)
     assert json.loads((tmp_path / "out/counts.json").read_text())["rows_in"] == 5

@@ -5,6 +5,7 @@ matrix: words and n-grams are hashed into buckets, and a softmax over classes is
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -18,6 +19,8 @@ from palestra.data.mixture import permutation, stream_key
 from palestra.data.readers import Row
 from palestra.data.steps.shards import (
     LEDGER,
+    NO_TEXT,
+    NOT_UNICODE,
     Compression,
     Drop,
     ShardSource,
@@ -28,6 +31,7 @@ from palestra.data.steps.shards import (
     map_documents,
     same_recipe,
     sources,
+    writable,
     write_counts,
 )
 from palestra.errors import UsageError
@@ -138,9 +142,7 @@ def classify(
         raise UsageError(f"keep: {keep!r} is not a class of {model}; its classes are {', '.join(known)}")
     work = partial(_score, str(model), column, keep, threshold)
     recipe = {"column": column, "keep": keep, "threshold": threshold, "classes": list(known)}
-    map_documents(
-        out, source, work, "classify", recipe, workers, text_key=text_key, split=split, compression=compression
-    )
+    map_documents(out, source, work, "classify", recipe, workers, text_key, split, compression)
 
 
 @lru_cache(maxsize=4)
@@ -164,7 +166,9 @@ class _Hyper:
     seed: int
 
 
-def _score(model: str, column: str, keep: str | None, threshold: float, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _score(
+    model: str, column: str, keep: str | None, threshold: float, _: int, rows: Iterator[Row]
+) -> Iterator[Row | Drop]:
     classifier = load_classifier(model)
     for row in rows:
         values = [round(float(value), 6) for value in classifier.scores(row["text"])]
@@ -177,10 +181,10 @@ def _score(model: str, column: str, keep: str | None, threshold: float, rows: It
 
 def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: ShardSource) -> dict[str, Any]:
     """The features of a shard's documents, into a file; runs in a worker."""
-    buckets, values, sizes, held, dropped = [], [], [], [], 0
+    buckets, values, sizes, held, dropped = [], [], [], [], Counter({NO_TEXT: 0})
     for row in documents(source, text_key):
-        if isinstance(row, Drop):
-            dropped += 1
+        if isinstance(row, Drop) or not writable(row["text"]):
+            dropped[row.reason if isinstance(row, Drop) else NOT_UNICODE] += 1
             continue
         used, counts = features(row["text"], hyper.ngrams, hyper.buckets)
         buckets.append(used)
@@ -198,32 +202,27 @@ def _extract(folder: Path, hyper: _Hyper, label: int, text_key: str, source: Sha
             held=np.array(held, bool),
             label=np.int64(label),
         )
-    rows = len(sizes) + dropped
-    return {"rows_in": rows, "rows_out": 0, "trained": len(held) - sum(held), "dropped": {"no text": dropped}}
+    rows = len(sizes) + dropped.total()
+    return {"rows_in": rows, "rows_out": 0, "trained": len(held) - sum(held), "dropped": dict(dropped)}
 
 
 class _Corpus:
     """The features of all documents, joined in a file; a batch of any of them is read from there."""
 
     def __init__(self, folder: Path, parts: Sequence[Path]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         ends, held, labels, total = [], [], [], 0
-        for part in parts:
-            with np.load(part) as data:
-                ends.append(data["ends"] + total)
-                held.append(data["held"])
-                labels.append(np.full(len(data["held"]), data["label"]))
-                total = int(ends[-1][-1]) if len(ends[-1]) else total
+        # Joined a shard at a time and mapped: buckets and values are never whole in memory.
+        with written(folder / "buckets.bin") as buckets, written(folder / "values.bin") as values:
+            for part in parts:
+                with np.load(part) as data:
+                    ends.append(data["ends"] + total)
+                    total += buckets.write(data["buckets"].tobytes()) // data["buckets"].itemsize
+                    values.write(data["values"].tobytes())
+                    held.append(data["held"])
+                    labels.append(np.full(len(data["held"]), data["label"]))
         self.ends, self.held, self.labels = np.concatenate(ends), np.concatenate(held), np.concatenate(labels)
-        # Mapped and filled a shard at a time: the two are never whole in memory.
-        self.buckets = np.lib.format.open_memmap(folder / "buckets.npy", "w+", np.int64, (total,))
-        self.values = np.lib.format.open_memmap(folder / "values.npy", "w+", np.float32, (total,))
-        start = 0
-        for part in parts:
-            with np.load(part) as data:
-                stop = start + len(data["buckets"])
-                self.buckets[start:stop], self.values[start:stop] = data["buckets"], data["values"]
-                start = stop
+        self.buckets = np.memmap(folder / "buckets.bin", np.int64, "r")
+        self.values = np.memmap(folder / "values.bin", np.float32, "r")
 
     def batch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Buckets and values of documents, one after the other, and where each document begins."""

@@ -51,8 +51,8 @@ def decontaminate(
     # With what is in the sets: shards that an earlier attempt did were compared with the same.
     recipe = {"against": about, "n": n, "overlap": overlap, "fields": fields}
     work = partial(_compare, indices, n, overlap)
-    reading = {"text_key": text_key, "split": split, "compression": compression}
-    map_documents(out, source, work, "decontaminate", recipe, workers, counts={"against": about}, **reading)
+    counts, name = {"against": about}, "decontaminate"
+    map_documents(out, source, work, name, recipe, workers, text_key, split, compression, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Index:
         return *np.unique(shared, return_counts=True), int(hit.sum())
 
 
-def _compare(indices: Mapping[str, str], n: int, overlap: float, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _compare(indices: Mapping[str, str], n: int, overlap: float, _: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     for row in rows:
         grams = np.unique(ngram_hashes(word_hashes(row["text"]), n))
         hits = (_hit(row, grams, name, load_index(folder), overlap) for name, folder in indices.items())

@@ -37,17 +37,17 @@ from palestra.data.steps.shards import (
     LEDGER,
     NOT_UNICODE,
     NOTES,
-    ByShard,
     Compression,
     Drop,
     ShardSource,
     Where,
-    documents,
     each_shard,
     forget,
     map_documents,
     same_recipe,
     sources,
+    texts,
+    writable,
 )
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.store import read_json, write_json, written
@@ -55,7 +55,6 @@ from palestra.spec.model import Execution
 
 Of = Literal["documents", "paragraphs", "lines"]
 HashTexts = Callable[[Iterator[str]], Iterator[np.ndarray]]
-Keep = Callable[[Path, Sequence[int], int, Iterator[Row]], Iterator[Row | Drop]]
 
 HASHES, SETS, DECIDED = "hashes", "sets", "decided"  # phases before the documents'
 SEPARATORS: dict[str, str] = {"paragraphs": "\n\n", "lines": "\n"}
@@ -86,8 +85,7 @@ def dedup_exact(
         return {of: len(first), "unique": int(np.count_nonzero(first == np.arange(len(first))))}
 
     reading = {"text_key": text_key, "split": split, "compression": compression}
-    keep = partial(_documents, "duplicate") if of == "documents" else partial(_parts, SEPARATORS[of])
-    hash_texts = partial(_digests, of)
+    keep, hash_texts = partial(_keep, of, "duplicate"), partial(_digests, of)
     _dedup("dedup_exact", out, source, {"of": of}, reading, workers, hash_texts, DIGEST_BYTES, decide, keep)
 
 
@@ -126,7 +124,7 @@ def dedup_fuzzy(
 
     recipe = {"bands": bands, "rows": rows, "shingle": shingle, "unit": unit, "threshold": threshold, "seed": seed}
     reading = {"text_key": text_key, "split": split, "compression": compression}
-    hash_texts, keep = partial(_band_keys, shingles, minhash), partial(_documents, "near duplicate")
+    hash_texts, keep = partial(_band_keys, shingles, minhash), partial(_keep, "documents", "near duplicate")
     _dedup("dedup_fuzzy", out, source, recipe, reading, workers, hash_texts, KEY_BYTES * bands, decide, keep)
 
 
@@ -165,7 +163,7 @@ def _dedup(
     hash_texts: HashTexts,
     width: int,
     decide: Callable[[HashedShards, Indices], dict[str, Any]],
-    keep: Keep,
+    keep: Callable[..., Iterator[Row | Drop]],
 ) -> None:
     """Hash the texts, let `decide` write for each the number of the text that stays, and write those that stay."""
     shards, text_key = sources(source, split=reading["split"]), reading["text_key"]
@@ -189,7 +187,7 @@ def _dedup(
         first.flush()
         write_json(decided / "decision.json", {"said": counts, "ends": ends})
     decision = read_json(decided / "decision.json")
-    work = ByShard(partial(keep, decided / "first.npy", decision["ends"]))
+    work = partial(keep, decided / "first.npy", decision["ends"])
     map_documents(out, source, work, step, recipe, workers, counts=decision["said"], **reading)
     for phase in (HASHES, SETS):
         forget(out, phase)
@@ -202,89 +200,56 @@ def _file(folder: Path, number: int) -> Path:
 def _hash_shard(folder: Path, text_key: str, hash_texts: HashTexts, source: ShardSource) -> dict[str, Any]:
     """Runs in a worker."""
     with written(_file(folder, source.number)) as file:
-        for array in hash_texts(_texts(source, text_key)):
+        for array in hash_texts(texts(source, text_key)):
             file.write(array.tobytes())
     return {}
 
 
-def _texts(source: ShardSource, text_key: str) -> Iterator[str]:
-    """The texts of a shard that can be written again; the phases number these."""
-    for row in documents(source, text_key):
-        if not isinstance(row, Drop) and _writable(row["text"]):
-            yield row["text"]
+def _parts(of: Of, text: str) -> list[tuple[str, bool]]:
+    """What of a text is compared, each with whether it can be a duplicate: a blank paragraph or line cannot."""
+    if of == "documents":
+        return [(text, True)]
+    return [(part, bool(part.strip())) for part in text.split(SEPARATORS[of])]
 
 
-def _writable(text: str) -> bool:
-    """Whether it is Unicode; JSON can hold half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _keep(
+    of: Of, reason: str, path: Path, ends: Sequence[int], number: int, rows: Iterator[Row]
+) -> Iterator[Row | Drop]:
+    """The documents of a shard with those of their parts that stay; `ends` are the numbers at which shards end.
 
-
-class Decision:
-    """Which text stays for each text of one shard; `ends` are the numbers at which shards end."""
-
-    def __init__(self, path: Path, ends: Sequence[int], number: int) -> None:
-        self.ends, self.begin = ends, ends[number - 1] if number else 0
-        self.first: Indices = np.load(path, mmap_mode="r")[self.begin : ends[number]]
-
-    def stays(self, index: int) -> bool:
-        """Whether no earlier text is the same."""
-        return int(self.first[index]) == self.begin + index
-
-    def place(self, index: int) -> dict[str, int]:
-        """Where the text is that stays: its shard of the source, and its number there, from 1 on."""
-        number = int(self.first[index])
-        shard = bisect_right(self.ends, number)
-        return {"shard": shard, "document": number - ([0, *self.ends][shard]) + 1}
-
-    def check_count(self, count: int) -> None:
-        """Refuse a shard that has not as many texts as when it was hashed."""
-        if count != len(self.first):
-            raise PalestraError(f"a shard had {len(self.first)} texts and now has {count}: the source has changed")
-
-
-def _documents(reason: str, path: Path, ends: Sequence[int], number: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-    """The documents that stay; the others are dropped for the reason, with a note of which one stays instead."""
-    decision, index = Decision(path, ends, number), 0
+    One that loses all is dropped, a whole document with a note of which one stays instead.
+    """
+    begin, index = ends[number - 1] if number else 0, 0
+    first: Indices = np.load(path, mmap_mode="r")[begin : ends[number]]
     for row in rows:
-        if not _writable(row["text"]):
+        if not writable(row["text"]):
             yield Drop(NOT_UNICODE)
             continue
-        note = {"id": row["id"], "duplicate_of": decision.place(index)}
-        yield row if decision.stays(index) else Drop(reason, note)
-        index += 1
-    decision.check_count(index)
-
-
-def _parts(separator: str, path: Path, ends: Sequence[int], number: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-    """The documents with those of their parts that stay; one that loses all is dropped."""
-    decision, index = Decision(path, ends, number), 0
-    for row in rows:
-        if not _writable(row["text"]):
-            yield Drop(NOT_UNICODE)
-            continue
-        parts, stay = row["text"].split(separator), []
-        for part in parts:
-            blank = not part.strip()
-            if blank or decision.stays(index):
+        parts, stay, new = _parts(of, row["text"]), [], False
+        for part, compared in parts:
+            if not compared or first[index] == begin + index:
                 stay.append(part)
-            index += not blank
+                new = new or compared
+            index += compared
         if len(stay) == len(parts):
             yield row
-        elif any(part.strip() for part in stay):
-            yield {**row, "text": separator.join(stay)}
+        elif new:
+            yield {**row, "text": SEPARATORS[of].join(stay)}
+        elif of == "documents":
+            original = int(first[index - 1])
+            shard = bisect_right(ends, original)
+            place = {"shard": shard, "document": original - [0, *ends][shard] + 1}
+            yield Drop(reason, {"id": row["id"], "duplicate_of": place})
         else:
             yield Drop("nothing new")
-    decision.check_count(index)
+    if index != len(first):
+        raise PalestraError(f"a shard had {len(first)} texts and now has {index}: the source has changed")
 
 
 def _digests(of: Of, texts: Iterator[str]) -> Iterator[np.ndarray]:
     for text in texts:
-        parts = [text] if of == "documents" else [part for part in text.split(SEPARATORS[of]) if part.strip()]
-        digests = [hashlib.blake2b(normalized(part).encode(), digest_size=DIGEST_BYTES).digest() for part in parts]
+        parts = (normalized(part).encode() for part, compared in _parts(of, text) if compared)
+        digests = [hashlib.blake2b(part, digest_size=DIGEST_BYTES).digest() for part in parts]
         yield np.frombuffer(b"".join(digests), np.uint8)
 
 
@@ -323,8 +288,8 @@ def _similarity(hashed: HashedShards, shingles: Shingles, chosen: np.ndarray) ->
         np.save(file, chosen)
     begins = (np.cumsum(counts) - counts).tolist()
     write_sets = partial(_write_sets, folder, hashed.text_key, shingles, begins)
-    each_shard(hashed.out, SETS, hashed.shards, write_sets, workers=hashed.workers)
-    lengths = [np.fromfile(folder / f"{shard.number:05}.lengths", "<i8") for shard in hashed.shards]
+    results = each_shard(hashed.out, SETS, hashed.shards, write_sets, workers=hashed.workers)
+    lengths = [np.array(result["lengths"], np.int64) for result in results]
     starts = np.concatenate([np.cumsum(each) - each for each in lengths])
     shard, length = np.repeat(np.arange(len(lengths)), [len(each) for each in lengths]), np.concatenate(lengths)
     numbers = np.flatnonzero(chosen)
@@ -344,11 +309,9 @@ def _write_sets(
     chosen = np.load(folder / "chosen.npy", mmap_mode="r")[begins[source.number] :]
     lengths = []
     with written(_file(folder, source.number)) as file:
-        for index, text in enumerate(_texts(source, text_key)):
+        for index, text in enumerate(texts(source, text_key)):
             if chosen[index]:
                 hashes = shingles.set(normalized(text)).astype("<u4")
                 file.write(hashes.tobytes())
                 lengths.append(len(hashes))
-    with written(folder / f"{source.number:05}.lengths") as file:
-        file.write(np.array(lengths, "<i8").tobytes())
-    return {}
+    return {"lengths": lengths}

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 
@@ -50,10 +50,10 @@ class Rules:
     """How many of Gopher's eight English stop words occur; for English only."""
     repetition: bool = True
     """Duplicate lines and paragraphs, and n-grams, by Gopher's table."""
-    languages: tuple[str, ...] | None = None
+    languages: Sequence[str] | None = None
     """Codes of ISO 639-1 such as `en`; a document in another language is left out."""
 
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+    def __call__(self, number: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
         for row in rows:
             reason = next(broken_rules(row["text"], self), None)
             yield row if reason is None else Drop(reason)
@@ -75,35 +75,20 @@ def filter_documents(
     max_ellipsis_lines: float | None = Rules.max_ellipsis_lines,
     min_stop_words: int | None = Rules.min_stop_words,
     repetition: bool = Rules.repetition,
-    languages: Sequence[str] | None = None,
+    languages: Sequence[str] | None = Rules.languages,
     text_key: str = "text",
     split: str | None = None,
     compression: Compression = "none",
     workers: Execution[int] = 2,
 ) -> None:
     """Leave out documents that break a rule; `counts.json` has how many each rule dropped."""
+    given = locals()
     if languages is not None:
         known = sorted({code.partition("-")[0] for code in known_languages()})
         if unknown := sorted(set(languages) - set(known)):
             raise UsageError(f"languages: {', '.join(unknown)} are not known; known are {', '.join(known)}")
-    rules = Rules(
-        min_words,
-        max_words,
-        min_chars,
-        max_chars,
-        None if mean_word_length is None else (mean_word_length[0], mean_word_length[1]),
-        max_symbol_ratio,
-        min_alphabetic_words,
-        min_letters,
-        max_bullet_lines,
-        max_ellipsis_lines,
-        min_stop_words,
-        repetition,
-        None if languages is None else tuple(languages),
-    )
-    map_documents(
-        out, source, rules, "filter", asdict(rules), workers, text_key=text_key, split=split, compression=compression
-    )
+    rules = Rules(**{field.name: given[field.name] for field in fields(Rules)})
+    map_documents(out, source, rules, "filter", asdict(rules), workers, text_key, split, compression)
 
 
 def broken_rules(text: str, rules: Rules) -> Iterator[str]:

@@ -53,7 +53,7 @@ def html_to_markdown(
     """
     _trafilatura()  # before any worker starts
     work, recipe = partial(_convert, base_url, links), {"base_url": base_url, "links": links}
-    map_documents(out, source, work, "html_to_markdown", recipe, workers, text_key=text_key, compression=compression)
+    map_documents(out, source, work, "html_to_markdown", recipe, workers, text_key, None, compression)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _trafilatura() -> Any:
     return trafilatura
 
 
-def _convert(base_url: str | None, links: bool, rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _convert(base_url: str | None, links: bool, _: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     for row in rows:
         url = row.get("url")
         page = markdown_of(row["text"], base_url=url if isinstance(url, str) and url else base_url, links=links)

@@ -204,28 +204,24 @@ class Drop:
     """Written to `notes/`."""
 
 
-Work = Callable[[Iterator[Row]], Iterator[Row | Drop]]
-"""Maps the rows of a shard: each is passed on, changed, dropped or split into several. Sent to processes."""
+Work = Callable[[int, Iterator[Row]], Iterator[Row | Drop]]
+"""Maps the rows of a shard, whose number it is given: each is passed on, changed, dropped or split into several.
 
-
-@dataclass(frozen=True)
-class ByShard:
-    """Work that depends on the shard: called with its number and its rows."""
-
-    function: Callable[[int, Iterator[Row]], Iterator[Row | Drop]]
+Sent to processes.
+"""
 
 
 def map_documents(
     out: Path,
     source: Where,
-    work: Work | ByShard,
+    work: Work,
     step: str,
     recipe: Mapping[str, Any],
     workers: int,
-    *,
     text_key: str | None = "text",
     split: str | None = None,
     compression: Compression = "none",
+    *,
     counts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Send the documents of a source through `work` into `out/docs`, and write `counts.json`; resumes after a kill.
@@ -259,6 +255,22 @@ def documents(source: ShardSource, text_key: str = "text") -> Iterator[Row | Dro
             raise PalestraError(f"{place}: expected a string under {text_key!r}, found {type(text).__name__}")
         rest = {key: value for key, value in row.items() if key not in ("id", "text", text_key)}
         yield {"id": _id(row, made), "text": text, **rest}
+
+
+def texts(source: ShardSource, text_key: str) -> Iterator[str]:
+    """The texts of a shard's documents that can be written again."""
+    for row in documents(source, text_key):
+        if not isinstance(row, Drop) and writable(row["text"]):
+            yield row["text"]
+
+
+def writable(text: str) -> bool:
+    """Whether it is Unicode; JSON can hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain_rows(source: ShardSource) -> Iterator[Row]:
@@ -296,7 +308,7 @@ def row_writer(path: Path, compression: Compression = "none") -> Iterator[Callab
 
 
 def _map_shard(
-    out: Path, work: Work | ByShard, text_key: str | None, compression: Compression, source: ShardSource
+    out: Path, work: Work, text_key: str | None, compression: Compression, source: ShardSource
 ) -> dict[str, Any]:
     """Runs in a worker."""
     began = time.perf_counter()
@@ -319,7 +331,7 @@ def _map_shard(
                 yield row
 
     with row_writer(shard_path(out, DOCS, source.number, compression), compression) as write:
-        for row in work.function(source.number, rows()) if isinstance(work, ByShard) else work(rows()):
+        for row in work(source.number, rows()):
             if isinstance(row, Drop):
                 drop(row)
             elif write(row):

@@ -19,10 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from palestra.data.cache import held_alone
 from palestra.data.readers import Row, Shard, numbered_rows, shards
-from palestra.data.steps.shards import Drop, Where, carried_out, documents, same_recipe, sources, write_counts
+from palestra.data.steps.shards import Where, carried_out, same_recipe, sources, texts, write_counts
 from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.runs.lease import Lease
@@ -91,14 +92,14 @@ def train_tokenizer(
     train_bpe = _tokenizers().train_bpe
     read = 0
 
-    def texts() -> Iterator[str]:
+    def counted() -> Iterator[str]:
         nonlocal read
-        rows = (row for shard in sources(source, split=split) for row in documents(shard, text_key))
-        for row in itertools.islice((row for row in rows if not isinstance(row, Drop)), max_documents):
+        of_all = (text for shard in sources(source, split=split) for text in texts(shard, text_key))
+        for text in itertools.islice(of_all, max_documents):
             read += 1
-            yield row["text"]
+            yield text
 
-    tokenizer = train_bpe(texts(), vocab_size)
+    tokenizer = train_bpe(counted(), vocab_size)
     if not read:
         raise PalestraError(f"{source} has no documents to train a tokenizer on")
     tokenizer.save(out)
@@ -241,7 +242,7 @@ def _build_part(parts: Path, encoder: "Encoder", job: tuple[int, Shard]) -> Shar
 
 
 def _record(path: Path) -> ShardRecord:
-    return ShardRecord.read(read_json(path))
+    return TypeAdapter(ShardRecord).validate_python(read_json(path))
 
 
 def _part(parts: Path, number: int, name: str) -> Path:

@@ -13,7 +13,6 @@ import numpy as np
 from palestra.data.readers import Row
 from palestra.data.steps.shards import (
     LEDGER,
-    ByShard,
     Compression,
     Drop,
     ShardSource,
@@ -55,10 +54,10 @@ def transform(
     load_function(function, "function")  # a wrong name is an error before any work
     recipe = {"function": function, "args": dict(args or {})}
     work = partial(_apply, function, recipe["args"])
-    map_documents(out, source, work, "transform", recipe, workers, text_key=None, split=split, compression=compression)
+    map_documents(out, source, work, "transform", recipe, workers, None, split, compression)
 
 
-def _apply(name: str, args: Mapping[str, Any], rows: Iterator[Row]) -> Iterator[Row | Drop]:
+def _apply(name: str, args: Mapping[str, Any], _: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
     function = load_function(name, "function")
     for row in rows:
         id = row["id"]  # before the call, which may change the row
@@ -131,10 +130,8 @@ def consolidate(
         best = _best(out, shards, keep_fraction)
         recipe["threshold"] = best.threshold  # shards that an earlier attempt did had the same
         counts = {"threshold": best.threshold, "scored": sum(result["scored"] for result in results)}
-    work = ByShard(partial(_keep, rules, by, best, tuple(without)))
-    map_documents(
-        out, source, work, "consolidate", recipe, workers, text_key=None, compression=compression, counts=counts
-    )
+    work = partial(_keep, rules, by, best, tuple(without))
+    map_documents(out, source, work, "consolidate", recipe, workers, None, None, compression, counts=counts)
 
 
 @dataclass(frozen=True)
