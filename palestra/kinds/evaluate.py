@@ -24,7 +24,7 @@ from palestra.evaluate.likelihood import (
     text_outcome,
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
-from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
+from palestra.evaluate.records import EvaluationRecord, growing, line, read_records, write_records
 from palestra.evaluate.suites import SETUP, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
@@ -35,7 +35,7 @@ from palestra.lm.model import Transformer
 from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import write_bytes
+from palestra.runs.store import read_lines, write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.shape import precision
@@ -164,7 +164,7 @@ class _Evaluation:
     ) -> dict[str, list[Score]]:
         """The scores of each source by its label, from where the file of that name ends."""
         path, results, before = self.session.path / name, {}, self.done
-        done = [read(row) for row in json_lines(path)]
+        done = [read(row) for row in read_lines(path)]
         with span, growing(path, map(_scored_line, done)) as append:
 
             def keep(chunk: Sequence[Score]) -> None:
