@@ -213,9 +213,8 @@ class Pool(AbstractContextManager["Pool"]):
             if task.begin():
                 try:
                     process = self._ready(process)
-                    if not task.run_in(process, self._silence):
+                    while not task.run_in(process, self._silence):  # it had died since its last task
                         process = self._ready(process)
-                        task.run_in(process, self._silence)
                 except OSError as error:
                     task.finish(error=PalestraError(f"Cannot start a worker process: {error}"))
             self._running.discard(task)
