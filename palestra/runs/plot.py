@@ -74,11 +74,9 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
 
 def trial_plots(run: Run) -> list[Path]:
     """Write the standard plots into the run's folder: the headline metric's curve and a grid of the other metrics."""
-    rows = run.metrics()
+    first, rows = headline(run), run.metrics()
     metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
-    if not metrics:
-        raise PalestraError(f"{run.path} has no metrics to plot yet")
-    x, first = _counted_by({key for row in rows for key in row}), headline(run)
+    x = _counted_by({key for row in rows for key in row})
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
     leading = _leading(metrics) if "reward" in metrics else []  # of completions: post-training
     others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]
