@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
@@ -36,16 +36,8 @@ LOCKED = b"+"  # the first byte from a process that is isolated; anything else s
 MOST_FILES = 1 << 16
 
 
-@dataclass(frozen=True)
-class SandboxJob:
-    """The job of a process in the sandbox, with its files."""
-
-    role: int
-    act: Callable[..., int | None]
-    """Called with the numbers of its files; it returns an exit code."""
-    keep: tuple[int, ...]
-    streams: tuple[int, int, int]
-    """Its stdin, stdout and stderr."""
+Job = tuple[int, Callable[..., int | None], Sequence[int]]
+"""The role of a process, what it calls in the sandbox, which returns an exit code, and the files that this gets."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +108,14 @@ class Server:
                 shutil.rmtree(scratch, ignore_errors=True)
         return {"why": why, "broken": problem, "status": status}
 
-    def _jobs(self, kind: str, files: list[int]) -> list[SandboxJob]:
+    def _jobs(self, kind: str, files: list[int]) -> list[Job]:
         """The processes to start, the one that is waited for last; further files are added to `files`."""
-        null = (self._null, self._null, self._null)
-        if kind == "program":
-            code, stdin, stdout, stderr = files
-            return [SandboxJob(CANDIDATE, run_program, (code,), (stdin, stdout, stderr))]
-        if kind == "together":
-            return [SandboxJob(CANDIDATE, examine_together, tuple(files), null)]
+        if kind != "tests":
+            return [(CANDIDATE, run_program if kind == "program" else examine_together, files)]
         code, tests, result = files
         ours, theirs = (end.detach() for end in socket.socketpair())
         files += [ours, theirs]
-        return [
-            SandboxJob(CANDIDATE, serve_calls, (code, ours), null),
-            SandboxJob(TESTS, examine, (tests, theirs, result), null),
-        ]
+        return [(CANDIDATE, serve_calls, (code, ours)), (TESTS, examine, (tests, theirs, result))]
 
     def _watch(self, number: int, life: int, deadline: float) -> str:
         """Wait for the end of a process; returns why the wait is over."""
@@ -157,10 +142,10 @@ class Server:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _start(self, job: SandboxJob, limits: Limits, seconds: float, scratch: str) -> Child:
+    def _start(self, job: Job, limits: Limits, seconds: float, scratch: str) -> Child:
         life, writing = os.pipe()
         try:
-            pid = kernel.clone(self._isolation.namespaces[job.role])
+            pid = kernel.clone(self._isolation.namespaces[job[0]])
             if pid == 0:
                 self._become(job, writing, limits, seconds, scratch)
         except OSError:
@@ -170,22 +155,22 @@ class Server:
             os.close(writing)
         return Child(pid, life)
 
-    def _become(self, job: SandboxJob, writing: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
+    def _become(self, job: Job, writing: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
         """In a new process: isolate it, do its job, and end."""
-        status = 1
+        status, (role, act, files) = 1, job
         with contextlib.suppress(BaseException):  # never back into the server's own code
-            _, _, _, writing, *others = arrange([*job.streams, writing, *job.keep, *self._self])
-            numbers, server = others[: len(job.keep)], others[len(job.keep) :]
+            _, _, _, writing, *others = arrange([*(self._null,) * 3, writing, *files, *self._self])
+            numbers, server = others[: len(files)], others[len(files) :]
             try:
                 if os.environ["TMPDIR"] != scratch:
                     os.environ["HOME"] = os.environ["TMPDIR"] = scratch
                 alive = server[0] if server else None
-                isolate(self._isolation, limits, seconds, role=job.role, scratch=scratch, server=alive)
+                isolate(self._isolation, limits, seconds, role=role, scratch=scratch, server=alive)
             except BaseException as error:
                 os.write(writing, f" {type(error).__name__}: {error}".encode())
                 raise
             os.write(writing, LOCKED)
-            status = job.act(*numbers) or 0
+            status = act(*numbers) or 0
         os._exit(status)
 
     def _scratch(self, number: int) -> str:
