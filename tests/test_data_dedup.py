@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -119,23 +118,23 @@ def test_dedup_exact_of_any_documents_equals_a_set(tmp_path_factory, texts, shar
 
 
 def test_dedup_fuzzy_with_planted_copies_drops_just_these(tmp_path):
-    rows, copies = corpus(300)
+    rows, copies = corpus(100)
     dedup_fuzzy(tmp_path / "out", source=write(tmp_path / "in", rows, 3), workers=1)
     stay = read(tmp_path / "out")
     assert stay == [row for row in rows if row["id"] not in copies]
     said = counts(tmp_path / "out")
-    assert said["dropped"] == {"near duplicate": 60}
-    assert said["groups"] == 60
+    assert said["dropped"] == {"near duplicate": 20}
+    assert said["groups"] == 20
     assert {note["id"] for note in read(tmp_path / "out", "notes")} == copies
     assert not (tmp_path / "out" / ".shards" / "hashes").exists()  # what was only on the way is gone
 
 
 @pytest.mark.parametrize(("unit", "workers"), [("characters", 2), ("words", 1)])
 def test_dedup_fuzzy_for_any_shards_and_workers_gives_the_same(tmp_path, unit, workers):
-    rows, _ = corpus(120, seed=1)
-    rows[7]["text"] = rows[99]["text"] = rows[3]["text"]
+    rows, _ = corpus(60, seed=1)
+    rows[7]["text"] = rows[49]["text"] = rows[3]["text"]
     wanted = None
-    for shards in (1, 20):
+    for shards in (1, 6):
         out = tmp_path / f"out-{shards}"
         source = write(tmp_path / f"in-{shards}", rows, shards)
         dedup_fuzzy(out, source=source, shingle=3, unit=unit, workers=workers)
@@ -148,7 +147,7 @@ def test_dedup_fuzzy_without_a_threshold_takes_every_candidate(tmp_path):
     # With one band of one row, half the shingles in common make candidates about half the time.
     rng = random.Random(5)
     rows = []
-    for number in range(0, 200, 2):
+    for number in range(0, 60, 2):
         one = story(rng)
         rows += [
             {"id": str(number), "text": " ".join(one)},
@@ -157,9 +156,9 @@ def test_dedup_fuzzy_without_a_threshold_takes_every_candidate(tmp_path):
     source = write(tmp_path / "in", rows, 2)
     dedup_fuzzy(tmp_path / "all", source=source, bands=60, rows=1, threshold=None, workers=1)
     dedup_fuzzy(tmp_path / "verified", source=source, bands=60, rows=1, threshold=0.95, workers=1)
-    assert counts(tmp_path / "all")["rows_out"] < 100
-    assert counts(tmp_path / "verified")["rows_out"] == 200
-    assert counts(tmp_path / "verified")["compared"] > 100
+    assert counts(tmp_path / "all")["rows_out"] < 30
+    assert counts(tmp_path / "verified")["rows_out"] == 60
+    assert counts(tmp_path / "verified")["compared"] > 30
 
 
 def test_dedup_fuzzy_of_empty_and_short_texts_works(tmp_path):
@@ -209,7 +208,7 @@ def test_dedup_with_wrong_arguments_says_what_they_can_be(tmp_path):
 
 
 def test_dedup_killed_at_any_time_goes_on_to_the_same_output(tmp_path):
-    rows, copies = corpus(500, seed=2)
+    rows, copies = corpus(300, seed=2)
     source = write(tmp_path / "in", rows, 12)
     code = (
         "import sys; from pathlib import Path; from palestra.data.steps.dedup import dedup_fuzzy\n"
@@ -232,9 +231,9 @@ def test_dedup_killed_at_any_time_goes_on_to_the_same_output(tmp_path):
         if (tmp_path / "out" / "counts.json").exists():
             break
     assert "hashes" in seen
-    assert subprocess.run(command, check=False).returncode == 0
+    dedup_fuzzy(tmp_path / "out", source=source, workers=1)
     assert read(tmp_path / "out") == [row for row in rows if row["id"] not in copies]
-    assert counts(tmp_path / "out")["rows_in"] == 500
+    assert counts(tmp_path / "out")["rows_in"] == 300
 
 
 def test_dedup_as_steps_of_a_pipeline_have_one_address_for_any_number_of_workers():

@@ -1,6 +1,7 @@
 """`palestra data inspect`: the numbers are those of the data, wherever they lie."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from s3_server import s3_server
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
-from palestra.data.inspect import PERCENTILES, Inspection, StoreInspection, inspect, percentiles
+from palestra.data.inspect import PERCENTILES, Inspection, inspect, percentiles
 from palestra.data.steps.filters import filter_documents
 from palestra.data.steps.tokenize import tokenize, train_tokenizer
 from palestra.errors import UsageError
@@ -33,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
 def test_inspect_of_a_folder_finds_types_lengths_and_rows(folder: Path) -> None:
     found = inspect(str(folder), samples=2)
     assert isinstance(found, Inspection)
-    assert (found.files, found.rows, found.complete, found.formats) == (2, 20, True, (".jsonl",))
-    assert found.bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert ([file.path for file in found.files], found.rows) == ([str(folder / "a.jsonl"), str(folder / "b.jsonl")], 20)
+    assert found.complete
     assert dict(found.columns["text"].types) == {"text": 20}
     assert dict(found.columns["extra"].types) == {"null": 5, "missing": 15}
     assert found.columns["text"].percentiles()[50] in (9, 10)
@@ -63,16 +64,17 @@ def test_percentiles_of_any_numbers_are_among_them_and_in_order(values: list[int
     assert (found[0], found[100]) == (min(values), max(values))
 
 
-def test_inspect_of_a_token_store_counts_its_tokens(folder: Path, tmp_path: Path) -> None:
+def test_inspect_of_a_token_store_shows_its_tokens(folder: Path, tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "vocabulary", source=folder, vocab_size=260)
     tokenize(tmp_path / "tokens", source=folder, tokenizer=tmp_path / "vocabulary", workers=1)
-    found = inspect(str(tmp_path / "tokens"), samples=2)
-    assert isinstance(found, StoreInspection)
     lengths = np.diff(np.fromfile(tmp_path / "tokens/ends.bin", "<i8"), prepend=0)
-    assert (found.documents, found.tokens, found.trained) == (20, lengths.sum(), lengths.sum())
-    assert found.lengths[100] == lengths.max()
-    assert found.bytes == sum(range(20))
-    assert [len(sample) for sample in found.samples] == [lengths[0], lengths[10]]
+    said = CliRunner().invoke(app, ["data", "inspect", str(tmp_path / "tokens"), "--samples", "2"]).output
+    assert f"20 documents, {lengths.sum()} tokens" in said
+    assert f"{sum(range(20))} bytes, {sum(range(20)) / lengths.sum():.2f} bytes per token" in said
+    assert re.search(rf"trained on +{lengths.sum()} tokens", said)
+    assert re.search(rf"tokens per document +{lengths.min()} .* {lengths.max()}\s", said)
+    samples = re.findall(r"sample (\d): ([\d ]+) …", said)
+    assert [(number, len(tokens.split())) for number, tokens in samples] == [("1", lengths[0]), ("2", lengths[10])]
 
 
 def test_inspect_command_prints_the_data_and_what_a_step_noted(folder: Path, tmp_path: Path) -> None:

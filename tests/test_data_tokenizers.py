@@ -98,7 +98,9 @@ def sentencepiece_like(spaces: int = 1, **parts: Any) -> Tokenizer:
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": spaces, "stop": 0}
     decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
-    model = bpe_model({piece: n for n, piece in enumerate(pieces)}, merges, unknown="<unk>", byte_fallback=True)
+    model = bpe_model(
+        {piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
     normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, space]}
     specials = [("<unk>", 0), ("<s>", 1), ("</s>", 2)]
     written = document(model, specials, **{"decoder": decoder, "normalizer": normalizer, **parts})

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from palestra.api import check
 from palestra.cli.examples import STARTERS, examples, summary, write_example
-from palestra.data.inspect import PERCENTILES, Column, Inspection, StoreInspection, inspect
+from palestra.data.inspect import PERCENTILES, Column, Inspection, inspect, percentiles
+from palestra.data.store import TokenStore
 from palestra.errors import PalestraError, UsageError
 from palestra.rollout.records import FILE, RolloutRecord, newest
 from palestra.runs.recorder import in_words
@@ -261,18 +262,20 @@ LENGTHS = [{0: "min", 50: "median", 100: "max"}.get(percent, f"{percent} %") for
 def show_inspection(where: str, *, rows: int, samples: int, split: str | None) -> None:
     """Inspect a dataset or a token store and describe it."""
     data = inspect(where, rows=rows, samples=samples, split=split)
-    if isinstance(data, StoreInspection):
-        _show_store(console(), where, data)
+    if isinstance(data, TokenStore):
+        _show_store(console(), where, data, samples)
     else:
         _show_rows(console(), where, data)
 
 
 def _show_rows(screen: Console, where: str, data: Inspection) -> None:
     rows = f"{data.rows:,} rows" if data.complete else f"more than {data.rows:,} rows (--rows 0 reads all)"
-    files = f"{data.files:,} file{'s' if data.files > 1 else ''} ({', '.join(data.formats)})"
-    screen.print(Text(f"{where}: {files}, {size(data.bytes)}, {rows}"))
-    if data.files > 1:
-        screen.print(Text(f"largest file: {data.largest[0]}, {size(data.largest[1])}"))
+    formats = ", ".join(sorted({file.format for file in data.files}))
+    files = f"{len(data.files):,} file{'s' if len(data.files) > 1 else ''} ({formats})"
+    screen.print(Text(f"{where}: {files}, {size(sum(file.size for file in data.files))}, {rows}"))
+    if len(data.files) > 1:
+        largest = max(data.files, key=lambda file: file.size)
+        screen.print(Text(f"largest file: {largest.path}, {size(largest.size)}"))
     screen.print()
     columns = [(name, *_column_cells(column)) for name, column in data.columns.items()]
     screen.print(table(("column", "type", "of", *LENGTHS), columns))
@@ -286,23 +289,25 @@ def _show_rows(screen: Console, where: str, data: Inspection) -> None:
             screen.print(Text(f"  {key}: {json.dumps(value, ensure_ascii=False)}"))
 
 
-def _show_store(screen: Console, where: str, data: StoreInspection) -> None:
-    screen.print(Text(f"{where}: a token store of {data.documents:,} documents, {data.tokens:,} tokens"))
+def _show_store(screen: Console, where: str, store: TokenStore, samples: int) -> None:
+    tokens, ledger = store.num_tokens, store.ledger
+    screen.print(Text(f"{where}: a token store of {len(store):,} documents, {tokens:,} tokens"))
     rows = [
-        ("tokenizer", f"{data.tokenizer}, vocabulary of {data.vocab_size:,}"),
-        ("text", f"{size(data.bytes)}, {data.bytes / max(data.tokens, 1):.2f} bytes per token"),
-        ("trained on", f"{data.trained:,} tokens"),
-        ("largest token", f"{data.largest_token:,}"),
-        ("recipe", json.dumps(data.recipe, ensure_ascii=False)[:LONGEST]),
+        ("tokenizer", f"{ledger.tokenizer}, vocabulary of {ledger.vocab_size:,}"),
+        ("text", f"{size(store.num_bytes)}, {store.num_bytes / max(tokens, 1):.2f} bytes per token"),
+        ("trained on", f"{tokens if store.loss is None else int(store.loss.sum()):,} tokens"),
+        ("largest token", f"{store.tokens.max():,}"),
+        ("recipe", json.dumps(ledger.recipe, ensure_ascii=False)[:LONGEST]),
     ]
-    rows += [("from", f"{path}: {documents:,} documents, {n:,} tokens") for path, documents, n in data.shards[:10]]
-    if len(data.shards) > 10:
-        rows.append(("", f"and {len(data.shards) - 10} more files"))
+    rows += [("from", f"{r.shard.path}: {r.documents:,} documents, {r.tokens:,} tokens") for r in ledger.shards[:10]]
+    if len(ledger.shards) > 10:
+        rows.append(("", f"and {len(ledger.shards) - 10} more files"))
     print_pairs(rows)
     screen.print()
-    screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(data.lengths))]))
-    for number, tokens in enumerate(data.samples, 1):
-        screen.print(f"\nsample {number}: {' '.join(map(str, tokens))} …")
+    screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(percentiles(store.lengths)))]))
+    for number in range(min(samples, len(store))):
+        first = store[len(store) * number // samples][:16]
+        screen.print(f"\nsample {number + 1}: {' '.join(map(str, first))} …")
 
 
 def _column_cells(column: Column) -> list[str]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from pydantic import TypeAdapter
+
 from palestra.errors import PalestraError
 from palestra.runs.lease import Lease, RunBusy, kept
 from palestra.runs.store import LocalStore, read_json, sync_folder, write_json
@@ -70,8 +72,7 @@ class CacheRecord:
     @classmethod
     def read(cls, data: dict[str, Any]) -> "CacheRecord":
         """The record in a marker."""
-        fields: dict[str, Any] = {**data, "files": tuple(File(**file) for file in data["files"])}
-        return cls(**fields)
+        return TypeAdapter(cls).validate_python(data)
 
     def plain(self) -> dict[str, Any]:
         """As JSON, stamped with the time."""
@@ -303,11 +304,8 @@ def _downloaded(
 
     The threads are daemons, so that an interrupt ends the process at once and not after the largest file.
     """
-    waiting: queue.SimpleQueue[tuple[File, Path]] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[File, Path | BaseException]] = queue.SimpleQueue()
-    for job in missing:
-        waiting.put(job)
-    stop = threading.Event()
+    jobs, stop = iter(missing), threading.Event()
 
     def attempt(file: File, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -324,15 +322,13 @@ def _downloaded(
             time.sleep(min(0.2 * 2**number, 5.0))
 
     def work() -> None:
-        while not stop.is_set():
-            try:
-                file, folder = waiting.get_nowait()
-            except queue.Empty:
-                return
+        for file, folder in jobs:  # one iterator for all threads: a free one takes the next
             try:
                 ended.put((file, attempt(file, folder)))
             except BaseException as error:
                 ended.put((file, error))
+            if stop.is_set():
+                return
 
     for _ in range(min(STREAMS, len(missing))):
         threading.Thread(target=work, name="palestra-download", daemon=True).start()

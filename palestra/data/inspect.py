@@ -1,4 +1,4 @@
-"""Statistics of a data set (columns and their types, sizes, row counts, lengths, samples) or of a token store."""
+"""Statistics of a data set: columns and their types, sizes, row counts, lengths, samples."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -48,47 +48,21 @@ class Column:
 class Inspection:
     """Statistics of files of rows."""
 
-    files: int
-    bytes: int
-    formats: tuple[str, ...]
+    files: list[Shard]
     rows: int
     """Rows that were read."""
     complete: bool
     """Whether these are all rows."""
     columns: dict[str, Column]
     samples: list[Row]
-    largest: tuple[str, int]
-    """The largest file and its bytes."""
     counts: dict[str, Any] | None
     """counts.json, where this is the output of a data step."""
 
 
-@dataclass(frozen=True)
-class StoreInspection:
-    """Statistics of a token store."""
-
-    tokenizer: str
-    vocab_size: int
-    documents: int
-    tokens: int
-    bytes: int
-    """UTF-8 bytes of the text that the tokens stand for."""
-    trained: int
-    """Tokens that are trained on."""
-    lengths: dict[int, float]
-    """Percentiles of the tokens of a document."""
-    largest_token: int
-    recipe: dict[str, Any]
-    shards: list[tuple[str, int, int]]
-    """File, documents and tokens."""
-    samples: list[list[int]]
-    """The first tokens of some documents."""
-
-
 def inspect(
     where: str, *, rows: int = READ_ROWS, samples: int = 3, split: str | None = None
-) -> Inspection | StoreInspection:
-    """Statistics of a file, a folder, a pattern, a URL, the output of a data step or a token store.
+) -> Inspection | TokenStore:
+    """Statistics of a file, a folder, a pattern, a URL or the output of a data step; a token store is opened.
 
     About `rows` rows are read, as many of each file as of the others; 0 reads all.
     """
@@ -96,7 +70,7 @@ def inspect(
         raise UsageError(f"rows and samples cannot be less than 0; got {rows} and {samples}")
     path = Path(where).expanduser()
     if (path / LEDGER).is_file():
-        return _inspect_store(path, samples)
+        return TokenStore.open(path)
     files = shards(where if "://" in where else str(path), split=split)
     counts = read_json(path / COUNTS) if (path / COUNTS).is_file() else None
     return _inspect_rows(files, rows, samples, counts)
@@ -130,33 +104,4 @@ def _inspect_rows(files: list[Shard], limit: int, samples: int, counts: dict[str
             if len(shown) < samples and number * samples >= len(shown) * len(files):  # from all over the files
                 shown.append(row)
             read += 1
-    largest = max(files, key=lambda shard: shard.size)
-    return Inspection(
-        files=len(files),
-        bytes=sum(shard.size for shard in files),
-        formats=tuple(sorted({shard.format for shard in files})),
-        rows=read,
-        complete=complete,
-        columns=columns,
-        samples=shown,
-        largest=(largest.path, largest.size),
-        counts=counts,
-    )
-
-
-def _inspect_store(folder: Path, samples: int) -> StoreInspection:
-    store = TokenStore.open(folder)
-    spread = [len(store) * number // max(samples, 1) for number in range(min(samples, len(store)))]
-    return StoreInspection(
-        tokenizer=store.ledger.tokenizer,
-        vocab_size=store.ledger.vocab_size,
-        documents=len(store),
-        tokens=store.num_tokens,
-        bytes=store.num_bytes,
-        trained=store.num_tokens if store.loss is None else int(np.count_nonzero(store.loss)),
-        lengths=percentiles(np.diff(store.ends, prepend=0)),
-        largest_token=int(store.tokens.max()),
-        recipe=store.ledger.recipe,
-        shards=[(record.shard.path, record.documents, record.tokens) for record in store.ledger.shards],
-        samples=[store[number][:16].tolist() for number in spread],
-    )
+    return Inspection(files, read, complete, columns, shown, counts)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from palestra.data.readers import Shard
 from palestra.errors import PalestraError, UsageError
@@ -37,12 +38,6 @@ class ShardRecord:
     tokens: int
     num_bytes: int
     """UTF-8 bytes of the text that the tokens stand for."""
-
-    @classmethod
-    def read(cls, data: dict[str, Any]) -> "ShardRecord":
-        """From a ledger or the record of a part."""
-        fields: dict[str, Any] = {**data, "shard": Shard(**data["shard"])}
-        return cls(**fields)
 
     def matches(self, shard: Shard) -> bool:
         """Whether a shard has the content that was tokenized, even where a local file was moved or copied since."""
@@ -78,8 +73,7 @@ class Ledger:
         data = read_json(folder / LEDGER)
         if data.pop("format", None) != FORMAT:
             raise PalestraError(f"{folder} is a token store of another format than {FORMAT}; remove it and build again")
-        fields: dict[str, Any] = {**data, "shards": tuple(map(ShardRecord.read, data["shards"]))}
-        return cls(**fields)
+        return TypeAdapter(cls).validate_python(data)
 
     def write(self, folder: Path) -> None:
         """Write it atomically."""
@@ -136,6 +130,11 @@ class TokenStore:
     def __len__(self) -> int:
         """How many documents."""
         return len(self.ends)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(documents) tokens of each."""
+        return np.diff(self.ends, prepend=0)
 
     def __getitem__(self, document: int) -> np.ndarray:
         """The tokens of a document, a view of the file."""

@@ -44,53 +44,26 @@ def byte_level_document(
     if family not in FAMILIES:
         raise UsageError(f"unknown pre-tokenizer {family!r}; known are {', '.join(FAMILIES)}")
     rules = FAMILIES[family]
-    return tokenizer_document(
-        bpe_model(vocabulary, merges, ignore_merges=rules.get("ignore_merges", False)),
-        added=added,
-        normalizer=rules.get("normalizer"),
-        pre_tokenizer={"type": "Sequence", "pretokenizers": rules["cuts"]},
-        decoder=_byte_level(use_regex=True),
-    )
+    model = bpe_model(vocabulary, merges, ignore_merges=rules.get("ignore_merges", False))
+    cuts = {"type": "Sequence", "pretokenizers": rules["cuts"]}
+    return tokenizer_document(model, added, rules.get("normalizer"), cuts, _byte_level(use_regex=True))
 
 
 def tokenizer_document(
-    model: dict[str, Any], *, added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
+    model: dict[str, Any], added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
 ) -> dict[str, Any]:
     """A tokenizer.json that does nothing but normalize, cut and merge."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": list(added),
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
-    }
+    rules = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder}
+    cut = {"truncation": None, "padding": None}
+    return {"version": "1.0", **cut, "added_tokens": list(added), **rules, "model": model}
 
 
-def bpe_model(
-    vocabulary: dict[str, int],
-    merges: Sequence[tuple[str, str]],
-    *,
-    unknown: str | None = None,
-    byte_fallback: bool = False,
-    ignore_merges: bool = False,
-) -> dict[str, Any]:
-    """The `model` of a tokenizer.json: merges by rank over a vocabulary."""
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": unknown is not None,
-        "byte_fallback": byte_fallback,
-        "ignore_merges": ignore_merges,
-        "vocab": vocabulary,
-        "merges": [list(pair) for pair in merges],
-    }
+def bpe_model(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **rules: Any) -> dict[str, Any]:
+    """The `model` of a tokenizer.json: merges by rank over a vocabulary; `rules` are fields of it."""
+    absent = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    ranked = [list(pair) for pair in merges]
+    return {"type": "BPE", **absent, **flags, **rules, "vocab": vocabulary, "merges": ranked}
 
 
 def added_token(content: str, number: int, *, special: bool = True) -> dict[str, Any]:

@@ -446,14 +446,11 @@ def from_llama2c(path: Path, vocab_size: int) -> Tokenizer:
         for cut in range(1, len(piece))
         if piece[:cut] in numbers and piece[cut:] in numbers
     ]
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    document = tokenizer_document(
-        bpe_model(numbers, merges, unknown="<unk>", byte_fallback=True),
-        added=[added_token(piece, number) for number, piece in enumerate(pieces[:3])],
-        normalizer={"type": "Prepend", "prepend": " "},
-        pre_tokenizer=None,
-        decoder={"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, strip]},
-    )
+    model = bpe_model(numbers, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    added = [added_token(piece, number) for number, piece in enumerate(pieces[:3])]
+    space, strip = {"type": "Prepend", "prepend": " "}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
+    document = tokenizer_document(model, added, space, None, decoder)
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     config |= {"add_bos_token": True, "clean_up_tokenization_spaces": False}
     return Tokenizer(document, config, name=Path(path).stem)

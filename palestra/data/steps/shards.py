@@ -49,17 +49,16 @@ class ShardSource:
     """A shard of a step's source."""
 
     number: int
-    files: tuple[Shard, ...]
-    labels: tuple[str, ...]
-    """What each file is called in the ids of its rows: as much of the end of its path as tells it from the others."""
+    files: dict[str, Shard]
+    """By what each is called in the ids of its rows: as much of the end of its path as tells it from the others."""
 
     def stamp(self) -> list[list[Any]]:
         """What changes with the content, wherever the files lie."""
-        return [[label, file.size, file.stamp, file.split] for label, file in zip(self.labels, self.files, strict=True)]
+        return [[label, file.size, file.stamp, file.split] for label, file in self.files.items()]
 
     def rows(self, text_key: str = "text") -> Iterator[tuple[str, str, Row]]:
         """Its rows, each with an id made of file and number, and with its place for error messages."""
-        for label, file in zip(self.labels, self.files, strict=True):
+        for label, file in self.files.items():
             for number, row in numbered_rows(file, text_key=text_key):
                 yield f"{label}:{number}", file.place(number), row
 
@@ -80,10 +79,7 @@ def sources(where: Where, *, split: str | None = None) -> list[ShardSource]:
             room = most
         groups[-1].append(index)
         room -= file.size
-    return [
-        ShardSource(number, tuple(files[i] for i in group), tuple(labels[i] for i in group))
-        for number, group in enumerate(groups)
-    ]
+    return [ShardSource(number, {labels[i]: files[i] for i in group}) for number, group in enumerate(groups)]
 
 
 def each_shard(
@@ -110,7 +106,9 @@ def each_shard(
         if note is not None and note["source"] == json.loads(json.dumps(shard.stamp())):
             done[shard.number] = note["said"]
     missing = [shard for shard in shards if shard.number not in done]
-    for shard, result in carried_out(missing, function, lambda shard: shard.files[0].path, workers, phase):
+    for shard, result in carried_out(
+        missing, function, lambda shard: next(iter(shard.files.values())).path, workers, phase
+    ):
         done[shard.number] = dict(result)
         write_json(notes[shard.number], {"source": shard.stamp(), "said": dict(result)})
     return [done[shard.number] for shard in shards]
@@ -231,14 +229,11 @@ def map_documents(
     """
     same_recipe(out, {"step": step, **recipe, "text_key": text_key, "split": split, "compression": compression})
     shards = sources(source, split=split)
-    for folder in (DOCS, NOTES):
-        for left_over in (out / folder).glob(".*.tmp"):  # of a kill
-            left_over.unlink()
     results = each_shard(out, DOCS, shards, partial(_map_shard, out, work, text_key, compression), workers=workers)
-    for folder in (DOCS, NOTES):  # left over where the source had more shards in an earlier attempt
-        for path in (out / folder).glob(f"{folder}-*"):
-            if int(path.name.removeprefix(f"{folder}-").partition(".")[0]) >= len(shards):
-                path.unlink()
+    for folder, form in ((DOCS, compression), (NOTES, "none")):
+        ours = {shard_path(out, folder, shard.number, form) for shard in shards}
+        for left_over in {*(out / folder).glob("*")} - ours:  # of a kill, or of a source with more shards
+            left_over.unlink()
     return write_counts(out, step, results, **(counts or {}))
 
 
