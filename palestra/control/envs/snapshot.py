@@ -274,6 +274,8 @@ class Snapshot(gymnasium.Wrapper):
         """Continue from a state; where that is not possible, begin an episode (see `restart`) and return False."""
         if state["environment"] != self.name:
             raise UsageError(f"This is the state of {state['environment']}, it cannot be continued by {self.name}.")
+        if state["kind"] not in ("attributes", "replay", "none"):
+            raise UsageError(f"This state of {self.name} was saved by an older version: start a new run.")
         self.restart, restored = None, state["kind"] != "none"
         if restored:
             self._kind = state["kind"]
