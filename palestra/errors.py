@@ -1,5 +1,14 @@
 """The errors that users see: one paragraph each, with the exit code of the command."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint at the nearest of the known names, or else `otherwise`."""
+    near = get_close_matches(str(name), list(known), n=1)
+    return f"Did you mean '{near[0]}'?" if near else otherwise
+
 
 class PalestraError(Exception):
     """An error that its message explains; the command exits with `exit_code`."""

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from conftest import SHORT
 
-from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure, read
-from palestra.bench.run import BenchRun, bench, plan
+from palestra.bench.results import BenchRecord, BenchResult, append, find, identity, measure, read, shipped
+from palestra.bench.run import bench, plan
 from palestra.bench.suites import SEEDS, SUITES, Entry, entries, parse_seeds
 from palestra.bench.table import COLUMNS, HISTORY, markdown_table, verdict, write_page
 from palestra.control.trial_metrics import score
@@ -69,12 +69,12 @@ def measured(folder: Path) -> list[BenchRecord]:
 
 
 def test_bench_row_has_the_score_of_each_seed_by_the_formula(finished):
-    shipped = Shipped.read(finished / "specs", "ppo_cartpole")
-    assert shipped is not None
+    spec = shipped(finished / "specs", "ppo_cartpole")
+    assert spec is not None
     (record,) = read(finished / "page.jsonl")
     assert [record] == measured(finished)
     assert sorted(record.scores) == [100, 101, 102]  # a seed of tuning never enters the table
-    done = find(finished / "runs/bench", "ppo_cartpole", shipped.hash).done
+    done = find(finished / "runs/bench", spec).done
     for seed, value in record.scores.items():
         lines = [json.loads(line) for line in (done[seed] / "metrics.jsonl").read_text().splitlines()]
         by_hand = [line["return"] for line in lines if "return" in line and line["frame"] > 768 * 3 / 4]
@@ -87,11 +87,11 @@ def test_bench_row_has_the_score_of_each_seed_by_the_formula(finished):
     assert float(cells["IQM"]) == pytest.approx(result.iqm, abs=0.005)
     assert (cells["verdict"], cells["SLM-Lab"], cells["SLM-Lab's frames"]) == ("incomplete", "498.94", "200,000")
     assert (cells["frames"], cells["window"], cells["environment"]) == ("768", "192", "CartPole-v1")
-    assert cells["spec hash"].strip("`") == shipped.hash[:8]
+    assert cells["spec hash"].strip("`") == identity(spec)[:8]
     assert record.commit is not None
     assert cells["commit"].strip("`") == record.commit[:8]
     assert cells["date"] == record.date
-    assert (finished / f"plots/ppo_cartpole_{shipped.hash[:8]}.png").stat().st_size > 1000
+    assert (finished / f"plots/ppo_cartpole_{identity(spec)[:8]}.png").stat().st_size > 1000
 
 
 def test_bench_page_lists_every_row_also_those_not_run_and_is_formatted(finished):
@@ -184,10 +184,14 @@ def test_bench_plan_runs_what_is_missing_and_resumes_what_was_begun(finished, tm
     chosen, source = entries("classic", "ppo_c"), copy / "specs/ppo_cartpole.yaml"
     jobs = plan(chosen, [100, 101, 105], copy / "specs", copy / "runs/bench", told.append)
     trial = status.parents[2]
-    assert jobs == [BenchRun("ppo_cartpole", (105,), source, None), BenchRun("ppo_cartpole", (101,), source, trial)]
+    new = {"root": copy / "runs/bench", "spec": source, "overrides": {"seed": 105, "max_session": 1}}
+    assert [(job.name, *job.args) for job in jobs] == [
+        ("ppo_cartpole seed 101", {"root": copy / "runs/bench", "resume": trial}),
+        ("ppo_cartpole seed 105", new),
+    ]
     assert told == ["ppo_cartpole: seed 100 done"]
     every = plan(chosen, None, copy / "specs", copy / "runs/bench", told.append)
-    assert sorted(seed for job in every for seed in job.seeds) == [101, *range(103, 110)]
+    assert [int(job.name.split()[-1]) for job in every] == [101, *range(103, 110)]
 
 
 @pytest.mark.slow

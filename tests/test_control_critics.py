@@ -76,8 +76,8 @@ def test_soft_actor_begins_with_the_spec_log_std_and_no_preference():
     policy = actor(torch.randn(9, 5))
     torch.testing.assert_close(policy.log_std, torch.full((9, 2), -0.7), atol=0.05, rtol=0)
     assert policy.mean.abs().max() < 0.05
-    assert SoftActor((5,), DISCRETE, NET).greedy(torch.randn(9, 5)).dtype == torch.int64
-    assert DeterministicActor((5,), BOX, NET).greedy(torch.randn(9, 5)).abs().max() <= 1
+    assert SoftActor((5,), DISCRETE, NET).actions(torch.randn(9, 5)).dtype == torch.int64
+    assert DeterministicActor((5,), BOX, NET).actions(torch.randn(9, 5)).abs().max() <= 1
 
 
 def test_check_bounds_without_bounds_says_so():

@@ -16,8 +16,7 @@ from probe_envs import OneStep, Scripted, Walk, learner_on, sync
 
 from palestra.control.algorithms.dqn import DQN
 from palestra.control.algorithms.sarsa import SARSA
-from palestra.control.envs.snapshot import Snapshot
-from palestra.control.envs.values import decode, encode
+from palestra.control.envs.snapshot import Snapshot, decode, encode
 from palestra.control.episodes import NotFinite
 from palestra.control.memory.replay import ReplayBatch
 from palestra.errors import UsageError

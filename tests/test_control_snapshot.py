@@ -10,13 +10,19 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, NormalizeReward, RecordEpisodeStatistics
-from gymnasium.wrappers import vector as vector_wrappers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palestra.control.envs.classic import CartPoleVector
-from palestra.control.envs.snapshot import Snapshot, restore_vector, vector_exactness, vector_state
-from palestra.control.envs.values import NotPlain, decode, decode_actions, encode, encode_actions, same_bits
+from palestra.control.envs.snapshot import (
+    NotPlain,
+    Snapshot,
+    decode,
+    encode,
+    restore_vector,
+    vector_exactness,
+    vector_state,
+)
 from palestra.control.envs.vector import copies
 from palestra.errors import UsageError
 from palestra.runs.tree import flatten, unflatten
@@ -100,6 +106,19 @@ def assert_plain(tree: Any) -> None:
         assert tree is None or type(tree) in (str, int, float, bool, bytes)
 
 
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two states are equal bit for bit: NaN equals NaN, 0.0 is not -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+    return repr(a) == repr(b) if isinstance(a, float) else a == b
+
+
 def stored(state: Any) -> Any:
     """The state as it comes back from a checkpoint on disk."""
     tree, leaves = flatten(state)
@@ -133,7 +152,6 @@ def assert_continues(make_vector, follow: int, seed: int) -> None:
         state = stored(state)
         fresh = make_vector()
         fresh.reset(seed=seed + 1000)
-        fresh.action_space.seed(seed + 1)
         for _ in range(cut % 7):
             fresh.step(fresh.action_space.sample())
         with warnings.catch_warnings():
@@ -141,9 +159,7 @@ def assert_continues(make_vector, follow: int, seed: int) -> None:
             assert restore_vector(fresh, state) is None
         assert same_bits(state, vector_state(fresh))
         for step in range(cut, cut + follow):
-            action = fresh.action_space.sample()
-            assert bits(action) == bits(actions[step])
-            assert bits(fresh.step(action)) == trace[step], f"cut {cut}, step {step}"
+            assert bits(fresh.step(actions[step])) == trace[step], f"cut {cut}, step {step}"
         fresh.close()
     plain.close()
     recorded.close()
@@ -220,14 +236,6 @@ def test_restore_atari_preprocessing_continues_bit_for_bit():
     assert_continues(lambda: vector(make, 1), follow=30, seed=2)
 
 
-def test_restore_wrappers_around_the_vector_continue_bit_for_bit():
-    def make_vector():
-        return vector_wrappers.RecordEpisodeStatistics(vector(maker("CartPole-v1", {})))
-
-    assert vector_exactness(make_vector()) is None
-    assert_continues(make_vector, follow=100, seed=4)
-
-
 @pytest.mark.parametrize(
     ("name", "package"), [("LunarLander-v3", "Box2D"), ("Reacher-v5", "mujoco"), ("ALE/Pong-v5", "ale_py")]
 )
@@ -289,7 +297,9 @@ class TiredWalk(Walk):
 
 @pytest.mark.parametrize(("kind", "expected"), [(Walk, "replay"), (DeclaredWalk, "attributes")])
 def test_restore_own_environment_continues_bit_for_bit(kind, expected):
-    assert Snapshot(kind()).get_state()["kind"] == expected
+    env = Snapshot(kind())
+    env.reset(seed=0)
+    assert env.get_state()["kind"] == expected
     assert_continues(lambda: vector(lambda: Snapshot(kind())), follow=60, seed=0)
 
 
@@ -369,14 +379,16 @@ class Memo(gymnasium.Wrapper):
 
 def test_get_state_wrapper_with_state_not_plain_replays_instead():
     def make():
-        return Snapshot(Memo(gymnasium.make("CartPole-v1")))
+        return Snapshot(Memo(DeclaredWalk()))
 
-    assert make().get_state()["kind"] == "replay"
+    env = make()
+    env.reset(seed=0)
+    assert env.get_state()["kind"] == "replay"
     assert_continues(lambda: vector(make), follow=60, seed=0)
 
 
 def test_get_state_something_not_plain_appears_late_falls_back_to_restart():
-    env, fresh = (Snapshot(gymnasium.make("CartPole-v1")) for _ in range(2))
+    env, fresh = (Snapshot(gymnasium.wrappers.TimeLimit(DeclaredWalk(), 9)) for _ in range(2))
     env.reset(seed=0)
     env.env.late = object()
     assert not fresh.set_state(env.get_state())
@@ -446,23 +458,6 @@ def test_decode_of_encode_gives_the_value_with_types_and_bits(value):
 def test_encode_not_plain_raises(value):
     with pytest.raises(NotPlain):
         encode(value)
-
-
-@pytest.mark.parametrize(
-    "actions",
-    [
-        [],
-        [1, 0],
-        [np.int64(1), np.int64(0)],
-        [np.ones(2, np.float32)] * 3,
-        [np.ones(2), 1],
-        [{"a": np.ones(2)}, {"a": 3}],
-    ],
-)
-def test_decode_actions_of_encoded_gives_the_actions_with_their_types(actions):
-    tree = encode_actions(actions)
-    assert_plain(tree)
-    assert bits(decode_actions(tree)) == bits(actions)
 
 
 @pytest.mark.parametrize("bit_generator", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])

@@ -216,10 +216,11 @@ def end(process: subprocess.Popen) -> int:
     return process.returncode
 
 
-def test_killed_ten_times_the_metrics_equal_an_uninterrupted_run(tmp_path):
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_several_times_the_metrics_equal_an_uninterrupted_run(tmp_path, kills):
     create(tmp_path / "killed")
     moments = np.random.default_rng(1)
-    for _ in range(10):
+    for _ in range(kills):
         process = train(tmp_path / "killed", 10**9)
         time.sleep(moments.uniform(0.0, 0.12))
         process.kill()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.search.study import last_promotion, level, promotion, top
+from palestra.search.study import TrialRecord
+from palestra.search.study import promotion as promote
 
 
 def paper(results: dict[int, list[float]], reduction: int) -> tuple[int, int] | None:
@@ -21,11 +22,18 @@ def paper(results: dict[int, list[float]], reduction: int) -> tuple[int, int] | 
     return None
 
 
-def as_rungs(results: dict[int, list[float]]) -> tuple[list[dict[int, float]], list[set[int]]]:
-    highest = max((len(scores) for scores in results.values()), default=0)
-    rungs = [{trial: scores[k] for trial, scores in results.items() if len(scores) > k} for k in range(highest)]
-    moved = [{trial for trial, scores in results.items() if len(scores) > k + 1} for k in range(highest)]
-    return rungs, moved
+def promotion(results: dict[int, list[float]], reduction: int, failed: tuple[int, ...] = ()) -> tuple[int, int] | None:
+    """The same of records; where a lower score is better, scores of the other sign give the same."""
+    found = []
+    for sign in (1, -1):
+        records = []
+        for trial, scores in results.items():
+            signed = {rung: sign * score for rung, score in enumerate(scores)}
+            state = "failed" if trial in failed else "running"
+            records.append(TrialRecord(trial, {}, len(scores) - 1, signed, state, signed[len(scores) - 1]))
+        found.append(promote(records, reduction, maximize=sign == 1))
+    assert found[0] == found[1]
+    return found[0]
 
 
 @given(
@@ -33,23 +41,23 @@ def as_rungs(results: dict[int, list[float]]) -> tuple[list[dict[int, float]], l
     st.integers(2, 5),
 )
 def test_promotion_of_any_scores_is_that_of_the_paper(results, reduction):
-    assert promotion(*as_rungs(results), reduction) == paper(results, reduction)
+    assert promotion(results, reduction) == paper(results, reduction)
 
 
 def test_promotion_before_a_rung_has_eta_trials_is_none():
-    assert promotion([{0: 5.0, 1: 9.0, 2: 7.0}], [set()], 4) is None
-    assert promotion([{0: 5.0, 1: 9.0, 2: 7.0, 3: 1.0}], [set()], 4) == (1, 1)
-    assert promotion([{0: 5.0, 1: 9.0, 2: 7.0, 3: 1.0}], [{1}], 4) is None  # the best has gone on already
+    assert promotion({0: [5.0], 1: [9.0], 2: [7.0]}, 4) is None
+    assert promotion({0: [5.0], 1: [9.0], 2: [7.0], 3: [1.0]}, 4) == (1, 1)
+    assert promotion({0: [5.0], 1: [9.0, 9.0], 2: [7.0], 3: [1.0]}, 4) is None  # the best has gone on already
+    assert promotion({0: [5.0], 1: [9.0], 2: [7.0], 3: [1.0]}, 4, failed=(3,)) is None  # it does not count
 
 
 def test_promotion_prefers_the_highest_rung():
-    low = {trial: float(trial) for trial in range(8)}
-    assert promotion([low, {7: 1.0, 6: 2.0}], [{7, 6}, set()], 2) == (6, 2)
+    low = {trial: [float(trial)] for trial in range(6)}
+    assert promotion({**low, 6: [6.0, 2.0], 7: [7.0, 1.0]}, 2) == (6, 2)
 
 
 def test_promotion_of_equals_takes_the_earlier_one():
-    assert promotion([{3: 1.0, 1: 1.0, 2: 1.0, 0: 0.0}], [set()], 4) == (1, 1)
-    assert top({3: 1.0, 1: 1.0, 0: 2.0}, 2) == [0, 1]
+    assert promotion({3: [1.0], 1: [1.0], 2: [1.0], 0: [0.0]}, 4) == (1, 1)
 
 
 @pytest.mark.parametrize(("trials", "reduction"), [(16, 4), (27, 3), (8, 2), (16, 2)])
@@ -58,7 +66,7 @@ def test_one_worker_with_trials_that_get_worse_ends_with_the_brackets_of_success
     results: dict[int, list[float]] = {}
     new = 0
     while True:
-        sent = promotion(*as_rungs(results), reduction)
+        sent = promotion(results, reduction)
         if sent is not None:
             results[sent[0]].append(-float(sent[0]))
         elif new < trials:
@@ -66,7 +74,7 @@ def test_one_worker_with_trials_that_get_worse_ends_with_the_brackets_of_success
             new += 1
         else:
             break
-    sizes = [len(rung) for rung in as_rungs(results)[0]]
+    sizes = [sum(len(scores) > k for scores in results.values()) for k in range(max(map(len, results.values())))]
     expected = [trials]
     while expected[-1] // reduction:
         expected.append(expected[-1] // reduction)
@@ -77,21 +85,17 @@ def test_one_worker_with_trials_that_get_worse_ends_with_the_brackets_of_success
 def test_one_worker_with_any_scores_ends_with_every_rung_having_sent_on_its_best(seed, trials, reduction):
     draw = random.Random(seed)
     results: dict[int, list[float]] = {}
-    while (sent := promotion(*as_rungs(results), reduction)) is not None or len(results) < trials:
+    while (sent := promotion(results, reduction)) is not None or len(results) < trials:
         if sent is not None:
             results[sent[0]].append(draw.random())
         else:
             results[len(results)] = [draw.random()]
-    rungs, moved = as_rungs(results)
-    for rung, gone in zip(rungs, moved, strict=True):
-        assert set(top(rung, len(rung) // reduction)) <= gone
+    for k in range(max(map(len, results.values()))):
+        reached = sorted((trial for trial in results if len(results[trial]) > k), key=lambda trial: -results[trial][k])
+        assert all(len(results[trial]) > k + 1 for trial in reached[: len(reached) // reduction])
 
 
-def test_last_promotion_takes_the_best_that_waits_at_the_highest_rung():
-    assert last_promotion([{0: 1.0, 1: 2.0, 2: 9.0}, {0: 3.0, 1: 1.0}], [{0, 1}, set()]) == (0, 2)
-    assert last_promotion([{0: 1.0, 1: 2.0}, {1: 3.0}], [{1}, {1}]) == (0, 1)  # that of the higher rung has failed
-    assert last_promotion([], []) is None
-
-
-def test_levels_grow_by_the_reduction():
-    assert [level(512, 4, rung) for rung in range(4)] == [512, 2048, 8192, 32768]
+def test_promotion_by_one_takes_the_best_that_waits_at_the_highest_rung():
+    assert promotion({0: [1.0, 3.0], 1: [2.0, 1.0], 2: [9.0]}, 1) == (0, 2)
+    assert promotion({0: [1.0], 1: [2.0, 3.0]}, 1, failed=(1,)) == (0, 1)
+    assert promotion({}, 1) is None

@@ -17,7 +17,7 @@ from palestra.runs.run import Run
 from palestra.runs.session import state_of
 from palestra.search.experiment import Search, search
 from palestra.search.results import Experiment, new_experiment
-from palestra.search.study import last_promotion, promotion
+from palestra.search.study import TrialRecord, promotion
 from palestra.search.trials import HOOK, Rung, trial_outcome
 
 
@@ -40,18 +40,18 @@ def test_search_done_went_by_the_promotion_rule(done):
     scores = {trial: list(by_rung.values()) for trial, by_rung in rungs_of(done).items()}
     reached: dict[int, int] = {}
 
-    def rungs() -> tuple[list[dict[int, float]], list[set[int]]]:
-        highest = max(reached.values(), default=0)
-        there = [{t: scores[t][k] for t in reached if reached[t] > k} for k in range(highest)]
-        return there, [{t for t in reached if reached[t] > k + 1} for k in range(highest)]
+    def promoted(reduction: int) -> tuple[int, int] | None:
+        seen = {trial: dict(enumerate(scores[trial][:count])) for trial, count in reached.items()}
+        records = [TrialRecord(trial, {}, len(of) - 1, of, "running") for trial, of in seen.items()]
+        return promotion(records, reduction, maximize=True)
 
     while True:
-        sent = promotion(*rungs(), 2)
+        sent = promoted(2)
         if sent is None and len(reached) < len(scores):
             reached[len(reached)] = 1
             continue
         if sent is None and not any(count == 4 for count in reached.values()):  # 2, 4, 8 and 16 steps, the end
-            sent = last_promotion(*rungs())
+            sent = promoted(1)
         if sent is None:
             break
         reached[sent[0]] += 1

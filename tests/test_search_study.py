@@ -27,16 +27,15 @@ def study(folder: Path, direction: str = "maximize", **more: object) -> Study:
 def test_proposals_are_within_the_space_and_follow_from_seed_number_and_attempt(tmp_path, sampler):
     made = study(tmp_path, sampler=sampler, seed=3)
     for number in range(2):
-        proposal = made.propose(number)
-        values = proposal.values
-        assert values == study(tmp_path, sampler=sampler, seed=3).propose(number).values  # in another process too
-        assert values != made.propose(number, attempt=1).values
-        assert values != study(tmp_path, sampler=sampler, seed=4).propose(number).values
+        values, trial = made.propose(number)
+        assert values == study(tmp_path, sampler=sampler, seed=3).propose(number)[0]  # in another process too
+        assert values != made.propose(number, attempt=1)[0]
+        assert values != study(tmp_path, sampler=sampler, seed=4).propose(number)[0]
         assert -3 <= values["a.x"] <= 3
         assert 1e-3 <= values["a.rate"] <= 1
         assert values["n"] in range(1, 9)
         assert values["c"] in SPACE["c"]["choice"]
-        made.add(proposal)
+        made.add(trial)
         made.report(number, 0, values["a.x"])
         made.complete(number, values["a.x"])
 
@@ -45,8 +44,9 @@ def test_stored_trials_come_back_with_values_rungs_scores_and_states(tmp_path):
     made = study(tmp_path)
     proposals = []
     for number in range(4):
-        proposals.append(made.propose(number))
-        made.add(proposals[-1])
+        values, trial = made.propose(number)
+        proposals.append(values)
+        made.add(trial)
     for number in range(3):
         made.report(number, 0, 10.0 + number)
     made.send(1, 1)
@@ -55,7 +55,7 @@ def test_stored_trials_come_back_with_values_rungs_scores_and_states(tmp_path):
     made.fail(2, "the door is stuck")
     made.prune(0)
     records = study(tmp_path).records()
-    assert [record.values for record in records] == [proposal.values for proposal in proposals]
+    assert [record.values for record in records] == proposals
     assert [record.state for record in records] == ["pruned", "complete", "failed", "running"]
     assert [record.score for record in records] == [10.0, 20.0, None, None]  # a failure is no score, least of all 0
     assert [record.rung for record in records] == [0, 1, 0, 0]
@@ -71,9 +71,9 @@ def test_sampler_learns_from_paused_trials_alone(tmp_path, sampler, direction):
     made, sign = study(tmp_path, direction, sampler=sampler), 1 if direction == "maximize" else -1
     distances = []
     for number in range(22):  # the first 10 of TPE are random
-        proposal = made.propose(number)
-        distance = abs(proposal.values["a.x"] - 1)
-        made.add(proposal)
+        values, trial = made.propose(number)
+        distance = abs(values["a.x"] - 1)
+        made.add(trial)
         made.report(number, 0, -sign * distance**2)  # and never told to be complete or pruned
         distances.append(distance)
     # Of uniform draws it would be (4² + 2²) / 2 / 6 = 1.67 in the mean.

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,15 @@ import pytest
 from palestra.errors import Interrupted
 from palestra.runs.store import write_bytes
 from palestra.sweep.run import Claims, TargetsFailed
-from palestra.work.fanout import Processes
+from palestra.work.fanout import Processes, WorkItem
 
 # Forked from a process that has imported these already: a fresh interpreter takes a second to start.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["palestra.sweep.run", "pytest"])
+
+
+def items(targets: list[str], work: Callable[[str], None]) -> list[WorkItem]:
+    return [WorkItem(target, work, (target,)) for target in targets]
 
 
 def note(folder: Path, text: str) -> None:
@@ -43,7 +48,7 @@ def worker(folder: Path, targets: list[str], seconds: float) -> None:
         if target.startswith("bad") and not (folder / "fixed").exists():
             raise ValueError(f"{target} is bad")
 
-    Claims(folder / "claims").run(targets, work, look=0.02)
+    Claims(folder / "claims").run(items(targets, work), look=0.02)
 
 
 def start(folder: Path, targets: list[str], seconds: float = 0.05) -> multiprocessing.process.BaseProcess:
@@ -85,7 +90,7 @@ def test_target_that_a_peer_finishes_between_the_look_and_the_lease_is_not_run_a
         return found
 
     monkeypatch.setattr(Claims, "done", look_then_let_the_peer_finish)
-    ran = Claims(tmp_path / "claims").run(["a"], lambda target: note(tmp_path, "again"))
+    ran = Claims(tmp_path / "claims").run(items(["a"], lambda target: note(tmp_path, "again")))
 
     assert ran == []
     assert noted(tmp_path) == ["a"]
@@ -97,7 +102,7 @@ def test_target_that_fails_is_marked_the_others_run_and_the_failure_is_raised(tm
 
     assert noted(tmp_path) == ["a", "bad", "b"]
     assert state(tmp_path, "bad")["state"] == "failed"
-    assert not Claims(tmp_path / "claims").held("bad")
+    assert Claims(tmp_path / "claims").state("bad") == "failed"  # and nobody holds it
 
 
 def test_peer_retries_what_failed_and_nobody_after_it(tmp_path):
@@ -148,10 +153,10 @@ def die_at_first(folder: Path, times: int, target: str) -> None:
 def test_target_whose_worker_is_killed_is_tried_once_more(tmp_path, times, said):
     claims, work = Claims(tmp_path / "claims"), partial(die_at_first, tmp_path, times)
     with nullcontext() if said == "done" else pytest.raises(TargetsFailed, match="killed by SIGKILL"):
-        claims.run(["a"], work, backend=Processes("test"))
+        claims.run(items(["a"], work), backend=Processes("test"))
 
     assert noted(tmp_path) == ["a", "a"]
-    assert (state(tmp_path, "a")["state"], claims.held("a")) == (said, False)
+    assert (state(tmp_path, "a")["state"], claims.state("a")) == (said, said)
 
 
 def test_worker_asked_to_stop_gives_its_target_back(tmp_path):
@@ -161,8 +166,7 @@ def test_worker_asked_to_stop_gives_its_target_back(tmp_path):
         raise Interrupted("stop")
 
     with pytest.raises(Interrupted):
-        claims.run(["a", "b"], stopped)
+        claims.run(items(["a", "b"], stopped))
 
-    assert not claims.held("a")
-    assert claims.outcome("a") is None
-    assert claims.run(["a"], lambda target: None) == ["a"]
+    assert claims.state("a") == "new"
+    assert claims.run(items(["a"], lambda target: None)) == ["a"]

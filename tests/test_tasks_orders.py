@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+import fsspec
 import pytest
-import s3fs
 from listed_task import draw, prompts
-from s3_server import s3_server
 
 from palestra.errors import UsageError
 from palestra.spec.tasks import TasksSpec
@@ -123,14 +122,9 @@ def test_order_binary_file_is_an_error(tmp_path: Path) -> None:
         read_order(str(tmp_path / "o.txt"))
 
 
-def test_order_comes_from_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    with s3_server() as s3:
-        for name, value in s3.environment.items():
-            monkeypatch.setenv(name, value)
-        files = s3fs.S3FileSystem(skip_instance_cache=True)
-        files.mkdir("orders")
-        files.pipe_file("orders/easy.txt", b"a/train/4\na/train/2\n")
-        made = prompts([{"name": "a", "order": "s3://orders/easy.txt"}])
-        assert draw(made, range(3)) == ["a4", "a2", "a4"]
-        with pytest.raises(UsageError, match=r"s3://orders/none\.txt cannot be read"):
-            read_order("s3://orders/none.txt")
+def test_order_comes_from_a_bucket() -> None:
+    fsspec.filesystem("memory").pipe_file("orders/easy.txt", b"a/train/4\na/train/2\n")
+    made = prompts([{"name": "a", "order": "memory://orders/easy.txt"}])
+    assert draw(made, range(3)) == ["a4", "a2", "a4"]
+    with pytest.raises(UsageError, match=r"memory://orders/none\.txt cannot be read"):
+        read_order("memory://orders/none.txt")

@@ -53,6 +53,11 @@ ATTACKS = {
         "import atexit, sys, threading\natexit.register(lambda: print('passed'))\n"
         "sys.settrace(lambda *a: None)\nsys.excepthook = lambda *a: None\ndef f(x): return 0"
     ),
+    "reply_too_long_for_the_report": (
+        "import json, os, stat, struct\ndata = json.dumps({'a' * (2 << 20): []}).encode()\nfor n in range(3, 20):\n"
+        " try: stat.S_ISSOCK(os.fstat(n).st_mode) and os.write(n, struct.pack('!I', len(data)) + data)\n"
+        " except OSError: pass\ndef f(x): return 0"
+    ),
     # values that say they are equal
     "equal_to_everything": "class A:\n def __eq__(s, o): return True\ndef f(x): return A()",
     "int_equal_to_everything": "class A(int):\n def __eq__(s, o): return True\n __hash__ = None\ndef f(x): return A(0)",

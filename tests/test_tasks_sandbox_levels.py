@@ -17,7 +17,7 @@ import pytest
 
 from palestra.errors import UsageError
 from palestra.tasks.sandbox import filter, kernel, levels
-from palestra.tasks.sandbox.levels import Attempt, Limits, unused_uids
+from palestra.tasks.sandbox.levels import Way, unused_uids
 from palestra.tasks.sandbox.sandbox import Sandbox
 
 ROOT = Path(__file__).parents[1]
@@ -174,12 +174,13 @@ def landlock_is_there() -> bool:
 
 @pytest.fixture
 def without_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python, for servers alone, in which the kernel refuses namespaces and this is no root."""
-    boot = "import os, palestra.tasks.sandbox.kernel as k\n"
+    """Servers in which the kernel refuses namespaces, started by a process that is not root."""
+    boot = "import palestra.tasks.sandbox.kernel as k\n"
     boot += "def refuse(*a): raise PermissionError(1, 'Operation not permitted')\n"
-    boot += "k.unshare = refuse\nos.geteuid = lambda: 1000\n"
+    boot += "k.unshare = refuse\n"
     import palestra.tasks.sandbox.client as client
 
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(client, "BOOT", client.BOOT.replace("from palestra", boot + "from palestra", 1))
 
 
@@ -219,9 +220,8 @@ def test_filter_is_built_every_jump_stays_inside():
 
 
 def test_ways_are_listed_the_strongest_comes_first():
-    names = [way.level for way in levels.attempts("namespaces", "weak")]
+    names = [way.level for way in levels.ways("namespaces", "weak")]
     assert names == sorted(names, key=levels.LEVELS.index)
     assert names[-1] == "weak"
-    assert [way.level for way in levels.attempts("uid", "uid")] == (["uid"] if os.geteuid() == 0 else [])
-    assert Attempt("weak").prepare("/nowhere", ["/usr"]).namespaces == (0, 0)
-    assert Limits().memory > 0
+    assert levels.ways("uid", "uid") == ([Way("uid")] if os.geteuid() == 0 else [])
+    assert levels.prepare(Way("weak"), "/nowhere", ["/usr"]).namespaces == (0, 0)

@@ -27,34 +27,26 @@ NEUTRAL = {"seed": 0, "max_session": 1, "search": None}
 """The fields in which runs of one spec differ, and its search."""
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """A spec of the folder of specs as it is now."""
-
-    spec: ControlSpec
-    hash: str
-
-    @classmethod
-    def read(cls, folder: Path, name: str) -> "Shipped | None":
-        """The spec of that name; None where there is no such file."""
-        path = folder / f"{name}.yaml"
-        if not path.is_file():
-            return None
-        spec = load(path).spec
-        if not isinstance(spec, ControlSpec):
-            raise UsageError(f"{path} is of kind {spec.kind}: the suites are of kind control")
-        return cls(spec, identity(spec))
-
-
-@dataclass(frozen=True)
+@dataclass
 class SpecSessions:
     """The sessions of one spec by seed, and the number of sessions of other versions of it."""
 
     done: dict[int, Path]
-    open: dict[int, Run]
-    """Begun, not done and not running: to be resumed."""
+    open: dict[int, Path]
+    """The runs of those that are begun, not done and not running: to be resumed."""
     running: set[int]
     stale: int
+
+
+def shipped(folder: Path, name: str) -> ControlSpec | None:
+    """The spec of that name in the folder of specs as it is now; None where there is no such file."""
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        return None
+    spec = load(path).spec
+    if not isinstance(spec, ControlSpec):
+        raise UsageError(f"{path} is of kind {spec.kind}: the suites are of kind control")
+    return spec
 
 
 def identity(spec: ExperimentSpec) -> str:
@@ -62,26 +54,24 @@ def identity(spec: ExperimentSpec) -> str:
     return spec_hash(spec.model_copy(update=NEUTRAL))
 
 
-def find(root: Path, name: str, wanted: str) -> SpecSessions:
-    """The sessions under `root/<name>` of the spec with that identity; of several runs of a seed the newest."""
-    done: dict[int, Path] = {}
-    begun: dict[int, Run] = {}
-    running: set[int] = set()
-    stale = 0
-    for trial in [run for run in list_runs(root) if run.path.parent.name == name]:  # newest first
+def find(root: Path, spec: ExperimentSpec) -> SpecSessions:
+    """The sessions of a spec under `root/<name>`; of several runs of a seed the newest."""
+    wanted, sessions = identity(spec), SpecSessions({}, {}, set(), 0)
+    for trial in [run for run in list_runs(root) if run.path.parent.name == spec.name]:  # newest first
         for session in trial.sessions:
             if identity_today(read_json(session.path / "manifest.json")["spec"]) != wanted:
-                stale += 1
+                sessions.stale += 1
                 continue
             state = state_of(session.path)
             if state == "done":
-                done.setdefault(session.seed, session.path)
+                sessions.done.setdefault(session.seed, session.path)
             elif state == "running":
-                running.add(session.seed)
+                sessions.running.add(session.seed)
             else:
-                begun.setdefault(session.seed, trial)
-    # A run whose seed another run has finished, or is running, is not resumed.
-    return SpecSessions(done, {s: t for s, t in begun.items() if s not in done and s not in running}, running, stale)
+                sessions.open.setdefault(session.seed, trial.path)
+    for seed in (*sessions.done, *sessions.running):  # another run has finished it, or is running it
+        sessions.open.pop(seed, None)
+    return sessions
 
 
 def log_points(session: Path) -> Iterator[dict[str, float]]:
@@ -137,41 +127,18 @@ class BenchRecord:
     """The whole spec."""
 
 
-@dataclass(frozen=True)
 class BenchResult:
-    """All recorded seeds of one version of a spec."""
+    """All recorded seeds of one version of a spec: `mean` is SLM-Lab's number, `interval` is of the `iqm`."""
 
-    records: tuple[BenchRecord, ...]
-
-    @property
-    def scores(self) -> dict[int, float]:
-        """By seed; what was recorded first stays."""
-        return {seed: value for record in reversed(self.records) for seed, value in record.scores.items()}
-
-    @property
-    def values(self) -> list[float]:
-        """The scores in the order of the seeds."""
-        return [value for _, value in sorted(self.scores.items())]
-
-    @property
-    def mean(self) -> float:
-        """SLM-Lab's number for a trial."""
-        return fmean(self.values)
-
-    @property
-    def standard_error(self) -> float:
-        """Of the mean."""
-        return stdev(self.values) / sqrt(len(self.values)) if len(self.values) > 1 else float("inf")
-
-    @property
-    def iqm(self) -> float:
-        """The interquartile mean over seeds."""
-        return float(interquartile_mean(self.values))
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Of the interquartile mean."""
-        return bootstrap_interval(self.values)
+    def __init__(self, records: Sequence[BenchRecord]):
+        self.records = records
+        # By seed; what was recorded first stays.
+        self.scores = {seed: value for record in reversed(records) for seed, value in record.scores.items()}
+        values = [value for _, value in sorted(self.scores.items())]
+        self.mean = fmean(values)
+        self.standard_error = stdev(values) / sqrt(len(values)) if len(values) > 1 else float("inf")
+        self.iqm = float(interquartile_mean(values))
+        self.interval = bootstrap_interval(values)
 
     def verdict(self, published: float) -> str:
         """Above (mean and IQM reach the figure), below, or tied: less than two standard errors away."""
@@ -182,11 +149,11 @@ class BenchResult:
 
 def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list[BenchRecord]:
     """The finished runs of the shipped spec, including those from dirty commits."""
-    shipped = Shipped.read(specs, entry.spec)
-    if shipped is None:
+    spec = shipped(specs, entry.spec)
+    if spec is None:
         return []
-    window, grouped, settings = entry.window(shipped.spec.train.frames), {}, plain(shipped.spec) | NEUTRAL
-    for seed, path in find(root, shipped.spec.name, shipped.hash).done.items():
+    window, grouped, settings = entry.window(spec.train.frames), {}, plain(spec) | NEUTRAL
+    for seed, path in find(root, spec).done.items():
         points = list(log_points(path))
         if seed not in seeds or not points:  # no episode ended: no score
             continue
@@ -194,9 +161,8 @@ def measure(entry: Entry, specs: Path, root: Path, seeds: Sequence[int]) -> list
         value = score([row["return"] for row in points], [row["frame"] for row in points], window)
         frames, date = int(points[-1]["frame"]), manifest["created"][:10]
         key = (_clean_commit(path, manifest["git"]), _machine(manifest))
-        new = BenchRecord(
-            entry.spec, shipped.hash, shipped.spec.env.id, frames, window, {seed: value}, *key, date, settings
-        )
+        about = (entry.spec, identity(spec), spec.env.id, frames, window)
+        new = BenchRecord(*about, {seed: value}, *key, date, settings)
         old = grouped.get(key, new)
         grouped[key] = replace(new, scores=old.scores | new.scores, date=max(old.date, date))
     return list(grouped.values())
@@ -242,7 +208,7 @@ def results(records: Iterable[BenchRecord]) -> dict[tuple[str, str], BenchResult
     versions: dict[tuple[str, str], list[BenchRecord]] = {}
     for record in records:
         versions.setdefault((record.spec, record.hash), []).append(record)
-    return {key: BenchResult(tuple(of)) for key, of in versions.items()}
+    return {key: BenchResult(of) for key, of in versions.items()}
 
 
 def _clean_commit(session: Path, git: dict[str, Any] | None) -> str | None:

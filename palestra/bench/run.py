@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from palestra.bench.results import BenchRecord, BenchResult, Shipped, append, find, measure
+from palestra.bench.results import BenchRecord, BenchResult, append, find, measure, shipped
 from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
 from palestra.errors import Interrupted, PalestraError, UsageError
@@ -15,19 +15,6 @@ from palestra.work import fanout
 from palestra.work.fanout import Processes, Resources, Stop, WorkItem
 
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class BenchRun:
-    """A run to be made, or to be continued."""
-
-    name: str
-    seeds: tuple[int, ...]
-    source: Path
-    resume: Path | None
-
-    def __str__(self) -> str:
-        return f"{self.name} seed {', '.join(map(str, self.seeds))}"
 
 
 def bench(
@@ -66,40 +53,40 @@ def _described(entry: Entry, records: list[BenchRecord]) -> str:
     """A row of the table, for the terminal."""
     if not records:
         return f"{entry.spec:<26} not run"
-    result = BenchResult(tuple(records))
+    result = BenchResult(records)
     numbers = f"mean {result.mean:.2f} ± {result.standard_error:.2f}, IQM {result.iqm:.2f}, {len(result.scores)} seeds"
     return f"{entry.spec:<26} {numbers}; {verdict(entry, result)} (SLM-Lab {entry.published:g})"
 
 
-def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[BenchRun]:
+def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, root: Path, tell: Tell) -> list[WorkItem]:
     """The missing runs; tells which seeds are done or running, and how many runs of other versions are ignored."""
-    jobs = []
+    items = []
     for entry in entries:
-        seeds = wanted or entry.seeds
-        source = specs / f"{entry.spec}.yaml"
-        shipped = Shipped.read(specs, entry.spec)
-        if shipped is None:
+        seeds, source = wanted or entry.seeds, specs / f"{entry.spec}.yaml"
+        spec = shipped(specs, entry.spec)
+        if spec is None:
             raise UsageError(f"no spec {source}: give the folder of the suite's specs with --specs")
-        sessions = find(root, shipped.spec.name, shipped.hash)
+        sessions = find(root, spec)
         if sessions.stale:
             tell(f"{entry.spec}: {sessions.stale} runs of another version of the spec are ignored")
         for what, those in (("done", sessions.done), ("running already", sessions.running)):
             if kept := [seed for seed in seeds if seed in those]:
                 tell(f"{entry.spec}: seed {', '.join(map(str, kept))} {what}")
-        left = [seed for seed in seeds if seed not in sessions.done and seed not in sessions.running]
-        begun: dict[Path, list[int]] = {}
-        for seed in left:
-            if seed in sessions.open:
-                begun.setdefault(sessions.open[seed].path, []).append(seed)
-            else:
-                jobs.append(BenchRun(entry.spec, (seed,), source, None))
-        jobs += [BenchRun(entry.spec, tuple(of), source, trial) for trial, of in begun.items()]
-    return jobs
+        runs: dict[Path | int, list[int]] = {}  # by the run to resume, else one for each seed
+        for seed in seeds:
+            if seed not in sessions.done and seed not in sessions.running:
+                runs.setdefault(sessions.open.get(seed, seed), []).append(seed)
+        for trial, of in runs.items():
+            new = {"spec": source, "overrides": {"seed": of[0], "max_session": 1}}
+            settings = {"root": root, **(new if isinstance(trial, int) else {"resume": trial})}
+            log = root / "logs" / f"{entry.spec}_{of[0]}.txt"
+            items.append(WorkItem(f"{entry.spec} seed {', '.join(map(str, of))}", run_one, (settings,), log=log))
+    return items
 
 
-def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None:
-    """Run the jobs, `parallel` at a time; those that fail do not stop the others."""
-    if not jobs:
+def run(items: Sequence[WorkItem], root: Path, parallel: int, tell: Tell) -> None:
+    """Run the items, `parallel` at a time; those that fail do not stop the others."""
+    if not items:
         return
     stop, failed, ended = Stop(), [], 0
     message = iter(["stopping: runs save their state"])
@@ -108,9 +95,7 @@ def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None
         if stop.requested and (line := next(message, None)):
             tell(line)
 
-    logs = root / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    items = [WorkItem(str(job), run_one, (job, root), log=logs / f"{job.name}_{job.seeds[0]}.txt") for job in jobs]
+    (logs := root / "logs").mkdir(parents=True, exist_ok=True)
     running = fanout.run(items, Resources(parallel), Processes("bench"), stop=stop, progress=watch)
     with stop_signals(stop), closing(running) as outcomes:
         for outcome in outcomes:
@@ -121,18 +106,15 @@ def run(jobs: Sequence[BenchRun], root: Path, parallel: int, tell: Tell) -> None
                 stopped = getattr(error, "exit_code", 1) == Interrupted.exit_code
                 state = "stopped" if stopped else f"failed: {error}".splitlines()[0]
                 state = "killed" if isinstance(error, CancelledError) else state
-            tell(f"{outcome.item.name}: {state} ({ended} of {len(jobs)})")
+            tell(f"{outcome.item.name}: {state} ({ended} of {len(items)})")
     if stop.requested:
         raise Interrupted("stopped with everything saved; the same command resumes")
     if failed:
-        raise PalestraError(f"{len(failed)} of {len(jobs)} runs failed, logs in {logs}:\n" + "\n".join(failed))
+        raise PalestraError(f"{len(failed)} of {len(items)} runs failed, logs in {logs}:\n" + "\n".join(failed))
 
 
-def run_one(job: BenchRun, root: Path) -> None:
-    """Run or continue one job, in the process that calls."""
+def run_one(settings: Mapping[str, Any]) -> None:
+    """Run or continue one run, in the process that calls."""
     from palestra.api import run as start  # here, because only the process that trains needs it
 
-    if job.resume is not None:
-        start(resume=job.resume, root=root, quiet=True)
-    else:
-        start(job.source, root=root, quiet=True, overrides={"seed": job.seeds[0], "max_session": 1})
+    start(**settings, quiet=True)

@@ -4,12 +4,12 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from palestra.bench.results import BenchResult, Shipped, find, log_points, read, results
+from palestra.bench.results import BenchResult, find, identity, log_points, read, results, shipped
 from palestra.bench.suites import SEEDS, SUITES, Entry, entries
-from palestra.runs.run import Run
+from palestra.runs.run import make_trial
 from palestra.runs.store import write_bytes
+from palestra.spec.base import ExperimentSpec
 
 COLUMNS = (
     "spec", "environment", "seeds", "mean", "standard error", "IQM", "95 % interval", "SLM-Lab", "verdict", "frames",
@@ -44,7 +44,10 @@ def write_page(out: Path, specs: Path, root: Path) -> None:
     for name, suite in SUITES.items():
         rows = [_row(entry, known, specs, root, out.parent / "plots") for entry in suite.entries]
         parts.append(f"## {suite.title}\n\n```bash\npalestra bench {name}\n```\n\n{markdown_table(COLUMNS, rows)}")
-    past = [_past(entry, result) for entry in entries(None) for key, result in known.items() if key[0] == entry.spec]
+    past = []
+    for entry in entries(None):
+        cells = [_cells(entry, result) for (name, _), result in known.items() if name == entry.spec]
+        past += [[of[column] for column in HISTORY] for of in cells]
     history = markdown_table(HISTORY, past) if past else "Specs that were changed after they had been run: none.\n"
     parts.append(f"## History\n\nWhat earlier versions of the specs scored.\n\n{history}")
     write_bytes(out, "\n".join(parts).encode())
@@ -52,49 +55,47 @@ def write_page(out: Path, specs: Path, root: Path) -> None:
 
 def _row(entry: Entry, known: dict[tuple[str, str], BenchResult], specs: Path, root: Path, plots: Path) -> list[str]:
     """The cells of a shipped spec; removes its result from `known`, which then holds only earlier versions."""
-    shipped = Shipped.read(specs, entry.spec)
-    result = None if shipped is None else known.pop((entry.spec, shipped.hash), None)
+    spec = shipped(specs, entry.spec)
     cells = dict.fromkeys(COLUMNS, "–") | {
         "spec": f"`{entry.spec}`",
-        "mean": "no spec" if shipped is None else "not run",
+        "mean": "no spec" if spec is None else "not run",
         "SLM-Lab": f"{entry.published:g}",
         "SLM-Lab's frames": f"{entry.published_frames:,}",
         "differs from SLM-Lab's in": entry.differs,
     }
-    if shipped is not None:
-        cells |= {"environment": shipped.spec.env.id, "spec hash": f"`{shipped.hash[:8]}`"}
-    if shipped is not None and result is not None:
-        low, high = result.interval
-        cells |= dict(zip(("date", "commit", "machine"), _provenance(result), strict=True)) | {
-            "seeds": _seeds(sorted(result.scores)),
-            "mean": f"{result.mean:.2f}",
-            "standard error": f"{result.standard_error:.2f}",
-            "IQM": f"{result.iqm:.2f}",
-            "95 % interval": f"{low:.2f} to {high:.2f}",
-            "verdict": verdict(entry, result),
-            "frames": f"{result.records[-1].frames:,}",
-            "window": f"{result.records[-1].window:,.0f}",
-            "curve": _curve(entry, shipped, sorted(result.scores), root, plots),
-        }
+    if spec is not None:
+        hash = identity(spec)
+        cells |= {"environment": spec.env.id, "spec hash": f"`{hash[:8]}`"}
+        if (result := known.pop((entry.spec, hash), None)) is not None:
+            plot = plots / f"{entry.spec}_{hash[:8]}.png"
+            cells |= _cells(entry, result) | {"curve": _curve(entry, spec, sorted(result.scores), root, plot)}
     return list(cells.values())
 
 
-def _past(entry: Entry, result: BenchResult) -> list[str]:
-    numbers = [f"{result.mean:.2f}", f"{result.iqm:.2f}", f"{entry.published:g}", verdict(entry, result)]
-    seeds, hash = _seeds(sorted(result.scores)), result.records[0].hash
-    return [f"`{entry.spec}`", f"`{hash[:8]}`", seeds, *numbers, *_provenance(result)]
+def _cells(entry: Entry, result: BenchResult) -> dict[str, str]:
+    """The columns that a result fills, of the table and of the history."""
+    records, (low, high) = result.records, result.interval
+    return {
+        "spec": f"`{entry.spec}`",
+        "spec hash": f"`{records[0].hash[:8]}`",
+        "seeds": _seeds(sorted(result.scores)),
+        "mean": f"{result.mean:.2f}",
+        "standard error": f"{result.standard_error:.2f}",
+        "IQM": f"{result.iqm:.2f}",
+        "95 % interval": f"{low:.2f} to {high:.2f}",
+        "SLM-Lab": f"{entry.published:g}",
+        "verdict": verdict(entry, result),
+        "frames": f"{records[-1].frames:,}",
+        "window": f"{records[-1].window:,.0f}",
+        "date": max(record.date for record in records),
+        "commit": ", ".join(dict.fromkeys(f"`{str(record.commit)[:8]}`" for record in records)),
+        "machine": ", ".join(dict.fromkeys(record.machine for record in records)),
+    }
 
 
 def verdict(entry: Entry, result: BenchResult) -> str:
     """The verdict of a row."""
     return result.verdict(entry.published) if len(result.scores) >= len(entry.seeds) else "incomplete"
-
-
-def _provenance(result: BenchResult) -> list[str]:
-    """Date, commit and machine of its runs."""
-    commits = dict.fromkeys(f"`{str(record.commit)[:8]}`" for record in result.records)
-    machines = dict.fromkeys(record.machine for record in result.records)
-    return [max(record.date for record in result.records), ", ".join(commits), ", ".join(machines)]
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -113,35 +114,20 @@ def _seeds(seeds: Sequence[int]) -> str:
     return ", ".join(map(str, seeds))
 
 
-def _curve(entry: Entry, shipped: Shipped, seeds: Sequence[int], root: Path, plots: Path) -> str:
+def _curve(entry: Entry, spec: ExperimentSpec, seeds: Sequence[int], root: Path, plot: Path) -> str:
     """A link to the plot of that version of the spec, drawn if its runs are here."""
-    plot = plots / f"{entry.spec}_{shipped.hash[:8]}.png"
-    done = find(root, shipped.spec.name, shipped.hash).done
-    sessions = {seed: done[seed] for seed in seeds if seed in done and any(log_points(done[seed]))}
-    if len(sessions) == len(seeds):
+    done = find(root, spec).done
+    if all(seed in done and any(log_points(done[seed])) for seed in seeds):
         from palestra.runs.plot import curves  # here, because matplotlib takes a second
 
-        for old in plots.glob(f"{entry.spec}_????????.png"):
+        for old in plot.parent.glob(f"{entry.spec}_????????.png"):
             old.unlink()
-        with tempfile.TemporaryDirectory() as scratch:
-            drawn = curves([_Together(entry.spec, sessions)], metric="return", out=Path(scratch) / entry.spec)
-            plots.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:  # with the sessions of all seeds as those of one run
+            run = make_trial(Path(scratch), name=entry.spec, id="", seeds=seeds, command=[], spec={})
+            for seed in seeds:
+                run.session(seed).parent.mkdir(exist_ok=True)
+                run.session(seed).symlink_to(done[seed], target_is_directory=True)
+            drawn = curves([run], metric="return", out=Path(scratch) / entry.spec)
+            plot.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(next(path for path in drawn if path.suffix == ".png"), plot)
     return f"[curve](plots/{plot.name})" if plot.exists() else "–"
-
-
-class _Together(Run):
-    """The sessions of one spec as if they were of one run."""
-
-    def __init__(self, spec: str, sessions: dict[int, Path]):
-        super().__init__(next(iter(sessions.values())))
-        self.spec_name, self.of = spec, sessions
-
-    @property
-    def name(self) -> str:
-        """What the legend says."""
-        return self.spec_name
-
-    def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
-        """The rows of all sessions."""
-        return [row for one, path in self.of.items() if seed in (None, one) for row in Run(path).metrics()]

@@ -177,9 +177,9 @@ def list_(
     watch: Annotated[float | None, Option(metavar="SECONDS", min=0.1, help="Refresh this often until Ctrl-C.")] = None,
 ) -> None:
     """List runs with state, step, headline metric and age."""
-    from palestra.cli.show import RunFilter, show_runs
+    from palestra.cli.show import show_runs
 
-    show_runs(runs, RunFilter(name, state or (), sort, limit), as_json=as_json, watch=watch)
+    show_runs(runs, name=name, states=state or (), sort=sort, limit=limit, as_json=as_json, watch=watch)
 
 
 @app.command(rich_help_panel=options.RESULTS)

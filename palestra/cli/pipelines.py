@@ -13,9 +13,7 @@ from palestra.cli.options import Set, Texts, parse_set
 from palestra.errors import PalestraError
 
 if TYPE_CHECKING:
-    from palestra.pipeline.graph import Graph
-    from palestra.pipeline.outputs import Outputs
-    from palestra.pipeline.runner import PipelineOutcome
+    from palestra.pipeline.runner import PipelineRun
 
 app = typer.Typer(help="Run pipelines: steps from data to trained models, each run once.", no_args_is_help=True)
 
@@ -62,13 +60,13 @@ def run(
         rows = [(step.action, step.reason, outputs.place(step.address)) for step in planned]
         console().print(table(("", "why", "output"), rows))
         return
-    progress = _Progress(graph)
+    progress = _Progress()
     try:
         with progress.live or nullcontext():
             progress.watch(run_steps(loaded.steps, outputs, **choice, max_parallel=max_parallel, watch=progress.watch))
     finally:
-        if progress.outcome is not None:
-            progress.show_table(outputs)
+        if progress.run is not None:
+            _show_table(progress.run)
         try:
             report = write_report(loaded.name, graph, outputs, progress.states)
             here = Path.cwd()
@@ -111,46 +109,42 @@ def explain(
 class _Progress:
     """The state of the steps as it changes: a live table in a terminal, otherwise a line for each change."""
 
-    def __init__(self, graph: "Graph"):
+    def __init__(self) -> None:
         from rich.live import Live
 
-        self.graph = graph
-        self.outcome: PipelineOutcome | None = None
+        self.run: PipelineRun | None = None
         self.states: dict[str, str] = {}
         self.began: dict[str, float] = {}
         self.live = Live(refresh_per_second=4, transient=True) if sys.stdout.isatty() else None
 
-    def watch(self, outcome: "PipelineOutcome") -> None:
+    def watch(self, run: "PipelineRun") -> None:
         from rich.text import Text
 
-        self.outcome = outcome
-        for address, state in outcome.states.items():
-            if self.states.get(address) == state:
-                continue
-            self.states[address] = state
-            if state == "running":
+        self.run = run
+        lines = []
+        for address, state in run.states.items():
+            changed, self.states[address] = self.states.get(address) != state, state
+            if changed and state == "running":
                 self.began[address] = time.monotonic()
-            if self.live is None and state not in ("waiting", "done"):
-                print(f"{address}  {self._describe(address, state)}", flush=True)
+            seconds = run.seconds.get(address)
+            if seconds is None and state == "running":
+                seconds = time.monotonic() - self.began[address]
+            about = WORDS.get(state, state) + ("" if seconds is None or state == "done" else f" {seconds:.1f} s")
+            lines.append(Text(f"{about:<20} {address}", COLORS.get(state, "dim")))
+            if self.live is None and changed and state not in ("waiting", "done"):
+                print(f"{address}  {about}", flush=True)
         if self.live is not None:
-            lines = [Text(f"{self._describe(a, s):<20} {a}", COLORS.get(s, "dim")) for a, s in outcome.states.items()]
             self.live.update(Text("\n").join(lines))
 
-    def _describe(self, address: str, state: str) -> str:
-        seconds = self.outcome.seconds.get(address) if self.outcome is not None else None
-        if seconds is None and state == "running" and address in self.began:
-            seconds = time.monotonic() - self.began[address]
-        return WORDS.get(state, state) + ("" if seconds is None or state == "done" else f" {seconds:.1f} s")
 
-    def show_table(self, outputs: "Outputs") -> None:
-        """How each step ended, where its output is, and the errors of those that failed."""
-        from palestra.cli.show import console, table
+def _show_table(run: "PipelineRun") -> None:
+    """How each step ended, where its output is, and the errors of those that failed."""
+    from palestra.cli.show import console, table
 
-        assert self.outcome is not None
-        rows = []
-        for address in [node for node in self.graph.nodes if node in self.outcome.states]:
-            state, seconds = self.outcome.states[address], self.outcome.seconds.get(address)
-            took = "" if seconds is None else f"{seconds:.1f} s"
-            place = outputs.place(address) if state in ("done", "ran") else self.outcome.errors.get(address, "")
-            rows.append((self.graph.nodes[address].step.name, WORDS.get(state, state), took, place))
-        console().print(table(("step", "", "took", "output"), rows))
+    rows = []
+    for address, node in run.graph.nodes.items():
+        if (state := run.states.get(address)) is not None:
+            took = f"{run.seconds[address]:.1f} s" if address in run.seconds else ""
+            place = run.outputs.place(address) if state in ("done", "ran") else run.errors.get(address, "")
+            rows.append((node.step.name, WORDS.get(state, state), took, place))
+    console().print(table(("step", "", "took", "output"), rows))

@@ -2,13 +2,13 @@
 
 import difflib
 import fnmatch
+import itertools
 import json
 import math
 import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -175,47 +175,38 @@ def show_search(experiment: Experiment) -> None:
     )
 
 
-@dataclass(frozen=True)
-class RunFilter:
-    """Which runs to list: a name or pattern, states, the order, the maximum number."""
-
-    name: str | None = None
-    states: Sequence[str] = ()
-    sort: str = "age"
-    limit: int = 30
-
-
-def show_runs(root: Path, wanted: RunFilter, *, as_json: bool, watch: float | None) -> None:
-    """Runs as a table or as JSON; again every `watch` seconds until Ctrl-C."""
+def show_runs(root: Path, *, as_json: bool, watch: float | None, **wanted: Any) -> None:
+    """The runs that are `wanted`, as a table or as JSON; again every `watch` seconds until Ctrl-C."""
     if as_json:
-        print(json.dumps(_run_rows(root, wanted), indent=1))
+        print(json.dumps(_run_rows(root, **wanted), indent=1))
         return
     screen = console()
-    screen.print(_runs_table(root, wanted))
+    screen.print(_runs_table(root, **wanted))
     try:
         while watch is not None:
             time.sleep(watch)
-            shown = _runs_table(root, wanted)
+            shown = _runs_table(root, **wanted)
             screen.clear()
             screen.print(shown)
     except KeyboardInterrupt:
         return  # the way to end --watch
 
 
-def _run_rows(root: Path, wanted: RunFilter) -> list[dict[str, Any]]:
+def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str, limit: int) -> list[dict[str, Any]]:
+    """At most `limit` runs of a name or pattern in these states, if any are given, in the order `sort`."""
     runs = list_runs(root)
     names = sorted({run.name for run in runs})
-    if wanted.name is not None and not fnmatch.filter(names, wanted.name):
-        near = difflib.get_close_matches(wanted.name, names, n=3, cutoff=0.5)
+    if name is not None and not fnmatch.filter(names, name):
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise UsageError(f"no runs named {wanted.name} in {root}.{hint}")
-    rows = [_run_row(run) for run in runs if wanted.name is None or fnmatch.fnmatch(run.name, wanted.name)]
-    rows = [row for row in rows if not wanted.states or row["state"] in wanted.states]
-    if wanted.sort in ("name", "state"):
-        rows.sort(key=lambda row: row[wanted.sort])
-    elif wanted.sort != "age":  # list_runs sorts by age
-        rows.sort(key=lambda row: row["headline"].get(wanted.sort, row.get(wanted.sort, -math.inf)), reverse=True)
-    return rows[: wanted.limit]
+        raise UsageError(f"no runs named {name} in {root}.{hint}")
+    rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.name, name)]
+    rows = [row for row in rows if not states or row["state"] in states]
+    if sort in ("name", "state"):
+        rows.sort(key=lambda row: row[sort])
+    elif sort != "age":  # list_runs sorts by age
+        rows.sort(key=lambda row: row["headline"].get(sort, row.get(sort, -math.inf)), reverse=True)
+    return rows[:limit]
 
 
 def _run_row(run: Run) -> dict[str, Any]:
@@ -226,16 +217,16 @@ def _run_row(run: Run) -> dict[str, Any]:
         return row | {"state": "unreadable", "seeds": [], "created": None, "error": str(error)}
 
 
-def _runs_table(root: Path, wanted: RunFilter) -> Table | str:
+def _runs_table(root: Path, *, states: Sequence[str], **wanted: Any) -> Table | str:
     shown = []
-    for row in _run_rows(root, wanted):
+    for row in _run_rows(root, states=states, **wanted):
         seen = [f"{row[key]:,} {unit}" for key, unit in (("frame", "frames"), ("tokens", "tokens")) if key in row]
         step = f"{row['step']:,}" if "step" in row else "–"
         headline = row["error"] if "error" in row else in_words(row["headline"])
         cells = (f"{row['name']}/{row['id']}", row["state"], str(len(row["seeds"])), step, *(seen or ["–"]), headline)
         shown.append((*cells, "" if row["created"] is None else _age(row["created"])))
     if not shown:
-        return f"no runs in {root}" + (f" that are {' or '.join(wanted.states)}" if wanted.states else "")
+        return f"no runs in {root}" + (f" that are {' or '.join(states)}" if states else "")
     columns = ("run", "state", "seeds", "step", "seen", "headline", "age")
     return table(columns, shown, right=("seeds", "step", "seen"))
 
@@ -311,8 +302,7 @@ def _show_store(screen: Console, where: str, store: TokenStore, samples: int) ->
     rows += [("from", f"{r.shard.path}: {r.documents:,} documents, {r.tokens:,} tokens") for r in ledger.shards[:10]]
     if len(ledger.shards) > 10:
         rows.append(("", f"and {len(ledger.shards) - 10} more files"))
-    for label, text in rows:
-        screen.print(Text(f"{label:<15}{text}"))
+    print_pairs(rows)
     screen.print()
     screen.print(table(("", *LENGTHS), [("tokens per document", *_percentiles(percentiles(store.lengths)))]))
     for number in range(min(samples, len(store))):
@@ -489,31 +479,22 @@ def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None,
         if len(files) > 1:
             screen.print(Text(f"seed {seed}", "bold"))
         wanted = (r for r in newest(path) if task in (None, r.group.problem.task) and step in (None, r.step))
-        chosen, more = _newest_matching(wanted, status, limit)
-        for record, indices in reversed(chosen):
-            _show_record(screen, record, indices)
+        matching = ((record, index) for record in wanted for index in _with_status(record, status))
+        chosen = list(itertools.islice(matching, limit + 1))
+        groups = itertools.groupby(chosen[:limit], key=lambda pair: id(pair[0]))
+        for of in reversed([list(pairs) for _, pairs in groups]):
+            _show_record(screen, of[0][0], [index for _, index in of])
         if not chosen:
             screen.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
-        elif more:
+        elif len(chosen) > limit:
             screen.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
 
 
-def _newest_matching(
-    records: Iterable[RolloutRecord], status: str | None, limit: int
-) -> tuple[list[tuple[RolloutRecord, list[int]]], bool]:
-    """The first records with the indices of their completions to show, `limit` in all; whether there are more."""
-    chosen: list[tuple[RolloutRecord, list[int]]] = []
-    for record in records:
-        statuses = [trajectory.verdict.status for trajectory in record.group.trajectories]
-        matching = [index for index, known in enumerate(statuses) if status in (None, known)]
-        if matching and limit == 0:
-            return chosen, True
-        if matching:
-            chosen.append((record, matching[:limit]))
-            if len(matching) > limit:
-                return chosen, True
-            limit -= len(matching)
-    return chosen, False
+def _with_status(record: RolloutRecord, status: str | None) -> Iterator[int]:
+    """The indices of the completions with this status."""
+    for index, trajectory in enumerate(record.group.trajectories):
+        if status in (None, trajectory.verdict.status):
+            yield index
 
 
 def _show_record(screen: Console, record: RolloutRecord, indices: list[int]) -> None:

@@ -42,9 +42,10 @@ def show_plan(planned: Any) -> None:
     """Every run with its sizes and its state, then how many are left."""
     from palestra.cli.show import console, table
     from palestra.sweep.results import sizes
+    from palestra.sweep.run import CLAIMS, Claims
 
     sizes_of = {point.name: sizes(point.spec) for point in planned.points}
-    states = {name: planned.state(name) for name in sizes_of}
+    states = {name: Claims(planned.folder / CLAIMS).state(name) for name in sizes_of}
     columns = list(dict.fromkeys(column for row in sizes_of.values() for column in row))
     rows = [(name, *(_size(row, column) for column in columns), states[name]) for name, row in sizes_of.items()]
     console().print(table(("run", *columns, "state"), rows, right=columns))

@@ -53,7 +53,7 @@ def evaluate(
         if began.any():
             policy.reset(began)
         mask = None if stepper.mask is None else torch.from_numpy(stepper.mask)
-        return policy.head.to_env(policy.greedy(torch.from_numpy(obs), mask))
+        return policy.head.to_env(policy.actions(torch.from_numpy(obs), mask))
 
     return _episodes(act, stepper, episodes, seed, stop)
 

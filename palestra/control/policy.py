@@ -51,24 +51,16 @@ class Policy:
             raise UsageError(f"expected an observation of shape {self.obs_shape} or a batch of them, got {array.shape}")
         batch = torch.from_numpy(array[None] if single else array)
         allowed = None if mask is None else self._mask(mask, single, len(batch))
-        actions = self.greedy(batch, allowed) if deterministic else self._sampled(batch, allowed)
+        actions = self.actions(batch, allowed, None if deterministic else torch.default_generator)
         return self.head.to_env(actions)[0] if single else self.head.to_env(actions)
 
     @torch.no_grad()
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The best actions for a batch of observations."""
+    def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """The best actions for a batch of observations, or ones sampled with a generator."""
         obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
         if self.net.memory:
-            return self._remembering(obs, mask).mode()
-        return self.net.greedy(obs, mask)
-
-    @torch.no_grad()
-    def _sampled(self, obs: Tensor, mask: Tensor | None) -> Tensor:
-        obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
-        generator = torch.default_generator
-        if self.net.memory:
-            return self._remembering(obs, mask).sample(self.head.noise(generator, len(obs)).to(self.device))
-        return self.net.sampled(obs, generator, mask)
+            return self.net.chosen(self._remembering(obs, mask), obs, generator)
+        return self.net.actions(obs, mask, generator)
 
     def _remembering(self, obs: Tensor, mask: Tensor | None) -> Distribution:
         """The distribution of a recurrent policy, which then remembers `obs` too."""

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,6 @@ LARGEST_NORM = 1e5  # of a gradient, as in SLM-Lab's own check
 
 class SmokeTestFailed(PalestraError):
     """A check of `palestra dev` failed."""
-
-
-@dataclass
-class SmokeReport:
-    """One line for each check, by outcome."""
-
-    passed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    def note(self, good: bool, what: str) -> None:
-        (self.passed if good else self.failed).append(what)
 
 
 def tiny(spec: ControlSpec) -> ControlSpec:
@@ -89,28 +77,24 @@ def check_learning(
     learner = ControlTrainer(small, small.seed, factory, compile=False)
     with closing(learner.env):
         learner.begin(None)
-        report = inspect(learner, small)
+        checks = inspect(learner, small)
         env = evaluation_vector(small.env, EPISODES, factory)
         with closing(env):
             done = evaluate(learner.policy, Stepper(env, small.env.id), EPISODES, stream(small.seed, "eval", 0))
         assert done is not None
         returned = done.metrics()["eval/return"]
-        report.note(math.isfinite(returned), f"evaluation: {EPISODES} episodes, return {returned:.4g}")
-    for line in report.passed:
-        tell(f"ok      {line}")
-    for line in report.failed:
-        tell(f"failed  {line}")
-    if report.failed:
-        raise SmokeTestFailed(
-            f"{len(report.failed)} of {len(report.failed) + len(report.passed)} checks failed:\n"
-            + "\n".join(report.failed)
-        )
+        checks.append((math.isfinite(returned), f"evaluation: {EPISODES} episodes, return {returned:.4g}"))
+    for good, line in sorted(checks, key=lambda check: not check[0]):
+        tell(f"{'ok' if good else 'failed':6}  {line}")
+    failed = [line for good, line in checks if not good]
+    if failed:
+        raise SmokeTestFailed(f"{len(failed)} of {len(checks)} checks failed:\n" + "\n".join(failed))
     return learner
 
 
-def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
-    """Improve the policy a few times and check every part of the learner."""
-    report, rows = SmokeReport(), []
+def inspect(learner: ControlTrainer, spec: ControlSpec) -> list[tuple[bool, str]]:
+    """Improve the policy a few times and check every part of the learner: whether each check passed, and a line."""
+    rows = []
     parts = parts_of(learner)
     before = {name: [tensor.clone() for tensor in tensors] for name, tensors in parts.items()}
     with recorded_gradient_norms() as norms:
@@ -118,18 +102,20 @@ def inspect(learner: ControlTrainer, spec: ControlSpec) -> SmokeReport:
             rows.append(learner.improve(learner.episodes.frame / spec.train.frames))
     updates = learner.algorithm.updates
     losses = sorted({name for row in rows for name in row if name.endswith("loss")})
-    report.note(updates > 0, f"{updates} gradient steps in {STEPS} steps of {spec.frames_per_step} frames")
-    report.note(bool(losses), f"losses are finite: {', '.join(losses) or 'none was reported'}")
     largest = max(norms, default=0.0)
     good = all(map(math.isfinite, norms)) and 0 < largest < LARGEST_NORM
     expected = "" if good else f", expected between 0 and {LARGEST_NORM:g}"
-    report.note(good, f"{len(norms)} gradients, the norm of the largest is {largest:.3g}{expected}")
+    checks = [
+        (updates > 0, f"{updates} gradient steps in {STEPS} steps of {spec.frames_per_step} frames"),
+        (bool(losses), f"losses are finite: {', '.join(losses) or 'none was reported'}"),
+        (good, f"{len(norms)} gradients, the norm of the largest is {largest:.3g}{expected}"),
+    ]
     for name, tensors in parts.items():
         squares = [(now - then).double().square().sum() for now, then in zip(tensors, before[name], strict=True)]
         moved, size = math.sqrt(sum(map(float, squares))), sum(tensor.numel() for tensor in tensors)
         how = f"moved by {moved:.3g}" if 0 < moved < math.inf else "did not change" if moved == 0 else "is not finite"
-        report.note(0 < moved < math.inf, f"{name} ({size:,} parameters): {how}")
-    return report
+        checks.append((0 < moved < math.inf, f"{name} ({size:,} parameters): {how}"))
+    return checks
 
 
 @contextmanager

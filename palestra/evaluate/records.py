@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from palestra.errors import PalestraError
 from palestra.rollout.types import Trajectory
-from palestra.runs.store import written
+from palestra.runs.store import read_lines, written
 from palestra.tasks.task import Status, Verdict
 
 Mode = Literal["greedy", "samples"]
@@ -92,21 +91,7 @@ def write_records(path: Path, records: Iterable[EvaluationRecord]) -> None:
 
 def read_records(path: Path) -> list[EvaluationRecord]:
     """The records of a file; a last line that a kill truncated is skipped."""
-    return [EvaluationRecord(answers=tuple(map(_completion, row.pop("answers"))), **row) for row in json_lines(path)]
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of an append-only file; none where there is no file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(text)
-            except ValueError as error:
-                raise PalestraError(f"{path}:{number} is not a line of JSON ({error}); remove the line") from error
+    return [EvaluationRecord(answers=tuple(map(_completion, row.pop("answers"))), **row) for row in read_lines(path)]
 
 
 def _plain(answer: VerifiedCompletion) -> dict[str, Any]:

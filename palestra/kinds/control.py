@@ -19,7 +19,7 @@ from palestra.control.seeding import stream
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarize
 from palestra.errors import UsageError
-from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions
+from palestra.kinds.trial import Launch, check_spec, in_session, run_sessions
 from palestra.lm.native import settle_products
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.run import Run
@@ -37,11 +37,10 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
     if factory is not None:  # picklable, which an environment may not be
         launch = replace(launch, objects={**launch.objects, "env": factory})
     # A spec that cannot run is refused here, before it has a folder.
-    device_of(spec)
+    check_spec(spec)
     probe = make_single(spec.env, factory)
     check_actions(spec, ActionHead.of(probe.action_space))
     probe.close()
-    check_spec(spec)
 
     def summary(trial: Run) -> dict[str, Any]:
         rows = {seed: trial.metrics(seed) for seed in trial.seeds}

@@ -1,8 +1,6 @@
 """The kind `distill`: a language model trained on a teacher's distributions over its completions."""
 
 import logging
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,14 +10,13 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.lm import check_data
 from palestra.kinds.models import Start, build_model, find_model, keep_start, model_copy, open_model, pinned_model
-from palestra.kinds.posttrain import assemble, run_tasks, train_engine
+from palestra.kinds.posttrain import run_tasks, train_engine
 from palestra.kinds.trial import Launch, device_of
 from palestra.lm.datasets import Data, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import has_tokenizer, read_folder
 from palestra.lm.hf_config import is_classifier
 from palestra.posttrain.distill import Distiller, Teacher, privileged
-from palestra.posttrain.trainer import PosttrainParts
 from palestra.rollout.episode import encode_problem
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -48,7 +45,7 @@ def run(spec: DistillSpec, launch: Launch) -> Run:
             for problem in _firsts(spec):
                 encode_problem(privileged(problem, spec.teacher.prompt), start.tokenizer)
 
-    return run_tasks(spec, launch, partial(_parts, folder=folder), FIXED, check)
+    return run_tasks(spec, launch, partial(_learner, folder), FIXED, check)
 
 
 def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
@@ -68,27 +65,17 @@ def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def _parts(
-    spec: DistillSpec, session: Session, start: Start, launch: Launch, stack: ExitStack, folder: Path | None
-) -> PosttrainParts:
+def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start) -> Distiller:
     model = build_model(spec, start, session.seed, device_of(spec))
     engine = train_engine(spec, start, model, spec.train.steps)
     given = _given(spec, start, session.seed)
     if given is not None:
         check_data(session, given[0], start)
     teacher = _teacher(spec, session, start, engine, folder)
-    learner = Distiller(spec, engine, teacher, None if given is None else given[1])
-    parts = assemble(spec, session, start, launch, stack, learner, prompts=spec.answered)
-
-    def self_test() -> dict[str, float]:
-        row = parts.self_test()
-        tokens = teacher.prompt_of(_firsts(spec)[0])
-        if tokens is not None:
-            shown = start.tokenizer.decode(tokens, specials=True)
-            log.info("the teacher reads instead, %d tokens:\n%s", len(tokens), shown)
-        return row
-
-    return replace(parts, self_test=self_test)
+    if (tokens := teacher.prompt_of(_firsts(spec)[0])) is not None:
+        shown = start.tokenizer.decode(tokens, specials=True)
+        log.info("the teacher reads %d tokens instead of the first prompt:\n%s", len(tokens), shown)
+    return Distiller(spec, engine, teacher, None if given is None else given[1])
 
 
 def _teacher(spec: DistillSpec, session: Session, start: Start, engine: TrainEngine, folder: Path | None) -> Teacher:

@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.completions import EvalTask, Evaluation, ask, evaluate_model
+from palestra.evaluate.completions import Evaluation, ask, evaluate_model
 from palestra.evaluate.likelihood import (
     ScoredChoice,
     TextScore,
@@ -23,8 +23,8 @@ from palestra.evaluate.likelihood import (
     text_outcome,
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
-from palestra.evaluate.records import EvaluationRecord, growing, json_lines, line, read_records, write_records
-from palestra.evaluate.suites import SETUP, check_setup, files_sha256, write_report
+from palestra.evaluate.records import EvaluationRecord, growing, line, read_records, write_records
+from palestra.evaluate.suites import SETUP, Suite, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
@@ -34,7 +34,7 @@ from palestra.lm.model import Transformer
 from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
-from palestra.runs.store import write_bytes
+from palestra.runs.store import read_lines, write_bytes
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.shape import precision
@@ -49,41 +49,22 @@ FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
 Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What a model is evaluated on; known before its weights are loaded."""
-
-    start: Start
-    questions: list[EvalTask]
-    suites: list[Choices]
-    texts: list[Texts]
-    modes: int
-    """Number of decoding modes: greedy, sampled, or both."""
-
-    @property
-    def count(self) -> int:
-        """Problems in each mode, rows with given answers, and documents."""
-        rows = sum(len(suite.items) for suite in self.suites) + sum(len(texts.items) for texts in self.texts)
-        return self.modes * sum(len(task.questions) for task in self.questions) + rows
-
-
 def run(spec: EvaluateSpec, launch: Launch) -> Run:
     """Evaluate with every seed of the spec, then summarize."""
-    device_of(spec)
     check_spec(spec)
     # Pinned by the setup that a session writes at its start.
     init = pinned_model(spec.model.init, launch, SETUP, lambda setup: setup["model"]["folder"])
     launch = replace(launch, init=str(init))
     # A spec that cannot run is refused here, before it has a folder.
     with Verifiers(spec.tasks, root=launch.root) as verifiers:
-        workload = _workload(spec, launch, verifiers, spec.seed)
+        _, suite = _opened(spec, launch, verifiers, spec.seed)
     return run_sessions(
         spec,
         launch,
         partial(in_session, run_session),
         fixed=FIXED,
         threads=threads_each(spec),
-        total=workload.count,
+        total=_count(suite),
         unit="steps",
         summary=summary,
         plots=False,
@@ -100,10 +81,10 @@ def run_session(session: Session, spec: EvaluateSpec, launch: Launch) -> None:
     with session, ExitStack() as stack:
         session.restore()
         verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=launch.root))
-        workload = _workload(spec, launch, verifiers, session.seed)
-        setup = check_setup(session.path, _setup(spec, workload, launch, session.seed))
-        record = stack.enter_context(Recorder(session, spec, total=workload.count, unit="problems", show=launch.show))
-        _Evaluation(spec, session, launch, workload, verifiers, record).run(setup)
+        start, suite = _opened(spec, launch, verifiers, session.seed)
+        setup = check_setup(session.path, _setup(spec, start, suite, launch))
+        record = stack.enter_context(Recorder(session, spec, total=_count(suite), unit="problems", show=launch.show))
+        _Evaluation(spec, session, launch, start, suite, verifiers, record).run(setup)
 
 
 @dataclass
@@ -113,32 +94,33 @@ class _Evaluation:
     spec: EvaluateSpec
     session: Session
     launch: Launch
-    workload: Workload
+    start: Start
+    suite: Suite
     verifiers: Verifiers
     record: Recorder
     done: int = 0
 
     def run(self, setup: dict[str, Any]) -> None:
-        dtype, workload, span = named_dtype(_dtype(self.spec)), self.workload, self.record.span
-        assert workload.start.folder is not None
-        for task in workload.questions:
+        dtype, suite, span = named_dtype(_dtype(self.spec)), self.suite, self.record.span
+        assert self.start.folder is not None
+        for task in suite.questions:
             prompt = setup["tasks"][task.label]
             shown = (task.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(workload.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
-        self.model = loaded.model.to(device_of(self.spec)) if workload.suites or workload.texts else loaded.model
+        loaded, _ = open_model(self.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
+        self.model = loaded.model.to(device_of(self.spec)) if suite.choices or suite.texts else loaded.model
         scores, texts = {}, {}
-        if workload.suites:
-            rows = self._scored(span("likelihood"), SCORES, workload.suites, ScoredChoice)
-            scores = {suite.label: likelihood_outcome(suite, rows[suite.label]) for suite in workload.suites}
-        if workload.texts:
-            rows = self._scored(span("texts"), TEXTS, workload.texts, TextScore)
-            texts = {source.label: text_outcome(source, rows[source.label]) for source in workload.texts}
+        if suite.choices:
+            rows = self._scored(span("likelihood"), SCORES, suite.choices, ScoredChoice)
+            scores = {source.label: likelihood_outcome(source, rows[source.label]) for source in suite.choices}
+        if suite.texts:
+            rows = self._scored(span("texts"), TEXTS, suite.texts, TextScore)
+            texts = {source.label: text_outcome(source, rows[source.label]) for source in suite.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        evaluation = self._answers(model) if workload.questions else Evaluation((), {}, {})
+        evaluation = self._answers(model) if suite.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics({**scores, **texts})
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
         if evaluation.records:  # in the order of the problems, not in that of completion
@@ -161,7 +143,7 @@ class _Evaluation:
     ) -> dict[str, list[Score]]:
         """The scores of each source by its label, from where the file of that name ends."""
         path, results, before = self.session.path / name, {}, self.done
-        done = list(map(TypeAdapter(kind).validate_python, json_lines(path)))
+        done = list(map(TypeAdapter(kind).validate_python, read_lines(path)))
         with span, growing(path, map(_scored_line, done)) as append:
 
             def keep(chunk: Sequence[Score]) -> None:
@@ -171,7 +153,7 @@ class _Evaluation:
 
             for source in sources:
                 self._stop_if_requested()
-                scores = score_set(self.model, self.workload.start.tokenizer, source, done=done, keep=keep)
+                scores = score_set(self.model, self.start.tokenizer, source, done=done, keep=keep)
                 results[source.label] = scores
                 before += len(scores)
                 self._progress(before)
@@ -180,7 +162,7 @@ class _Evaluation:
         return results
 
     def _answers(self, model: Transformer) -> Evaluation:
-        path, start = self.session.path / ANSWERS, self.workload.start
+        path, start = self.session.path / ANSWERS, self.start
         # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
         self._progress(self.done + len(done))
@@ -195,7 +177,7 @@ class _Evaluation:
                 start.tokenizer,
                 start.eos,
                 self.verifiers.verify,
-                self.workload.questions,
+                self.suite.questions,
                 self.spec.eval,
                 device=device_of(self.spec),
                 dtype=named_dtype(_dtype(self.spec)),
@@ -213,7 +195,7 @@ class _Evaluation:
     def _stop_if_requested(self) -> None:
         if self.session.stop_requested:
             raise Interrupted(
-                f"stopped after {self.done} of {self.workload.count} with everything saved; continue with: "
+                f"stopped after {self.done} of {_count(self.suite)} with everything saved; continue with: "
                 f"palestra train --resume {self.session.path.parent.parent}"
             )
 
@@ -222,37 +204,39 @@ def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
 
-def _workload(spec: EvaluateSpec, launch: Launch, verifiers: Verifiers, seed: int) -> Workload:
+def _opened(spec: EvaluateSpec, launch: Launch, verifiers: Verifiers, seed: int) -> tuple[Start, Suite]:
+    """The model and what it is evaluated on, known before its weights are loaded."""
     model = ModelSpec(init=launch.init, chat_template=spec.model.chat_template)
     start = trained_start(model, launch.root, chat=True)  # as in training, so that completions end at the same tokens
     questions = ask(spec.tasks, verifiers.tasks, start.tokenizer, spec.eval.problems)
-    suites = [load_choices(use, seed) for use in spec.likelihood]
-    texts = [load_texts(use) for use in spec.texts]
-    return Workload(start, questions, suites, texts, spec.eval.greedy + bool(spec.eval.samples))
+    choices, texts = (load_choices(use, seed) for use in spec.likelihood), map(load_texts, spec.texts)
+    spec = spec.model_copy(update={"seed": seed})
+    return start, Suite(spec.name, spec, tuple(choices), tuple(texts), tuple(questions))
 
 
-def _setup(spec: EvaluateSpec, workload: Workload, launch: Launch, seed: int) -> dict[str, Any]:
+def _count(suite: Suite) -> int:
+    """Problems in each decoding mode, rows with given answers, and documents."""
+    modes = suite.spec.eval.greedy + bool(suite.spec.eval.samples)
+    rows = sum(len(source.items) for source in (*suite.choices, *suite.texts))
+    return modes * sum(len(task.questions) for task in suite.questions) + rows
+
+
+def _setup(spec: EvaluateSpec, start: Start, suite: Suite, launch: Launch) -> dict[str, Any]:
     """Everything the results depend on, as plain data: what makes them comparable with others."""
-    start, decoding = workload.start, spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
+    decoding = spec.eval.model_dump(mode="json", exclude={"problems", "verifiers"})
     model = {
         "init": spec.model.init,
         "folder": launch.init,
         "sha256": files_sha256(_weights(str(launch.init), launch.root)),
         "tokenizer_sha256": start.tokenizer.fingerprint,
-        "chat_template": start.tokenizer.chat_template if any(task.chat for task in workload.questions) else None,
+        "chat_template": start.tokenizer.chat_template if any(task.chat for task in suite.questions) else None,
         "end_tokens": list(start.eos),
         "context": start.shape.context,
         "dtype": _dtype(spec),
         "device": device_of(spec).type,
     }
-    return {
-        "model": model,
-        "decoding": {**decoding, "top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"},
-        "seed": seed,
-        "tasks": {task.label: task.identity(start.tokenizer) for task in workload.questions},
-        "likelihood": {suite.label: suite.identity() for suite in workload.suites},
-        "texts": {texts.label: texts.identity() for texts in workload.texts},
-    }
+    estimated = {"top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"}
+    return {"model": model, **suite.identity(start.tokenizer), "decoding": decoding | estimated}
 
 
 def _weights(folder: str, root: Path) -> list[Path]:

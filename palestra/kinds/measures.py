@@ -10,15 +10,7 @@ import torch
 
 from palestra.data.chat import encode_chat
 from palestra.errors import UsageError
-from palestra.evaluate.suites import (
-    Suite,
-    add_result,
-    begin_results,
-    check_suite,
-    measure,
-    open_suite,
-    suite_metrics,
-)
+from palestra.evaluate.suites import Suite, add_result, begin_results, check_suite, measure, open_suite, suite_metrics
 from palestra.generate.engine.engine import Engine
 from palestra.generate.types import Request, Sampling
 from palestra.kinds.models import Start, model_copy, writes_chat

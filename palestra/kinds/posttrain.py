@@ -47,7 +47,6 @@ from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor, make_filter
 from palestra.rollout.records import RolloutReplay, find_rollouts
-from palestra.rollout.types import Group
 from palestra.rollout.workflows import feedback_tokens, make_workflow
 from palestra.runs.run import Run
 from palestra.runs.session import Session
@@ -62,8 +61,7 @@ log = logging.getLogger("palestra.posttrain")
 
 TasksKind = PosttrainSpec | DistillSpec
 """Specs of models that are trained on their own completions of tasks."""
-MakeParts = Callable[[Any, Session, Start, Launch, ExitStack], PosttrainParts]
-"""Everything the trainer needs, from a spec; the stack closes it."""
+MakeLearner = Callable[[Any, Session, Start], GroupLearner]
 
 FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
          "algorithm.baseline", "rollout.replay")  # fmt: skip
@@ -82,18 +80,13 @@ def run(spec: PosttrainSpec, launch: Launch) -> Run:
         make_filter(spec.algorithm.filters)
         _sft_data(spec, start)
 
-    return run_tasks(spec, launch, _parts, FIXED, check)
+    return run_tasks(spec, launch, _learner, FIXED, check)
 
 
 def run_tasks(
-    spec: TasksKind,
-    launch: Launch,
-    make_parts: MakeParts,
-    fixed: Sequence[str],
-    check: Callable[[Start], object],
+    spec: TasksKind, launch: Launch, make_learner: MakeLearner, fixed: Sequence[str], check: Callable[[Start], object]
 ) -> Run:
     """Train every seed of a spec that has tasks; `check` refuses one that cannot run, before it has a folder."""
-    device_of(spec)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(f"kind {spec.kind} trains in one process: start it without torchrun")
     check_spec(spec)
@@ -120,7 +113,7 @@ def run_tasks(
     return run_sessions(
         spec,
         launch,
-        partial(in_session, partial(_run_session, make_parts)),
+        partial(in_session, partial(_run_session, make_learner)),
         fixed=fixed,
         threads=threads_each(spec),
         total=spec.train.steps,
@@ -129,35 +122,20 @@ def run_tasks(
     )
 
 
-def _run_session(make_parts: MakeParts, session: Session, spec: TasksKind, launch: Launch) -> None:
+def _run_session(make_learner: MakeLearner, session: Session, spec: TasksKind, launch: Launch) -> None:
     with session, compile_cache(spec.train.compile_cache), ExitStack() as stack:
         spec = settled(spec, session, launch.init)
         start = trained_start(spec.model, launch.root, chat=True)
-        train(spec, session, make_parts(spec, session, start, launch, stack), show=launch.show)
+        learner = make_learner(spec, session, start)
+        train(spec, session, _assembled(spec, session, start, launch, stack, learner), show=launch.show)
 
 
-def _parts(spec: PosttrainSpec, session: Session, start: Start, launch: Launch, stack: ExitStack) -> PosttrainParts:
-    model = build_model(spec, start, session.seed, device_of(spec))
-    examples = _sft_data(spec, start)
-    if examples is not None:
-        check_data(session, examples, start)
-    learner = _learner(spec, start, model, session.seed, examples)
-    prompts, chosen = spec.train.prompts_per_step, make_filter(spec.algorithm.filters)
-    return assemble(spec, session, start, launch, stack, learner, prompts=prompts, filter=chosen)
-
-
-def assemble(
-    spec: TasksKind,
-    session: Session,
-    start: Start,
-    launch: Launch,
-    stack: ExitStack,
-    learner: GroupLearner,
-    *,
-    prompts: int,
-    filter: Callable[[Group], str | None] = lambda group: None,
+def _assembled(
+    spec: TasksKind, session: Session, start: Start, launch: Launch, stack: ExitStack, learner: GroupLearner
 ) -> PosttrainParts:
-    """Everything the trainer needs; a batch has the groups of `prompts` prompts; `stack` closes it."""
+    """Everything the trainer needs; `stack` closes it."""
+    prompts = spec.answered if isinstance(spec, DistillSpec) else spec.train.prompts_per_step
+    chosen = make_filter(spec.algorithm.filters) if isinstance(spec, PosttrainSpec) else lambda group: None
     seed = session.seed
     verifiers, held_out = (
         stack.enter_context(
@@ -193,7 +171,7 @@ def assemble(
         loop=loop,
         batch=prompts,
         total=spec.train.steps * prompts,
-        filter=filter,
+        filter=chosen,
     )
     if isinstance(executor, Executor):
         executor.wake = generator.wake
@@ -262,10 +240,11 @@ def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int
     )
 
 
-def _learner(
-    spec: PosttrainSpec, start: Start, model: Transformer, seed: int, examples: Data[Example] | None
-) -> Learner:
-    algorithm = spec.algorithm
+def _learner(spec: PosttrainSpec, session: Session, start: Start) -> Learner:
+    algorithm, seed = spec.algorithm, session.seed
+    model, examples = build_model(spec, start, seed, device_of(spec)), _sft_data(spec, start)
+    if examples is not None:
+        check_data(session, examples, start)
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
     critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs

@@ -59,7 +59,8 @@ class TrialFailed(PalestraError):
 
 
 def check_spec(spec: ExperimentSpec) -> None:
-    """Refuse hooks that cannot be loaded and sinks that are not installed."""
+    """Refuse a device that is not there, hooks that cannot be loaded and sinks that are not installed."""
+    device_of(spec)
     load_hooks(spec.hooks)
     require_sinks(spec.track.sinks)
 
@@ -164,13 +165,7 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Run, fixed: Sequence[s
 
 
 def _run_in_parallel(
-    name: str,
-    launch: Launch,
-    session: SessionRunner,
-    trial: Run,
-    folders: list[Path],
-    threads: int,
-    progress: Progress,
+    name: str, launch: Launch, session: SessionRunner, trial: Run, folders: list[Path], threads: int, progress: Progress
 ) -> None:
     quiet, stop = replace(launch, show=False), Stop()
     items = [

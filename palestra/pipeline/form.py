@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
 from palestra.errors import UsageError
 from palestra.pipeline.data import data_step
-from palestra.pipeline.step import Output, Step, step
+from palestra.pipeline.step import Output, Step, replaced, step
 from palestra.runs.run import open_run
 from palestra.runs.store import write_bytes
 from palestra.spec.imports import typed_arguments
@@ -55,15 +55,11 @@ def run_spec(
 
 def with_outputs(value: Any, output_of: Callable[[str], Output]) -> Any:
     """The value with every text or path `step:…` replaced by that step's output."""
-    if isinstance(value, str | os.PathLike):
-        text = os.fspath(value)
-        return output_of(text) if isinstance(text, str) and text.startswith(REFERENCE) else value
-    if isinstance(value, Mapping):
-        return {key: with_outputs(item, output_of) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [with_outputs(item, output_of) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+
+    def output(part: Any) -> Any:
+        return output_of(str(part)) if isinstance(part, str | PurePath) and str(part).startswith(REFERENCE) else part
+
+    return replaced(value, output)
 
 
 PREFIX = "outputs"
@@ -155,26 +151,23 @@ def _python_file(source: Source) -> tuple[Path | None, str | None]:
 
 def _from_python(file: Path, name: str | None, variables: Mapping[str, Any]) -> Pipeline:
     module = _imported(file)
+    if name is None and callable(getattr(module, "pipeline", None)):
+        name = "pipeline"
+    if name is None and variables:
+        raise UsageError(f"{file} has no `def pipeline(…)` to give {', '.join(variables)} to")
+    value = list(vars(module).values()) if name is None else getattr(module, name, None)
+    if value is None:
+        raise UsageError(f"{file} has no {name!r}: expected a step, a list of steps, or a function that returns one")
+    if callable(value):
+        typed = {key: read_value(v, f"-s {key}") if isinstance(v, str) else v for key, v in variables.items()}
+        try:
+            inspect.signature(value).bind(**typed)
+        except TypeError as error:
+            raise UsageError(f"{file}:{name}: {error}") from error
+        value = value(**typed)
+    steps = list(value) if isinstance(value, list | tuple) else [value]
     if name is None:
-        name = "pipeline" if callable(getattr(module, "pipeline", None)) else None
-    if name is None:
-        if variables:
-            raise UsageError(f"{file} has no `def pipeline(…)` to give {', '.join(variables)} to")
-        value: Any = [value for value in vars(module).values() if isinstance(value, Step)]
-    else:
-        value = getattr(module, name, None)
-        if value is None:
-            raise UsageError(
-                f"{file} has no {name!r}: expected a step, a list of steps, or a function that returns one"
-            )
-        if callable(value):
-            typed = {key: read_value(v, f"-s {key}") if isinstance(v, str) else v for key, v in variables.items()}
-            try:
-                inspect.signature(value).bind(**typed)
-            except TypeError as error:
-                raise UsageError(f"{file}:{name}: {error}") from error
-            value = value(**typed)
-    steps = [value] if isinstance(value, Step) else list(value) if isinstance(value, list | tuple) else []
+        steps = [step for step in steps if isinstance(step, Step)]
     if not steps or not all(isinstance(step, Step) for step in steps):
         raise UsageError(f"{file} defines no steps: define them at its top, or in `def pipeline() -> list[Step]`")
     return Pipeline(file.stem, PREFIX, steps)

@@ -30,15 +30,14 @@ class Graph:
 
     def __init__(self, targets: Iterable[Step]):
         self.nodes: dict[str, Node] = {}
-        self._addresses: dict[int, str] = {}
-        self._steps: list[Step] = []  # kept alive: `_addresses` goes by id
+        self._addresses: dict[Step, str] = {}
         for step in _inputs_first(targets):
             self._add(step)
-        self.targets = [self._addresses[id(step)] for step in targets]
+        self.targets = [self._addresses[step] for step in targets]
 
     def address(self, step: Step) -> str:
         """The address of a step of the graph."""
-        return self._addresses[id(step)]
+        return self._addresses[step]
 
     def needed(self, targets: Iterable[str], is_done: Callable[[str], bool]) -> list[str]:
         """What must run for the targets, in order; inputs of a step that is done are not needed and may be gone."""
@@ -53,8 +52,7 @@ class Graph:
 
     def _add(self, step: Step) -> None:
         identified = identity(step, self.address)
-        address = self._addresses[id(step)] = address_of(identified)
-        self._steps.append(step)
+        address = self._addresses[step] = address_of(identified)
         if address in self.nodes:
             first = self.nodes[address].step
             if _origin(first.function) != _origin(step.function):
@@ -76,20 +74,20 @@ def _origin(function: Callable[..., Any]) -> str:
 
 def _inputs_first(targets: Iterable[Step]) -> Iterator[Step]:
     """All steps, each after its inputs: depth first, with a stack, as a chain may be longer than Python's."""
-    finished: dict[int, bool] = {}  # False: on the path from a target to the top of the stack
+    finished: dict[Step, bool] = {}  # False: on the path from a target to the top of the stack
     stack = list(targets)[::-1]
     while stack:
         step = stack.pop()
-        if id(step) not in finished:
-            finished[id(step)] = False
+        if step not in finished:
+            finished[step] = False
             stack.append(step)
             inputs = [output.step for output in outputs(step.config)]
             for other in inputs:
-                if finished.get(id(other)) is False:
+                if finished.get(other) is False:
                     raise UsageError(f"{other.name} needs its own output, by way of {step.name}")
             stack += inputs[::-1]
-        elif not finished[id(step)]:
-            finished[id(step)] = True
+        elif not finished[step]:
+            finished[step] = True
             yield step
 
 
@@ -151,7 +149,7 @@ def _planned(
         return Planned(address, "refuse", f"failed before ({attempt['error']}): --force-failed tries again")
     if (owner := outputs.lease(address).holder()) is not None:
         return Planned(address, "wait", f"process {owner.pid} on {owner.host} is running it")
-    if outputs.half_done(address):
+    if outputs.half_done(address) is not None:
         return Planned(address, "run", "done before, except for the final rename of its folder")
     if attempt is None:
         return Planned(address, "run", "not done yet")

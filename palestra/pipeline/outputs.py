@@ -82,9 +82,9 @@ class Outputs:
         """The status of a step that is done, else None."""
         return _status(self.path(address), address)
 
-    def half_done(self, address: str) -> bool:
-        """Whether a step is done except for the final rename of its folder."""
-        return any(_status(folder, address) is not None for folder in self.partials(address))
+    def half_done(self, address: str) -> Path | None:
+        """The folder of a step that is done except for its final rename: its runner was killed before."""
+        return next((folder for folder in self.partials(address) if _status(folder, address) is not None), None)
 
     def current(self, address: str) -> Path:
         """The output as it is now, done or not, for steps that do not wait for it."""
@@ -172,9 +172,8 @@ class Outputs:
         self.finish(address)
 
     def finish(self, address: str) -> bool:
-        """Rename the folder of a step that was done when its runner was killed; returns whether there was one."""
-        folder = next((left for left in self.partials(address) if _status(left, address) is not None), None)
-        final = self.path(address)
+        """Rename the folder of a step that is half done; returns whether there was one."""
+        folder, final = self.half_done(address), self.path(address)
         if folder is None:
             return False
         if final.exists():  # without a status, else the step would not have run: not ours, and not to be lost
@@ -262,8 +261,8 @@ class RemoteOutputs(Outputs):
     def done(self, address: str) -> dict[str, Any] | None:
         return _parsed(self.bucket.get(f"{address}/{STATUS}"), self.place(address))
 
-    def half_done(self, address: str) -> bool:
-        return False  # nothing is renamed
+    def half_done(self, address: str) -> Path | None:
+        return None  # nothing is renamed
 
     def fetch(self, address: str) -> Path:
         """The output of a step that is done, downloaded the first time; complete, or an error."""
@@ -290,9 +289,6 @@ class RemoteOutputs(Outputs):
             raise LeaseLost(f"another process finished {self.place(address)} first")
         write_json(self.partial(address, attempt) / STATUS, redacted(status))
         self._move(self.partial(address, attempt), self.path(address))
-
-    def finish(self, address: str) -> bool:
-        return False  # nothing is renamed
 
     def publish_log(self, address: str) -> None:
         if self.log(address).exists():

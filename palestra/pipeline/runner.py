@@ -3,9 +3,9 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -53,24 +53,6 @@ class FailedBefore(PalestraError):
     """A step that failed in an earlier run is not retried by itself."""
 
 
-@dataclass
-class PipelineOutcome:
-    """How the steps of a run ended."""
-
-    states: dict[str, str] = field(default_factory=dict)
-    """By address: waiting, running, elsewhere, done, ran, failed or blocked."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ran(self) -> list[str]:
-        """The steps that this run has run."""
-        return [address for address, state in self.states.items() if state == "ran"]
-
-
-Watcher = Callable[[PipelineOutcome], None]
-
-
 def run(
     targets: Sequence[Step],
     outputs: Outputs,
@@ -78,28 +60,32 @@ def run(
     only: Sequence[str] = (),
     force_failed: bool = False,
     max_parallel: int = 2,
-    watch: Watcher = lambda outcome: None,
-) -> PipelineOutcome:
+    watch: "Callable[[PipelineRun], None]" = lambda run: None,
+) -> "PipelineRun":
     """Run all that the targets need and that is not done; raises `PipelineFailed` at the end if a step failed."""
     if max_parallel < 1:
         raise UsageError(f"--max-parallel: expected at least 1, got {max_parallel}")
     graph = Graph(targets)
-    runner = _Runner(graph, outputs, force_failed, max_parallel, watch)
-    outcome = runner.run(chosen(graph, only))
-    failed = [address for address, state in outcome.states.items() if state == "failed"]
+    ended = PipelineRun(graph, outputs, watch)
+    ended.run(chosen(graph, only), force_failed, max_parallel)
+    failed = [address for address, state in ended.states.items() if state == "failed"]
     if failed:
-        blocked = sum(state == "blocked" for state in outcome.states.values())
+        blocked = sum(state == "blocked" for state in ended.states.values())
         dependent = f" ({blocked} that need {'it' if len(failed) == 1 else 'them'} did not run)" if blocked else ""
-        errors = "\n".join(f"  {address}: {outcome.errors[address]}" for address in failed)
+        errors = "\n".join(f"  {address}: {ended.errors[address]}" for address in failed)
         raise PipelineFailed(f"{len(failed)} step{'s' if len(failed) > 1 else ''} failed{dependent}:\n{errors}")
-    return outcome
+    return ended
 
 
-class _Runner:
-    def __init__(self, graph: Graph, outputs: Outputs, force_failed: bool, parallel: int, watch: Watcher):
-        self.graph, self.outputs, self.parallel, self.watch = graph, outputs, parallel, watch
-        self.force_failed = force_failed
-        self.outcome = PipelineOutcome()
+class PipelineRun:
+    """One run of a pipeline: the states of its steps as they change, and how the steps ended."""
+
+    def __init__(self, graph: Graph, outputs: Outputs, watch: "Callable[[PipelineRun], None]"):
+        self.graph, self.outputs, self.watch = graph, outputs, watch
+        self.states: dict[str, str] = {}
+        """By address: waiting, running, elsewhere, done, ran, failed or blocked."""
+        self.seconds: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
         self.leases: dict[str, Lease] = {}
         """Of the steps in flight."""
         self.started: dict[str, str] = {}
@@ -107,20 +93,26 @@ class _Runner:
         self.forced: set[str] = set()
         self.stop = Stop()
 
-    def run(self, targets: Sequence[str]) -> PipelineOutcome:
-        states, outputs = self.outcome.states, self.outputs
+    @property
+    def ran(self) -> list[str]:
+        """The steps that this run has run."""
+        return [address for address, state in self.states.items() if state == "ran"]
+
+    def run(self, targets: Sequence[str], force_failed: bool, parallel: int) -> None:
+        """Run what the targets need; `PipelineRun.states` has what failed."""
+        states, outputs = self.states, self.outputs
         for address in self.graph.needed(targets, self._is_done):
             states[address] = "waiting"
         for address in targets:
             states.setdefault(address, "done")
-        size = min(self.parallel, sum(state == "waiting" for state in states.values()))
+        size = min(parallel, sum(state == "waiting" for state in states.values()))
         if size == 0:
-            return self.outcome
-        if self.force_failed:  # what failed before, not what another process fails with in the meantime
+            return
+        if force_failed:  # what failed before, not what another process fails with in the meantime
             self.forced = {address for address, state in states.items() if state == "waiting" and self._failed(address)}
         threads = max(1, (os.cpu_count() or 1) // size)
         running = fanout.run(
-            self._items(threads),
+            iter(partial(self._next, threads), ...),  # without an end
             Resources(size * threads),
             Processes("steps", heartbeat_timeout=None),
             stop=self.stop,
@@ -134,7 +126,6 @@ class _Runner:
                 self._end(outcome)
         if self.stop.requested:
             raise Interrupted("the pipeline was interrupted: the next run resumes or restarts the unfinished steps")
-        return self.outcome
 
     def _is_done(self, address: str) -> bool:
         if address not in self.known_done and self.outputs.done(address) is not None:
@@ -146,16 +137,12 @@ class _Runner:
         return attempt["error"] if attempt is not None and attempt["state"] == "failed" else None
 
     def _show(self, on_hand: Mapping[str, str]) -> None:
-        self.outcome.states.update(on_hand)
-        self.watch(self.outcome)
-
-    def _items(self, threads: int) -> Iterator[WorkItem | None]:
-        while True:
-            yield self._next(threads)
+        self.states.update(on_hand)
+        self.watch(self)
 
     def _next(self, threads: int) -> WorkItem | None:
         """A step whose inputs are all done; a step with a failed input is blocked."""
-        states = self.outcome.states
+        states = self.states
         for address, state in states.items():
             if state != "waiting" or address in self.leases:
                 continue
@@ -206,7 +193,7 @@ class _Runner:
 
     def _complete(self, node: Node, outcome: WorkOutcome) -> None:
         address, lease = node.address, self.leases[node.address]
-        self.outcome.seconds[address] = outcome.seconds
+        self.seconds[address] = outcome.seconds
         if outcome.error is not None and self.stop.requested:
             return
         with lease.fenced():  # a step that another process took over is not ours to finish or to fail
@@ -231,7 +218,7 @@ class _Runner:
         }
 
     def _end(self, outcome: WorkOutcome) -> None:
-        address, error, states = outcome.item.name, outcome.error, self.outcome.states
+        address, error, states = outcome.item.name, outcome.error, self.states
         lease = self.leases.pop(address)
         if error is None:
             states[address] = "ran" if outcome.attempts else "done"
@@ -244,9 +231,9 @@ class _Runner:
         else:
             states[address] = "failed"
             text = redact(str(error) if isinstance(error, FailedBefore) else _short(error))
-            self.outcome.errors[address] = text
+            self.errors[address] = text
             if outcome.attempts:
-                self.outcome.errors[address] = f"{text} (log: {self.outputs.log(address)})"
+                self.errors[address] = f"{text} (log: {self.outputs.log(address)})"
                 self._note(address, {"state": "failed", "error": text, "traceback": str(error)}, lease)
 
     def _note(self, address: str, about: dict[str, Any], lease: Lease) -> None:

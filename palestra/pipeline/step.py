@@ -118,15 +118,9 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
         except TypeError as error:
             raise UsageError(f"step {function.__name__}: {error}") from error
         bound.apply_defaults()
-        config: dict[str, Any] = {}
-        for parameter in rest.parameters.values():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                config |= bound.arguments.get(parameter.name, {})
-            else:
-                config[parameter.name] = bound.arguments[parameter.name]
+        config = dict(zip(rest.parameters, bound.args, strict=False)) | bound.kwargs
         return Step(name or function.__name__, function, config, **about)
 
-    make.step_function = function  # pyrefly: ignore[missing-attribute]
     return make
 
 
@@ -155,7 +149,7 @@ def _imported(module: str, name: str) -> Callable[..., Any]:
     value: Any = importlib.import_module(module)
     for part in name.split("."):
         value = getattr(value, part)
-    return getattr(value, "step_function", value)
+    return getattr(value, "__wrapped__", value)  # of a function decorated with @step the function itself
 
 
 def execution_fields(config: Any, function: Callable[..., Any]) -> frozenset[str]:
@@ -208,20 +202,23 @@ def outputs(value: Any) -> Iterator[Output]:
 
 def filled(value: Any, path_of: Callable[[Output], Any]) -> Any:
     """The value with each output of a step replaced by its path."""
-    if isinstance(value, Output):
-        return path_of(value)
-    if isinstance(value, Step):
-        return path_of(Output(value))
+    return replaced(value, lambda part: path_of(next(outputs(part))) if isinstance(part, Step | Output) else part)
+
+
+def replaced(value: Any, new: Callable[[Any], Any]) -> Any:
+    """The value with `new(part)` in place of each part for which that is another object."""
+    if (other := new(value)) is not value:
+        return other
     if isinstance(value, BaseModel):
         # Not validated again: the field now holds the path that it is declared for.
-        return value.model_copy(update={name: filled(item, path_of) for name, item in children(value)})
+        return value.model_copy(update={name: replaced(item, new) for name, item in children(value)})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: filled(getattr(value, f.name), path_of) for f in dataclasses.fields(value) if f.init}
+        changes = {f.name: replaced(getattr(value, f.name), new) for f in dataclasses.fields(value) if f.init}
         return replace(value, **changes)
     if isinstance(value, Mapping):
-        return {key: filled(item, path_of) for key, item in value.items()}
+        return {key: replaced(item, new) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [filled(item, path_of) for item in value]
+        items = [replaced(item, new) for item in value]
         if isinstance(value, list):
             return items
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

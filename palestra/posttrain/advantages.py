@@ -53,8 +53,7 @@ def token_advantages(
     if token_rewards is not None:
         per_token = per_token + token_rewards[index].double()
     if algorithm.critic is not None:
-        if values is None:
-            raise ValueError("an algorithm with a critic needs its values")
+        assert values is not None  # `with_advantages` refuses a batch without them
         counts = torch.bincount(places, minlength=len(rewards))[places]
         advantages, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
     else:

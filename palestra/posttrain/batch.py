@@ -116,9 +116,7 @@ def with_advantages(
         added["values"], added["returns"] = values, computed.returns.to(behavior.dtype)
     mean = sequence_means(added["advantages"][trained], places[trained], len(batch))
     return replace(
-        batch,
-        per_token={**batch.per_token, **added},
-        per_sequence={**batch.per_sequence, "advantage": mean},
+        batch, per_token={**batch.per_token, **added}, per_sequence={**batch.per_sequence, "advantage": mean}
     )
 
 

@@ -14,6 +14,7 @@ from palestra.lm.moe import router_terms
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
+from palestra.posttrain.loss import token_means
 from palestra.rl.losses import value_loss
 from palestra.spec.algorithm import AlgorithmSpec, CriticSpec
 from palestra.spec.kinds.posttrain import PosttrainTrain
@@ -113,13 +114,8 @@ def value_averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     returns' variance the values explain, 1 being all of it and 0 that of the best constant, or if there is none.
     The loss and router metrics stay as they are.
     """
-    row = {name: float(value) for name, value in sums.items()}
-    tokens = row.pop("tokens")
-    share = 1.0 / tokens if tokens else 0.0
-    summed = ("value", "return", "return_squared", "error", "error_squared", "clipped")
-    mean = {name: row.pop(name) * share for name in summed}
-    variance = mean["return_squared"] - mean["return"] ** 2
-    unexplained = mean["error_squared"] - mean["error"] ** 2
-    varied = variance > 1e-6 * mean["return_squared"]  # less is the rounding of equal returns
-    explained = 1.0 - unexplained / variance if varied else 0.0
-    return {**row, "explained": explained, **{name: mean[name] for name in ("value", "return", "clipped")}}
+    row = token_means(sums, ("value", "return", "return_squared", "error", "error_squared", "clipped"))
+    squares = row.pop("return_squared")
+    variance, unexplained = squares - row["return"] ** 2, row.pop("error_squared") - row.pop("error") ** 2
+    varied = variance > 1e-6 * squares  # less is the rounding of equal returns
+    return {**row, "explained": 1.0 - unexplained / variance if varied else 0.0}

@@ -225,13 +225,7 @@ class DistillLesson(NamedTuple):
 class Distiller:
     """Turns rollout groups and given completions into optimizer steps; what `Learner` is for RL."""
 
-    def __init__(
-        self,
-        spec: DistillSpec,
-        engine: TrainEngine,
-        teacher: Teacher,
-        given: Mixture[Example] | None = None,
-    ):
+    def __init__(self, spec: DistillSpec, engine: TrainEngine, teacher: Teacher, given: Mixture[Example] | None = None):
         self.spec, self.engine, self.teacher, self.given = spec, engine, teacher, given
         if isinstance(spec.loss, PolicyLossSpec):
             self._loss = policy_loss(spec.loss, spec.rollout.temperature)

@@ -1,6 +1,7 @@
 """The policy loss: a sum over trainable tokens, composed from an algorithm's parts, and sums for its metrics."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,14 +94,22 @@ def averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     w = π / behavior, as a share of the tokens: 1 on-policy. All are 0 where nothing is trained. The loss, its policy
     part and router metrics stay as they are.
     """
+    row = token_means(sums, _MEANS)
+    weight, squares = row.pop("weight"), row.pop("weight_squared")
+    return {**row, "effective_samples": weight**2 / squares if squares else 0.0}
+
+
+_MEANS = (
+    "ratio", "clipped_low", "clipped_high", "masked", "weight", "weight_squared", "kl_behaviour", "entropy",
+    "kl_reference",
+)  # fmt: skip
+
+
+def token_means(sums: Mapping[str, Tensor | float], names: Sequence[str]) -> dict[str, float]:
+    """The sums with those of the names divided by the number of `tokens`; 0 where nothing is trained."""
     row = {name: float(value) for name, value in sums.items()}
-    tokens, weight, squares = (row.pop(name) for name in ("tokens", "weight", "weight_squared"))
-    share = 1.0 / tokens if tokens else 0.0
-    means = {name: value * share if name in _MEANS else value for name, value in row.items()}
-    return {**means, "effective_samples": share * weight**2 / squares if squares else 0.0}
-
-
-_MEANS = ("ratio", "clipped_low", "clipped_high", "masked", "kl_behaviour", "entropy", "kl_reference")
+    tokens = row.pop("tokens")
+    return {name: value / (tokens or math.inf) if name in names else value for name, value in row.items()}
 
 
 def _ratio(algorithm: AlgorithmSpec, batch: Batch, log_ratios: Tensor) -> Tensor:

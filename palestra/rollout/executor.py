@@ -32,7 +32,6 @@ WAIT_SECONDS = 0.05  # for verifiers and workflows, when there is nothing to gen
 Fate = Literal["trained", "filtered", "stale", "failed", "too_long", "timeout"]
 LONG_IN_A_ROW = 1000  # consecutive over-long prompts after which the run fails
 FILTERED_BATCHES = 8  # log a warning each time this many batches were filtered with none to train on
-VERSIONS = 64  # latest versions whose fates are counted separately
 SAME = 1e-6  # rewards closer than this are equal: dense scores carry rounding
 
 
@@ -77,8 +76,6 @@ class Executor:
         self.prompts, self.spec, self.batch = prompts, spec, batch
         self.version = 0
         """Of the weights that generate; the trainer sets it when it publishes."""
-        self.fates: Counter[tuple[Fate, int]] = Counter()
-        """Prompts by fate and version at admission, of the latest versions."""
         self.totals: Counter[Fate] = Counter()
         """Prompts by fate."""
         self.settled = 0
@@ -86,7 +83,7 @@ class Executor:
         self.reasons: Counter[str] = Counter()
         """Filtered groups by reason."""
         self._start, self._loop, self._total, self._filter = start, loop, total, filter
-        self._next = self._taken = self._long = 0
+        self._next = self._long = 0
         self._unused: Counter[str] = Counter()  # why groups since the last batch are not trained on
         self._again: deque[InFlight] = deque()
         self._attempts: Counter[int] = Counter()  # of numbers whose completions were too stale
@@ -111,9 +108,8 @@ class Executor:
         taken, filtered = [self._ready.pop(number) for number in chosen], self._settled
         self._settled, self._unused = [], Counter()
         for group in taken:
-            self._count("trained", group.version)
             self._attempts.pop(group.number, None)
-        self._taken += len(taken)
+        self.totals["trained"] += len(taken)
         for group in sorted([*taken, *filtered], key=lambda group: group.number):
             self.prompts.observe(group.problem, [t.verdict.score for t in group.trajectories])
         return taken, sorted(filtered, key=lambda group: group.number)
@@ -147,7 +143,6 @@ class Executor:
     def publish(self, version: int) -> None:
         """New weights generate from now on."""
         self.version = version
-        self.fates = Counter({key: n for key, n in self.fates.items() if key[1] > version - VERSIONS})
 
     def metrics(self) -> dict[str, float]:
         metrics = {"rollout/running": float(len(self._running)), "rollout/ready": float(len(self._ready))}
@@ -175,13 +170,11 @@ class Executor:
         return {
             "next": self._next,
             "version": self.version,
-            "taken": self._taken,
             "unfinished": [[order.number, order.problem.id] for order in unfinished],
             "attempts": [[number, count] for number, count in sorted(self._attempts.items())],
             "ready": [group_state(group) for group in self._ready.values()],
             "settled": [group_state(group) for group in self._settled],
             "unused": dict(sorted(self._unused.items())),
-            "fates": [[fate, version, count] for (fate, version), count in sorted(self.fates.items())],
             "totals": dict(sorted(self.totals.items())),
             "reasons": dict(sorted(self.reasons.items())),
             "prompts": self.prompts.state(),
@@ -189,20 +182,19 @@ class Executor:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.prompts.load_state(state["prompts"])
-        self._next, self._taken, self.version = state["next"], state["taken"], state["version"]
+        self._next, self.version = state["next"], state["version"]
         find = self.prompts.find
         self._again = deque(InFlight(number, find(id)) for number, id in state["unfinished"])
         self._attempts = Counter(dict(state["attempts"]))
         self._ready = {group.number: group for group in (load_group(row, find) for row in state["ready"])}
         self._settled = [load_group(row, find) for row in state["settled"]]
         self._unused = Counter(state.get("unused", {}))  # earlier versions did not count them
-        self.fates = Counter({(fate, version): count for fate, version, count in state["fates"]})
         self.totals, self.reasons = Counter(state["totals"]), Counter(state["reasons"])
 
     def _room(self) -> int:
         bound = (self.spec.staleness + self.version + 1) * self.batch
         bound = bound if self._total is None else min(bound, self._total)
-        room = bound - self._taken - len(self._ready) - len(self._running)
+        room = bound - self.totals["trained"] - len(self._ready) - len(self._running)
         running = self.spec.running
         return room if running is None else min(room, running - len(self._running))
 
@@ -212,17 +204,13 @@ class Executor:
         return order
 
     def _too_long(self) -> None:
-        self._count("too_long", self.version)
+        self.totals["too_long"] += 1
         self._long += 1
         if self._long >= LONG_IN_A_ROW:
             raise PalestraError(
                 f"{self._long} prompts in a row are too long: raise rollout.max_prompt_tokens, lower "
                 "rollout.max_new_tokens, or use a model with a longer context"
             )
-
-    def _count(self, fate: Fate, version: int) -> None:
-        self.fates[fate, version] += 1
-        self.totals[fate] += 1
 
     def _hand_in(self, order: InFlight, task: asyncio.Task[list[Trajectory]]) -> None:
         order.ended = task
@@ -237,7 +225,7 @@ class Executor:
         error = asyncio.CancelledError() if order.ended.cancelled() else order.ended.exception()
         if isinstance(error, RolloutTimeout):
             log.warning("the rollout of %s %s and was cancelled", order.problem.id, error)
-            self._unusable("timeout", order.version, "timeout")
+            self._unusable("timeout", "timeout")
             return
         if error is not None:
             self._fail(order, error)
@@ -247,7 +235,7 @@ class Executor:
         verified = tuple(t for t in completed if t.verdict.status not in left_out)
         if not verified and any(t.verdict.status == Status.TIMEOUT for t in completed):
             log.warning("%s: none of %d completions was verified in time", order.problem.id, len(completed))
-            self._unusable("timeout", order.version, "timeout")
+            self._unusable("timeout", "timeout")
             return
         if not verified:
             why = completed[0].verdict.note if completed else "its workflow returned none"
@@ -265,7 +253,7 @@ class Executor:
             return
         self._settled.append(group)
         self.reasons[reason] += 1
-        self._unusable("filtered", group.version, reason)
+        self._unusable("filtered", reason)
         if len(self._settled) % (FILTERED_BATCHES * self.batch) == 0:
             log.warning(
                 "%d groups in a row were filtered out (%s), and %d of %d are ready to be trained on; their rewards: %s",
@@ -278,9 +266,9 @@ class Executor:
         rewards = sorted({round(reward, 6) for group in self._settled for reward in group.rewards})
         return ", ".join(f"{reward:g}" for reward in rewards[:5]) or "none"
 
-    def _unusable(self, fate: Fate, version: int, reason: str) -> None:
+    def _unusable(self, fate: Fate, reason: str) -> None:
         """Count a group that is not trained on; too many since the last batch end the run."""
-        self._count(fate, version)
+        self.totals[fate] += 1
         self._unused[reason] += 1
         groups, most = self._unused.total(), self.spec.max_filtered_batches
         if most is not None and groups >= most * self.batch:
@@ -293,7 +281,7 @@ class Executor:
             )
 
     def _fail(self, order: InFlight, error: BaseException) -> None:
-        self._count("failed", order.version)
+        self.totals["failed"] += 1
         failed = self.totals["failed"]
         if failed > self.spec.failures:
             raise PalestraError(
@@ -330,7 +318,7 @@ class Executor:
         late = [group for group in self._ready.values() if group.oldest < bound]
         for group in sorted(late, key=lambda group: group.number):
             del self._ready[group.number]
-            self._count("stale", group.version)
+            self.totals["stale"] += 1
             self._attempts[group.number] += 1
             self._again.append(InFlight(group.number, group.problem))
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -118,7 +119,7 @@ def run(
     ranks: Together = ALONE,
 ) -> None:
     """Train to the end or until a stop is requested; everything is then saved, and a resumed run continues exactly."""
-    loop = _Loop(spec, session, trainer, record, saved, ranks)
+    loop = _Loop(spec, session, trainer, record, ranks, None if saved is None else saved.state.get("pending"))
     try:
         loop.begin()
         while loop.pending is not None or not trainer.done:
@@ -137,24 +138,22 @@ def run(
         raise loop.interrupted() from None
 
 
+@dataclass
 class _Loop:
     """A running session: what is pending, what was measured of it, and what was saved."""
 
-    def __init__(
-        self,
-        spec: ExperimentSpec,
-        session: Session,
-        trainer: Trainer,
-        record: Recorder | Silent,
-        saved: Checkpoint | None,
-        ranks: Together,
-    ):
-        self.spec, self.session, self.trainer, self.record, self.ranks = spec, session, trainer, record, ranks
-        self.hooks, self.checkpoints = load_hooks(spec.hooks), CheckpointsDue(spec.every.checkpoint)
-        # The row of a step and the counters before it, until it is reported: a run stopped before that resumes with it.
-        self.pending: list[Any] | None = None if saved is None else saved.state.get("pending")
+    spec: ExperimentSpec
+    session: Session
+    trainer: Trainer
+    record: Recorder | Silent
+    ranks: Together
+    pending: list[Any] | None
+    """The row of a step and the counters before it, until it is reported: a run stopped before that resumes with it."""
+
+    def __post_init__(self) -> None:
+        self.hooks, self.checkpoints = load_hooks(self.spec.hooks), CheckpointsDue(self.spec.every.checkpoint)
         self.measured: set[str] = set()
-        self.saved, self.stopping, record.step = self.steps, False, self.steps
+        self.saved, self.stopping, self.record.step = self.steps, False, self.steps
 
     @property
     def steps(self) -> int:

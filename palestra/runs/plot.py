@@ -1,6 +1,5 @@
 """Learning curves of runs: mean ± band over seeds, as PNG for the screen and SVG for paper."""
 
-import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import PalestraError, UsageError, did_you_mean
 from palestra.runs.run import MEAN, Measured, Run, measured
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
     known = sorted(columns - POSITION)
     drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
     if not drawn:
-        near = difflib.get_close_matches(metric, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'no metrics yet'}."
+        hint = did_you_mean(metric, known, f"There are: {', '.join(known) or 'no metrics yet'}.")
         raise UsageError(f"no values of {metric!r} by {x!r} in {', '.join(map(str, (r.path for r in runs)))}. {hint}")
     missing = [f"{run.name}/{run.id}" for run in runs if run not in [other for other, _ in drawn]]
     if missing:
@@ -74,11 +72,9 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
 
 def trial_plots(run: Run) -> list[Path]:
     """Write the standard plots into the run's folder: the headline metric's curve and a grid of the other metrics."""
-    rows = run.metrics()
+    first, rows = headline(run), run.metrics()
     metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
-    if not metrics:
-        raise PalestraError(f"{run.path} has no metrics to plot yet")
-    x, first = _counted_by({key for row in rows for key in row}), headline(run)
+    x = _counted_by({key for row in rows for key in row})
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
     leading = _leading(metrics) if "reward" in metrics else []  # of completions: post-training
     others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from palestra.errors import PalestraError
 from palestra.runs.session import Session
@@ -25,7 +25,7 @@ def in_words(headline: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.{1 if abs(value) >= 10 else 3}f}" for name, value in headline.items())
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Opened after `session.restore()`: it continues the session's files where the restored checkpoint left them."""
 
     def __init__(self, session: Session, spec: ExperimentSpec, *, total: int, unit: str, show: bool):
@@ -67,14 +67,11 @@ class Recorder:
         """Wall-clock rates for the next row, with keys under `time/`."""
         self._timings |= rates
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *raised: Any) -> None:
         self._files.__exit__(*raised)
 
 
-class Silent:
+class Silent(AbstractContextManager["Silent"]):
     """The recorder of a rank that reports nothing, because the first rank reports the same."""
 
     step = 0
@@ -85,9 +82,6 @@ class Silent:
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None: ...
 
     def rates(self, rates: Mapping[str, float]) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None: ...
 

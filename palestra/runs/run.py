@@ -1,7 +1,6 @@
 """Runs as folders: how they are made, found by name and read (state, spec, metrics, checkpoints); two runs compared."""
 
 import difflib
-import json
 import os
 import re
 import uuid
@@ -18,7 +17,7 @@ from typing import Any
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import checkpoint as checkpoints
 from palestra.runs.session import read_status, state_of
-from palestra.runs.store import clear_write_errors, read_json, write_bytes, write_json
+from palestra.runs.store import clear_write_errors, read_json, read_lines, write_bytes, write_json
 from palestra.spec.load import Difference, differences
 from palestra.spec.renames import translated
 from palestra.work.redact import hidden, redacted
@@ -124,7 +123,8 @@ class Run:
 
     def metrics(self, seed: int | None = None) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl of all sessions or of one seed, each with its "seed"."""
-        return [row for session in self.sessions if seed in (None, session.seed) for row in _rows(session)]
+        sessions = [session for session in self.sessions if seed in (None, session.seed)]
+        return [{"seed": one.seed, **row} for one in sessions for row in read_lines(one.path / "metrics.jsonl")]
 
     def dataframe(self, seed: int | None = None) -> Any:
         """The same rows as a pandas DataFrame."""
@@ -272,21 +272,6 @@ def _is_trial(path: Path) -> bool:
 
 def _is_session(path: Path) -> bool:
     return os.path.isfile(path / "manifest.json")
-
-
-def _rows(session: Run) -> Iterator[dict[str, Any]]:
-    path = session.path / "metrics.jsonl"
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return  # the last row, still being written or torn by a kill
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise PalestraError(f"{path}:{number} is not a row of metrics ({error})") from error
-            yield {"seed": session.seed, **row}
 
 
 @dataclass(frozen=True)

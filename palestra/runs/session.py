@@ -27,22 +27,6 @@ from palestra.work.redact import redact, redacted
 NAME = "status.json"
 
 
-def write_status(
-    folder: Path, state: str, *, started: float, progress: Mapping[str, Any], error: BaseException | None = None
-) -> None:
-    """Write the status of a session this process owns: running, done, failed or interrupted."""
-    status = {
-        "state": state,
-        "started": started,
-        "heartbeat": time.time(),
-        **asdict(Owner.here()),
-        "progress": dict(progress),
-        "reason": None if error is None else f"{type(error).__name__}: {error}",
-        "traceback": None if error is None else "".join(traceback.format_exception(error)),
-    }
-    write_json(folder / NAME, redacted(status))
-
-
 def read_status(folder: Path) -> dict[str, Any] | None:
     """The status as its owner last wrote it; None for a session that never started."""
     path = folder / NAME
@@ -228,7 +212,16 @@ class Session:
         self.stop_requested = True
 
     def _write_status(self, state: str, error: BaseException | None = None) -> None:
-        write_status(self.path, state, started=self._started, progress=self._progress, error=error)
+        status = {
+            "state": state,
+            "started": self._started,
+            "heartbeat": time.time(),
+            **asdict(Owner.here()),
+            "progress": self._progress,
+            "reason": None if error is None else f"{type(error).__name__}: {error}",
+            "traceback": None if error is None else "".join(traceback.format_exception(error)),
+        }
+        write_json(self.path / NAME, redacted(status))
 
     def _beat(self) -> None:
         if self._lost is not None:

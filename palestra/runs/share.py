@@ -136,13 +136,7 @@ def _read_listing(files: "AbstractFileSystem", target: str) -> dict[str, Any] | 
 
 
 def _send(
-    files: "AbstractFileSystem",
-    folder: Path,
-    target: str,
-    names: list[str],
-    record: dict[str, Any],
-    *,
-    first: bool,
+    files: "AbstractFileSystem", folder: Path, target: str, names: list[str], record: dict[str, Any], *, first: bool
 ) -> None:
     """Send files, then the listing; to the Hub all of it as one commit."""
     listing = (json.dumps(record, indent=1) + "\n").encode()

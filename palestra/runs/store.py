@@ -113,6 +113,20 @@ def read_json(path: Path) -> Any:
         raise PalestraError(f"{path} is not valid JSON ({error}); restore it from a copy or remove it") from error
 
 
+def read_lines(path: Path) -> Iterator[Any]:
+    """The rows of a file of JSON lines, up to the last one if that is still being written or was torn by a kill."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise PalestraError(f"{path}:{number} is not a line of JSON ({error}); remove the line") from error
+
+
 @contextmanager
 def clear_write_errors(path: Path | str) -> Iterator[None]:
     """Turn a disk error into one that says which run folder cannot be written, and what to do."""
@@ -176,21 +190,17 @@ class FsspecStore:
         if new is None and expected is None:
             return True
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        response_lost = False
 
         def put() -> bool:
-            nonlocal response_lost
             try:
                 self._put(key, new or b"", **condition)
             except Exception as error:
                 if _status(error) == 412:
-                    return False
-                response_lost = response_lost or _status(error) != 409
+                    return self.get(key) == new  # an earlier try has written it, and its response was lost
                 raise
             return True
 
-        done = self.try_often(f"writing {self.root}/{key}", put)
-        return done or (response_lost and self.get(key) == new)
+        return self.try_often(f"writing {self.root}/{key}", put)
 
     @contextmanager
     def unchanged(self, key: str) -> Iterator[None]:

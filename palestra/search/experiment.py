@@ -15,8 +15,8 @@ from palestra.runs.recorder import in_words
 from palestra.runs.run import refuse_secrets
 from palestra.runs.session import stop_signals
 from palestra.runs.store import LocalStore, write_json
-from palestra.search.results import Experiment, find_experiment, new_experiment, write_results
-from palestra.search.study import Study, TrialRecord, last_promotion, level, promotion
+from palestra.search.results import Experiment, find_experiment, new_experiment, ranked, write_results
+from palestra.search.study import Study, TrialRecord, promotion
 from palestra.search.trials import RUNG, Rung, TrialOutcome, make_trial, run_trial, shared, trial_outcome, trial_spec
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import SearchSpec
@@ -93,7 +93,7 @@ class Search:
     def __init__(self, experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, *, show: bool):
         self.experiment, self.spec, self.search, self.show = experiment, spec, search, show
         self.metric, self.direction = search.goal(spec.kind)
-        self.sign = 1.0 if self.direction == "maximize" else -1.0
+        self.maximize = self.direction == "maximize"
         self.asha = None if search.pruner is None else search.pruner.asha
         self.threads = search.threads or spec.threads or 1
         self.study = Study(experiment.path, search, self.direction)
@@ -152,37 +152,31 @@ class Search:
 
     def _next(self, *, idle: bool) -> TrialRecord | None:
         """By algorithm 2: a trial to promote, else a new one; None while it can only wait."""
-        records = self.study.records()
-        rungs, moved = self._rungs(records)
-        promoted = None if self.asha is None else promotion(rungs, moved, self.asha.reduction)
+        records, promoted = self.study.records(), None
+        if self.asha is not None:
+            promoted = promotion(records, self.asha.reduction, maximize=self.maximize)
         if promoted is None and len(records) < self.search.trials:
             return self.new(len(records))
         if promoted is None and idle and not any(record.state == "complete" for record in records):
-            promoted = last_promotion(rungs, moved)
+            # With few trials ⌊n/η⌋ is 0 at a high rung, and the paper's rule, made for an endless stream of trials,
+            # would wait: the best that waits at the highest rung runs on, so that one trial runs to its end.
+            promoted = promotion(records, 1, maximize=self.maximize)
         if promoted is None:
             return None
         self.study.send(*promoted)
         return self.study.records()[promoted[0]]
 
-    def _rungs(self, records: list[TrialRecord]) -> tuple[list[dict[int, float]], list[set[int]]]:
-        """The scores at each rung, higher is better, and the trials that left it or cannot continue."""
-        alive = [record for record in records if record.state != "failed"]
-        count = max((rung + 1 for record in alive for rung in record.scores), default=0)
-        rungs = [{r.number: self.sign * r.scores[k] for r in alive if k in r.scores} for k in range(count)]
-        moved = [{r.number for r in alive if r.rung > k or r.state != "running"} for k in range(count)]
-        return rungs, moved
-
     def new(self, number: int) -> TrialRecord:
         """Store a new trial with valid values."""
         problem = ""
         for attempt in range(ATTEMPTS):
-            proposal = self.study.propose(number, attempt)
+            values, trial = self.study.propose(number, attempt)
             try:
-                trial_spec(self.data, proposal.values, self.threads, pauses=self.asha is not None)
+                trial_spec(self.data, values, self.threads, pauses=self.asha is not None)
             except SpecError as error:
                 problem = str(error)
                 continue
-            self.study.add(proposal)
+            self.study.add(trial)
             return self.study.records()[number]
         raise UsageError(f"search.space: {ATTEMPTS} samples in a row make no valid spec; the last: {problem}")
 
@@ -197,7 +191,7 @@ class Search:
     def _rung(self, rung: int) -> Rung:
         if self.asha is None:
             return Rung(self.metric, "steps", None)
-        return Rung(self.metric, self.asha.by, level(self.asha.grace, self.asha.reduction, rung))
+        return Rung(self.metric, self.asha.by, self.asha.grace * self.asha.reduction**rung)
 
     def _item(self, record: TrialRecord) -> WorkItem:
         path, rung = self._make(record), self._rung(record.rung)
@@ -250,8 +244,7 @@ class Search:
 
     def _show(self, progress: Progress) -> None:
         records = self.study.records()
-        scored = [record for record in records if record.score is not None]
+        best = next(iter(ranked(records, maximize=self.maximize)), None)
         ended = sum(record.state in ("complete", "failed") or record.rung in record.scores for record in records)
-        best = max(scored, key=lambda record: (record.rung, self.sign * (record.score or 0.0)), default=None)
         headline = "" if best is None else f"{in_words({self.metric: best.score or 0.0})} (trial {best.number})"
         progress.update(ended, headline)

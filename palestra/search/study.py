@@ -8,9 +8,8 @@ at `grace · η^k`, and a higher score is better.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,56 +48,38 @@ class TrialRecord:
     """Why it failed."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Sampled values, and the trial that stores the state of the sampler."""
-
-    values: dict[str, Any]
-    trial: "FrozenTrial"
-
-
 class Study:
     """The study of one search, in `study.db` of its folder; created if it does not exist."""
 
     def __init__(self, folder: Path, search: SearchSpec, direction: Direction):
         optuna = _optuna()
-        self.search = search
-        self.direction = direction
+        self.search, self.direction = search, direction
         self._study: optuna.Study = optuna.create_study(
-            storage=f"sqlite:///{folder / NAME}", study_name=STUDY, direction=self.direction, load_if_exists=True
+            storage=f"sqlite:///{folder / NAME}", study_name=STUDY, direction=direction, load_if_exists=True
         )
 
     def records(self) -> list[TrialRecord]:
         """All trials so far, by number."""
         return [_record(trial, self.search.space) for trial in self._study.get_trials(deepcopy=False)]
 
-    def propose(self, number: int, attempt: int = 0) -> "Proposal":
-        """Values for the trial of this number; another attempt gives others. Nothing is stored.
+    def propose(self, number: int, attempt: int = 0) -> "tuple[dict[str, Any], FrozenTrial]":
+        """Values for the trial of this number, and that trial for `add`; another attempt gives others.
 
-        The sampler's seed follows from the two, so that a search that was killed and resumed samples what it would have
-        sampled from the same trials.
+        Nothing is stored. The sampler's seed follows from the two numbers, so that a search that was killed and resumed
+        samples what it would have sampled from the same trials.
         """
-        optuna = _optuna()
-        shown = optuna.create_study(direction=self.direction, sampler=self._sampler(number, attempt))
+        shown = _optuna().create_study(direction=self.direction, sampler=self._sampler(number, attempt))
         trials = self._study.get_trials(deepcopy=False)
         shown.add_trials([_shown(trial, self.search.sampler) for trial in trials])
-        new = shown.ask(self.distributions)
+        new = shown.ask({key: _distribution(axis) for key, axis in self.search.space.items()})
         assert new.number == number, "trials are numbered in the order in which they are added"
-        trial = shown.get_trials(deepcopy=False)[number]
-        return Proposal(_values(trial.params, self.search.space), trial)
+        new.set_user_attr(TARGET, 0)
+        trial = shown.get_trials(deepcopy=False)[number]  # with the state of CMA-ES
+        return _values(trial.params, self.search.space), trial
 
-    def add(self, proposal: "Proposal") -> None:
+    def add(self, trial: "FrozenTrial") -> None:
         """Store a proposed trial as running to the first rung."""
-        made = _optuna().trial
-        self._study.add_trial(
-            made.create_trial(
-                state=made.TrialState.RUNNING,
-                params=proposal.trial.params,
-                distributions=proposal.trial.distributions,
-                system_attrs=proposal.trial.system_attrs,  # with the state of CMA-ES
-                user_attrs={TARGET: 0},
-            )
-        )
+        self._study.add_trial(trial)
 
     def send(self, number: int, rung: int) -> None:
         """Store that a trial is promoted to a rung."""
@@ -120,11 +101,6 @@ class Study:
         """Store that a trial failed, and why. It has no score."""
         self._trial(number).set_user_attr(REASON, reason)
         self._study.tell(number, state=_optuna().trial.TrialState.FAIL)
-
-    @cached_property
-    def distributions(self) -> "dict[str, BaseDistribution]":
-        """The space as Optuna's distributions."""
-        return {key: _distribution(axis) for key, axis in self.search.space.items()}
 
     def _trial(self, number: int) -> "optuna.trial.Trial":
         return _optuna().trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
@@ -204,41 +180,17 @@ def _shown(trial: "FrozenTrial", sampler: str) -> "FrozenTrial":
     )
 
 
-Rung = Mapping[int, float]
-"""The scores of the trials that reached a rung."""
-
-
-def level(grace: int, reduction: int, rung: int) -> int:
-    """The position of a rung, in steps, frames or tokens."""
-    return grace * reduction**rung
-
-
-def top(rung: Rung, count: int) -> list[int]:
-    """The best trials of a rung, best first; of equal ones the earlier."""
-    return sorted(rung, key=lambda trial: (-rung[trial], trial))[:count]
-
-
-def promotion(rungs: Sequence[Rung], moved: Sequence[Collection[int]], reduction: int) -> tuple[int, int] | None:
+def promotion(records: Sequence[TrialRecord], reduction: int, *, maximize: bool) -> tuple[int, int] | None:
     """The next trial to promote and its target rung; None if a new trial is due instead.
 
-    `moved[k]` are the trials that were promoted from rung k, or ended there. The highest rung comes first; its
-    candidates are the best ⌊n/η⌋ of the n trials that have reached it so far.
+    The highest rung comes first; its candidates are the best ⌊n/η⌋ of the n trials that have reached it so far, and of
+    these the best that waits there; of equal ones the earlier. Trials that failed do not count.
     """
-    for index in range(len(rungs) - 1, -1, -1):
-        candidates = top(rungs[index], len(rungs[index]) // reduction)
-        for trial in candidates:
-            if trial not in moved[index]:
-                return trial, index + 1
-    return None
-
-
-def last_promotion(rungs: Sequence[Rung], moved: Sequence[Collection[int]]) -> tuple[int, int] | None:
-    """Once all trials are paused: promote the best one of the highest rung, so that one runs to its end.
-
-    With few trials ⌊n/η⌋ is 0 at a high rung, and the paper's rule, made for an endless stream of trials, would wait.
-    """
-    for index in range(len(rungs) - 1, -1, -1):
-        waiting = {trial: score for trial, score in rungs[index].items() if trial not in moved[index]}
-        if waiting:
-            return top(waiting, 1)[0], index + 1
+    sign = -1.0 if maximize else 1.0
+    alive = [record for record in records if record.state != "failed"]
+    for rung in sorted({rung for record in alive for rung in record.scores}, reverse=True):
+        reached = sorted((sign * r.scores[rung], r.number, r) for r in alive if rung in r.scores)
+        for _, number, record in reached[: len(reached) // reduction]:
+            if record.rung == rung and record.state == "running":
+                return number, rung + 1
     return None

@@ -4,11 +4,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.source import DataPath, Origin, SourceError, Tree, dotted, read_file, read_value
 
 
@@ -113,8 +112,7 @@ def _pick(file: Tree, reference: Reference) -> tuple[Tree, str | None]:
         listed = "\n".join(f"  {path}:{name}" for name in names)
         raise UsageError(f"{path} holds {len(names)} specs; say which:\n{listed}")
     if name not in names:
-        near = get_close_matches(name, names, n=1)
-        hint = f"Did you mean '{near[0]}'?" if near else f"It holds: {', '.join(names) or 'none'}."
+        hint = did_you_mean(name, names, f"It holds: {', '.join(names) or 'none'}.")
         raise UsageError(f"{path} holds no spec '{name}'. {hint}")
     origins = {at[1:]: origin for at, origin in file.origins.items() if at[:1] == (name,)}
     return Tree(file.data[name], origins), name
@@ -153,11 +151,9 @@ class Filled:
         """Raise if a variable was given that the spec does not have, naming the nearest."""
         known = sorted({name for _, name in self.variables})
         for name in given:
-            if name in known:
-                continue
-            near = get_close_matches(name, known, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"Its variables are: {', '.join(known) or 'none'}."
-            raise UsageError(f"-s {name}: the spec has no variable ${{{name}}}. {hint}")
+            if name not in known:
+                hint = did_you_mean(name, known, f"Its variables are: {', '.join(known) or 'none'}.")
+                raise UsageError(f"-s {name}: the spec has no variable ${{{name}}}. {hint}")
 
 
 def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:

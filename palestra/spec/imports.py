@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.model import Conflict
 from palestra.spec.words import words
 
@@ -79,8 +78,7 @@ def argument_problems(function: Callable[..., Any], given: Mapping[str, Any], be
         if name in parameters:
             conflicts += _type_problem(name, hints.get(name, Any), value)
         elif not open_ended:
-            near = get_close_matches(name, parameters, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"It takes: {', '.join(parameters) or 'nothing'}"
+            hint = did_you_mean(name, parameters, f"It takes: {', '.join(parameters) or 'nothing'}")
             conflicts.append(Conflict((name,), f"unknown argument of {function.__name__}. {hint}"))
     for name, parameter in parameters.items():
         if name not in given and parameter.default is inspect.Parameter.empty:

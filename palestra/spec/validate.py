@@ -3,13 +3,12 @@
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.kinds import is_kind, kinds, spec_type, unknown_kind
 from palestra.spec.renames import renamed
@@ -225,17 +224,15 @@ def _shown(value: Any) -> str:
 
 
 def _nearest_option(value: Any, options: Any) -> str:
-    near = get_close_matches(value, [o for o in options if isinstance(o, str)], n=1) if isinstance(value, str) else []
-    return f"Did you mean '{near[0]}'?" if near else ""
+    return did_you_mean(value, [o for o in options if isinstance(o, str)]) if isinstance(value, str) else ""
 
 
 def _nearest_key(path: DataPath, place: Place, model: type[ExperimentSpec]) -> str:
     """The nearest valid key; else where a key of that name does exist; else all valid keys."""
     key = str(path[-1])
     valid = list(place.owner.model_fields) if place.owner else []
-    near = get_close_matches(key, valid, n=1)
-    if near:
-        return f"Did you mean '{near[0]}'?"
+    if near := did_you_mean(key, valid):
+        return near
     elsewhere = [f"'{where}'" for where in dict.fromkeys(_paths_of(key, model))]
     known = f"Valid keys: {', '.join(valid)}"
     return f"Did you mean {' or '.join(elsewhere)}? {known}" if elsewhere else known

@@ -8,11 +8,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,49 +53,44 @@ class Claims:
     def __init__(self, folder: Path):
         self.folder, self._store = folder, LocalStore(folder)
 
-    def outcome(self, target: str) -> dict[str, Any] | None:
-        """How a target ended the last time: its `state`, done or failed; None where it never ended."""
-        data = self._store.get(f"{target}.json")
-        return None if data is None else json.loads(data)
+    def ended(self, target: str) -> dict[str, Any]:
+        """How a target ended the last time: its `state`, done or failed, and more; empty where it never ended."""
+        return json.loads(self._store.get(f"{target}.json") or b"{}")
 
     def done(self, target: str) -> bool:
         """Whether some process has run it to its end."""
-        return (self.outcome(target) or {}).get("state") == "done"
+        return self.ended(target).get("state") == "done"
 
-    def held(self, target: str) -> bool:
-        """Whether a live process is running it."""
-        return self._lease(target).holder() is not None
+    def state(self, target: str) -> str:
+        """done, running (by a live process), failed or new."""
+        state = self.ended(target).get("state", "new")
+        return "running" if state != "done" and self._lease(target).holder() is not None else state
 
     def run(
         self,
-        targets: Sequence[str],
-        work: Callable[[str], Any],
+        items: Sequence[WorkItem],
+        resources: Resources | None = None,
+        backend: Backend | None = None,
         *,
         look: float = CLAIM_SECONDS,
         stop: Stop | None = None,
-        resources: Resources | None = None,
-        backend: Backend | None = None,
-        logs: Path | None = None,
-        **conditions: Any,
     ) -> list[str]:
         """Run what is neither done nor held until all targets are done; returns what this process ran, in that order.
 
-        A target that fails here is left to the other processes; `TargetsFailed` is raised at the end unless one of them
-        succeeded. While others hold targets this process waits, and takes over from dead ones. `Interrupted` releases
-        the target at once. Without a backend the work runs in this process; `logs` is the folder for the output of
-        the targets, and `conditions` are those of a `WorkItem`.
+        A target is the name of an item. One that fails here is left to the other processes; `TargetsFailed` is raised
+        at the end unless one of them succeeded. While others hold targets this process waits, and takes over from dead
+        ones. `Interrupted` releases the target at once. Without a backend the work runs in this process.
         """
-        stop, left = stop or Stop(), list(targets)
+        stop, left = stop or Stop(), list(items)
         ran: list[str] = []
         died: set[str] = set()
         failed: dict[str, BaseException] = {}
 
-        def items() -> Iterator[WorkItem | None]:
+        def claimed() -> Iterator[WorkItem | None]:
             while True:
-                log = {"log": logs / f"{left[0]}.txt"} if left and logs is not None else {}
-                yield self._item(left.pop(0), work, **log, **conditions) if left else None
+                yield self._claimed(left.pop(0)) if left else None
 
-        running = fanout.run(items(), resources or Resources(), backend or Inline(), stop=stop, look=look)
+        running = fanout.run(claimed(), resources or Resources(), backend or Inline(), stop=stop, look=look)
         with closing(running) as outcomes:
             for outcome in outcomes:
                 target, error = outcome.item.name, outcome.error
@@ -109,7 +103,7 @@ class Claims:
                     # Our lease expired and its new owner runs it; or our worker was killed for the first time.
                     log.warning("%s: %s", target, cause)
                     died.add(target)
-                    left.append(target)
+                    left.append(outcome.item)
                 elif not outcome.attempts:
                     with clear_write_errors(self.folder):
                         raise error
@@ -123,27 +117,24 @@ class Claims:
         still = {target: error for target, error in failed.items() if not self.done(target)}
         if still:
             lines = "\n".join(f"  {target}: {_first_line(error)}" for target, error in still.items())
-            raise TargetsFailed(f"{len(still)} of {len(targets)} failed:\n{lines}") from next(iter(still.values()))
+            raise TargetsFailed(f"{len(still)} of {len(items)} failed:\n{lines}") from next(iter(still.values()))
         return ran
 
-    def _item(self, target: str, work: Callable[[str], Any], **conditions: Any) -> WorkItem:
-        lease = self._lease(target)
+    def _claimed(self, item: WorkItem) -> WorkItem:
+        lease = self._lease(item.name)
 
         def complete(outcome: WorkOutcome) -> None:
             if outcome.error is None:
                 lease.renew()
                 self._write(outcome, {"state": "done"})
 
-        def done(held: bool) -> bool:
-            return self.done(target)
-
-        return WorkItem(target, work, (target,), lease=lease, done=done, complete=complete, **conditions)
+        return replace(item, lease=lease, done=lambda held: self.done(item.name), complete=complete)
 
     def _write(self, outcome: WorkOutcome, state: dict[str, Any]) -> None:
         target = outcome.item.name
         about = {
             **state,
-            "tries": (self.outcome(target) or {}).get("tries", 0) + 1,
+            "tries": self.ended(target).get("tries", 0) + 1,
             "seconds": round(outcome.seconds, 3),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "owner": outcome.value or asdict(Owner.here()),
@@ -167,13 +158,6 @@ class Plan:
     spec: ExperimentSpec
     folder: Path
     points: list[Point]
-
-    def state(self, name: str) -> str:
-        """done, failed, running or new."""
-        claims = Claims(self.folder / CLAIMS)
-        if claims.done(name):
-            return "done"
-        return "running" if claims.held(name) else (claims.outcome(name) or {"state": "new"})["state"]
 
 
 def plan(
@@ -214,33 +198,36 @@ def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str,
     With `parallel` above 1 that many worker processes share the runs, and the GPUs if there are any. Any number of
     processes, also on other machines that see the folder, may run the same sweep at the same time.
     """
-    claims, names, folder = Claims(planned.folder / CLAIMS), [p.name for p in planned.points], planned.folder
-    threads, stop = max(1, (os.cpu_count() or 1) // parallel), Stop()
+    folder, threads, in_workers = planned.folder, max(1, (os.cpu_count() or 1) // parallel), parallel > 1
     resources, share = shared(parallel, threads, planned.spec.device)
-    in_workers = parallel > 1
-    data = {p.name: _point_data(folder, p, threads if in_workers and not share else None) for p in planned.points}
-    work = partial(run_point, folder, data, list(sys.argv), not (quiet or in_workers))
+    items = []
+    for point in planned.points:
+        spec, log = point.spec, folder / "logs" / f"{point.name}.txt" if in_workers else None
+        track = spec.track.model_copy(update={"project": spec.track.project or folder.name})
+        changes = {"track": track, "threads": spec.threads or (threads if in_workers and not share else None)}
+        data = plain(spec.model_copy(update=changes))
+        args = (folder / point.name, point.at, data, list(sys.argv), not (quiet or in_workers))
+        items.append(WorkItem(point.name, run_point, args, cores=threads, gpu=share, log=log))
+    claims, stop = Claims(folder / CLAIMS), Stop()
     if in_workers:
-        (logs := folder / "logs").mkdir(parents=True, exist_ok=True)
-        pool = {"resources": resources, "backend": Processes(folder.name), "logs": logs}
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
         with stop_signals(stop):
-            claims.run(names, work, stop=stop, **pool, cores=threads, gpu=share)
+            claims.run(items, resources, Processes(folder.name), stop=stop)
     else:
-        claims.run(names, work)
+        claims.run(items)
     return write_results(folder)
 
 
 def run_point(
-    folder: Path, points: Mapping[str, Mapping[str, Any]], command: Sequence[str], show: bool, name: str
+    path: Path, at: Mapping[str, Any], data: Mapping[str, Any], command: Sequence[str], show: bool
 ) -> dict[str, Any]:
-    """Run or continue one point of the grid; returns the process that did."""
-    path, spec = folder / name, resolved(points[name]["spec"])
+    """Run or continue one point of the grid, whose spec is `data`; returns the process that did."""
     with clear_write_errors(path):
         if not (path / POINT).exists():
-            write_json(path / POINT, {"at": points[name]["at"]})
-    trial = make_trial(path, spec, command, name=folder.name, id=name)
+            write_json(path / POINT, {"at": at})
+    trial = make_trial(path, resolved(data), command, name=path.parent.name, id=path.name)
     spec = resolved(trial.info["spec"])
-    runner(spec.kind)(spec, Launch(folder.parent, command, trial, show=show))
+    runner(spec.kind)(spec, Launch(path.parent.parent, command, trial, show=show))
     return asdict(Owner.here())
 
 
@@ -268,10 +255,3 @@ def _chosen(only: Sequence[str], spec: ExperimentSpec) -> dict[str, set[str]]:
             raise UsageError(f"--only {text}: axis '{name}' has no {unknown[0]}; it has {', '.join(axes[name].labels)}")
         wanted[name] = wanted.get(name, set()) | chosen
     return wanted
-
-
-def _point_data(folder: Path, point: Point, threads: int | None) -> dict[str, Any]:
-    """What a worker needs to know of a run, as plain data."""
-    track = point.spec.track.model_copy(update={"project": point.spec.track.project or folder.name})
-    changes = {"track": track, "threads": point.spec.threads or threads}
-    return {"at": point.at, "spec": plain(point.spec.model_copy(update=changes))}

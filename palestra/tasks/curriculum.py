@@ -147,15 +147,17 @@ class PromptPool:
     weight `outside`, and one that reaches the rate `drop` is never sampled again.
     """
 
+    KINDS = ("unseen", "hard", "between", "easy", "dropped")
+
     def __init__(self, spec: PoolSpec, size: int, label: str):
         if size > LARGEST:
             raise UsageError(
                 f"tasks.pool remembers pass rates of at most {LARGEST} prompts, and {label} has {size}: none would be "
                 "sampled twice. Give it a `count`"
             )
-        self.spec, self.size = spec, size
-        self._rates = np.full(size, np.nan)
-        self._counts = {"unseen": size, "hard": 0, "between": 0, "easy": 0, "dropped": 0}
+        self.spec = spec
+        self._weights = np.array([1.0, spec.outside, 1.0, spec.outside, 0.0])  # by kind, as are the counts
+        self._rates, self._counts = np.full(size, np.nan), np.array([size, 0, 0, 0, 0])
 
     @property
     def left(self) -> bool:
@@ -163,46 +165,34 @@ class PromptPool:
 
     @property
     def _heaviest(self) -> float:
-        counts = self._counts
-        if counts["unseen"] or counts["between"]:
-            return 1.0
-        return self.spec.outside if counts["hard"] or counts["easy"] else 0.0
+        return float(self._weights[self._counts > 0].max())
 
     def observe(self, index: int, rate: float) -> None:
-        before = float(self._rates[index])
-        if self._class(before) == "dropped":  # completions in flight when it was dropped do not bring it back
+        before, after = self._kinds(np.array([self._rates[index], rate]))
+        if self.KINDS[before] == "dropped":  # completions in flight when it was dropped do not bring it back
             return
         self._rates[index] = rate
-        self._counts[self._class(before)] -= 1
-        self._counts[self._class(rate)] += 1
+        self._counts[before] -= 1
+        self._counts[after] += 1
 
     def chances(self, indices: Indices) -> Floats:
         """The probability that each prompt is sampled when a pass reaches it; 1 for those with the largest weight."""
-        rates = self._rates[indices]
-        weights = np.full(len(rates), self.spec.outside)
-        weights[np.isnan(rates) | ((rates >= self.spec.low) & (rates <= self.spec.high))] = 1.0
-        if self.spec.drop is not None:
-            weights[rates >= self.spec.drop] = 0.0
-        return weights / (self._heaviest or 1.0)
+        return self._weights[self._kinds(self._rates[indices])] / (self._heaviest or 1.0)
 
     def metrics(self) -> dict[str, float]:
-        return {name: float(count) for name, count in self._counts.items()}
+        return dict(zip(self.KINDS, map(float, self._counts), strict=True))
 
     def state(self) -> dict[str, Any]:
         seen = np.flatnonzero(~np.isnan(self._rates))
         return {"seen": seen.tolist(), "rates": self._rates[seen].tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._rates = np.full(self.size, np.nan)
-        self._counts = dict.fromkeys(self._counts, 0) | {"unseen": self.size}
-        for index, rate in zip(state["seen"], state["rates"], strict=True):
-            self.observe(index, rate)
+        self._rates[:] = np.nan
+        self._rates[state["seen"]] = state["rates"]
+        self._counts = np.bincount(self._kinds(self._rates), minlength=len(self.KINDS))
 
-    def _class(self, rate: float) -> str:
-        if np.isnan(rate):
-            return "unseen"
-        if self.spec.drop is not None and rate >= self.spec.drop:
-            return "dropped"
-        if rate < self.spec.low:
-            return "hard"
-        return "easy" if rate > self.spec.high else "between"
+    def _kinds(self, rates: Floats) -> Indices:
+        """The kind of each pass rate, as a place in `KINDS`."""
+        drop = math.inf if self.spec.drop is None else self.spec.drop
+        tests = [np.isnan(rates), rates >= drop, rates < self.spec.low, rates > self.spec.high]
+        return np.select(tests, [0, 4, 1, 3], 2)

@@ -3,8 +3,9 @@
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 LIVE_EVERY = 0.25  # seconds between two updates of the live line
 PLAIN_FIRST, PLAIN_NEXT, PLAIN_GROWTH, PLAIN_MOST = 2.0, 10.0, 1.5, 60.0  # seconds between two plain lines
@@ -16,9 +17,9 @@ class Row:
 
     name: str
     total: int
+    first: int = 0  # `done` at the first update: what was done before a resume does not count as speed
     done: int = 0
     headline: str = ""
-    first: int | None = None  # `done` at the first update: what was done before a resume does not count as speed
     since: float = field(default_factory=time.monotonic)
     until: float | None = None  # when it was done: the others may continue
     task: Any = None  # rich's handle of the live line
@@ -26,7 +27,7 @@ class Row:
     def rate(self) -> float | None:
         """Units per second since the first update; None before there is a second one."""
         seconds = (time.monotonic() if self.until is None else self.until) - self.since
-        return (self.done - self.first) / seconds if self.first is not None and self.done > self.first else None
+        return (self.done - self.first) / seconds if self.done > self.first else None
 
     def text(self, unit: str) -> dict[str, str]:
         """The parts of the line, formatted."""
@@ -41,19 +42,14 @@ class Row:
         }
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Shows the rows of a run; a run has one row named `name`, parallel seeds one each (`update(..., row="seed 1")`).
 
     Updates that come before the next line is due only store two values.
     """
 
     def __init__(
-        self,
-        total: int,
-        unit: str = "frames",
-        name: str = "",
-        enabled: bool = True,
-        stream: TextIO | None = None,
+        self, total: int, unit: str = "frames", name: str = "", enabled: bool = True, stream: TextIO | None = None
     ) -> None:
         self.rows: dict[str, Row] = {}
         self.total, self.unit, self.name = total, unit, name
@@ -69,11 +65,7 @@ class Progress:
         if not self._enabled:
             return
         name = self.name if row is None else row
-        state = self.rows.get(name)
-        if state is None:
-            state = self.rows[name] = Row(name, self.total)
-        if state.first is None:
-            state.first, state.since = done, time.monotonic()
+        state = self.rows.setdefault(name, Row(name, self.total, done))
         state.done, state.headline = done, headline
         if state.until is None and done >= state.total:
             state.until = time.monotonic()
@@ -88,9 +80,6 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         self._enabled = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()

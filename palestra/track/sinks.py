@@ -1,6 +1,5 @@
 """Where metric rows go: metrics.jsonl at once; TensorBoard, W&B, SwanLab and Trackio in the background."""
 
-import contextlib
 import importlib.util
 import json
 import logging
@@ -10,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from palestra.errors import MissingExtra, PalestraError
 from palestra.work.redact import redact, redacted
@@ -77,6 +77,11 @@ class SinkPlace:
     append: bool = False
     """Whether the session is resumed: its file and the services' runs are continued."""
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What identifies and describes the run to a service."""
+        return {"project": self.project, "name": self.name, "id": self.id, "config": self.config}
+
 
 class Sink:
     """A service that takes rows of numbers; its methods are called from one background thread."""
@@ -132,11 +137,8 @@ class WandbSink(Sink):
         if wandb.setup().settings.mode == "online" and at_terminal and not wandb.api.api_key:
             raise PalestraError("no W&B API key: run `wandb login`, or set WANDB_MODE=offline")
         self.run = wandb.init(
-            project=place.project,
-            name=place.name,
-            id=place.id,
+            **place.about,
             dir=place.folder,
-            config=place.config,
             resume="allow" if place.append else None,
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -150,11 +152,8 @@ class SwanlabSink(Sink):
     def open(self) -> None:
         swanlab, place = import_module("swanlab"), self.place
         self.run = swanlab.init(
-            project=place.project,
-            name=place.name,
-            id=place.id,
+            **place.about,
             log_dir=str(place.folder / "swanlab"),
-            config=place.config,
             resume="allow" if place.append else None,
             settings=swanlab.Settings(interactive=False),  # no prompts from the background
         )
@@ -214,7 +213,7 @@ class Background:
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let the sink finish within `seconds`; after that it is abandoned."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(queue.Full):
+        with suppress(queue.Full):
             self._rows.put(None, timeout=0 if self._failed else seconds)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
@@ -231,7 +230,7 @@ class Background:
             logger.warning("%s failed and gets no more rows: %s: %s", self._name, type(error).__name__, error)
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Logs rows of one session: to metrics.jsonl, and to the sinks named (tensorboard, wandb, swanlab, trackio)."""
 
     def __init__(self, place: SinkPlace, sinks: Sequence[str] = ()) -> None:
@@ -261,9 +260,6 @@ class Tracker:
         for sink in self._others:
             sink.close()
         self._jsonl.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()

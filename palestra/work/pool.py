@@ -5,7 +5,6 @@ Workers are started as `python -c`, not through multiprocessing, so a script or 
 a terminal reaches only the main process. Each is served by one thread here.
 """
 
-import contextlib
 import os
 import pickle
 import queue
@@ -15,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, as_completed
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from palestra.errors import PalestraError
 from palestra.work import guard
@@ -98,7 +98,7 @@ class PoolTask(Future):
             self.set_result(value) if error is None else self.set_exception(error)
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """Runs tasks in `workers` processes, each capped at `threads` compute threads, with `env` added to its environment.
 
     A worker without a heartbeat for `heartbeat_timeout` seconds of a task (stopped, or stuck in C with the interpreter
@@ -154,7 +154,7 @@ class Pool:
         """Cancel queued tasks, ask running ones to save and end (SIGTERM), kill what is left after `grace` seconds."""
         deadline = time.monotonic() + grace
         self._stopping = True
-        with contextlib.suppress(queue.Empty):
+        with suppress(queue.Empty):
             while True:
                 if (task := self._waiting.get_nowait()) is not None:
                     task.cancel()
@@ -168,9 +168,6 @@ class Pool:
             for task in self._running.copy():
                 task.cancel()
             self.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
@@ -197,7 +194,7 @@ class Pool:
 
     def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a killed guard: the workers' parent-death signal remains
+        with suppress(BrokenPipeError):  # a killed guard: the workers' parent-death signal remains
             self._guard.stdin.write(f"{line}\n".encode())
 
     def _serve(self) -> None:
@@ -205,7 +202,7 @@ class Pool:
         process: Process | None = None
         while True:
             if not self._closed:
-                with contextlib.suppress(OSError):  # the next task retries and reports the error
+                with suppress(OSError):  # the next task retries and reports the error
                     process = self._ready(process)
             task = self._waiting.get()
             if task is None:
@@ -216,9 +213,8 @@ class Pool:
             if task.begin():
                 try:
                     process = self._ready(process)
-                    if not task.run_in(process, self._silence):
+                    while not task.run_in(process, self._silence):  # it had died since its last task
                         process = self._ready(process)
-                        task.run_in(process, self._silence)
                 except OSError as error:
                     task.finish(error=PalestraError(f"Cannot start a worker process: {error}"))
             self._running.discard(task)

@@ -156,18 +156,11 @@ class CartPoleVector(NumpyVector):
         # seen as (N, x or θ, value or velocity): the order of Gymnasium's observation
         self._by_env = self._state.reshape(2, 2, num_envs).transpose(2, 1, 0)
         # cart 1 kg, pole 0.1 kg with half its length 0.5 m, push 10 N, 20 ms a step
-        mass_pole, total_mass, half_length = 0.1, 0.1 + 1.0, 0.5
-        row = np.ones(num_envs)
-        self._gravity = 9.8 * row
-        self._half_length = half_length * row
-        self._four_thirds = 4.0 / 3.0 * row
-        self._mass_pole = mass_pole * row
-        self._total_mass = total_mass * row
-        self._pole_moment = mass_pole * half_length * row
+        self._gravity, self._half_length, self._four_thirds = np.array([[9.8], [0.5], [4.0 / 3.0]]).repeat(num_envs, 1)
+        self._mass_pole, self._total_mass, self._pole_moment = np.array([[0.1], [1.1], [0.1 * 0.5]]).repeat(num_envs, 1)
         self._seconds = np.full((4, num_envs), 0.02)
-        self._limits = np.array([self.X_LIMIT, self.ANGLE_LIMIT])[:, None] * row
-        self._forces = np.array([-10.0, 10.0])
-        self._reward = row
+        self._limits = np.array([[self.X_LIMIT], [self.ANGLE_LIMIT]]).repeat(num_envs, 1)
+        self._forces, self._reward = np.array([-10.0, 10.0]), np.ones(num_envs)
         self._sin, self._cos, self._push, self._inertia, self._scratch = np.empty((5, num_envs))
         self._change = np.empty((4, num_envs))
         self._distance = np.empty((2, num_envs))

@@ -1,65 +1,136 @@
 """The state of an environment in the middle of an episode, with all its wrappers, saved and restored without pickle.
 
 Pickle does not work: LunarLander, Reacher and Pong pickle without an error and come back fresh.
-A state is a tree of plain data (see `values`). How it is taken depends on the family of the environment:
+A state is a tree of plain data (`encode`). How it is taken depends on what the environment says of itself:
 
-- attributes: Gymnasium's classic control and toy text, and any environment that lists the attributes that make up its
-  state in `palestra_state = ("position", "velocity")`;
-- mujoco: the integration state of MuJoCo, and what Python may read of the last step before the next one;
-- atari: the state of the ALE, with its random generator;
-- replay: all others. The episode is reset from the generators' state before its reset and its actions are repeated;
-- none: an environment with `palestra_state = None`. Its episodes restart after a resume.
+- attributes: it lists the attributes that make up its state in `palestra_state = ("position", "velocity")`;
+- replay: it says nothing. The episode is reset from the generators' state before its reset and its actions are
+  repeated; the last observation, reward and flags must then be the same, bit for bit;
+- none: it has `palestra_state = None`. Its episodes restart after a resume.
 
-Gymnasium's Box2D environments are replayed, and reset in a new world each time: in a used one BipedalWalker depends on
-earlier episodes. Changes to a MuJoCo *model* are not saved: an environment that makes them should say None.
+Gymnasium's Box2D environments are reset in a new world each time: in a used one BipedalWalker depends on earlier
+episodes. The generator of an Atari game is in its emulator, whose state is saved with the generators.
 """
 
 import functools
+import importlib
 import types
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Space
-from gymnasium.vector import VectorEnv, VectorWrapper
-from gymnasium.wrappers import PassiveEnvChecker
+from gymnasium.wrappers.utils import RunningMeanStd
 
-from palestra.control.envs.values import (
-    NotPlain,
-    RecordedAle,
-    decode,
-    decode_actions,
-    encode,
-    encode_actions,
-    renew_world,
-    same_bits,
-    set_simulator_state,
-    simulator,
-    simulator_state,
-)
 from palestra.errors import UsageError
 
-_NOT_STATE = {
-    *("env", "spec", "metadata", "_metadata", "_cached_spec"),
-    *("_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "palestra_state"),
-}
-# A layer that holds one of these holds nothing that changes with an episode, or what a simulator's adapter saves.
+Tree = dict[str, Any]
+
+_TAG = "#"  # marks a dictionary that stands for something else
+
+
+class NotPlain(TypeError):
+    """A value that cannot be written as plain data; `value` is the innermost one."""
+
+    def __init__(self, value: Any):
+        super().__init__(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
+        self.value = value
+
+
+def encode(value: Any) -> Any:
+    """Turn a value into a tree of str-keyed dicts, lists, str, int, float, bool, None, bytes and numeric arrays.
+
+    NumPy scalars keep their type: float32(1) and 1.0 do not compute alike. Exact types only: a subclass may hold more.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind is np.ndarray:
+        return _encode_array(value)
+    if isinstance(value, np.generic):
+        return {_TAG: "scalar", "array": _encode_array(np.array([value]))}
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind is tuple:
+        return {_TAG: "tuple", "items": [encode(item) for item in value]}
+    if kind is deque:
+        return {_TAG: "deque", "items": [encode(item) for item in value], "maxlen": value.maxlen}
+    if kind is dict:
+        if _TAG not in value and all(type(key) is str for key in value):
+            return {key: encode(item) for key, item in value.items()}
+        return {_TAG: "dict", "keys": [encode(key) for key in value], "values": [encode(v) for v in value.values()]}
+    if kind is np.random.Generator:
+        return {_TAG: "generator", "state": encode(value.bit_generator.state)}
+    if kind is RunningMeanStd:
+        return {_TAG: "running_mean_std", "fields": encode(vars(value))}
+    raise NotPlain(value)
+
+
+def decode(tree: Any, current: Any = None) -> Any:
+    """Rebuild what `encode` was given. Where `current` is a generator or a view of other memory, it is set in place."""
+    if isinstance(tree, np.ndarray):
+        view = isinstance(current, np.ndarray) and current.base is not None and current.flags.writeable
+        if view and (current.shape, current.dtype) == (tree.shape, tree.dtype):
+            current[...] = tree
+            return current
+        return tree.copy()
+    if isinstance(tree, list):
+        return [decode(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match tree.get(_TAG):
+        case None:
+            return {key: decode(item) for key, item in tree.items()}
+        case "array":
+            return np.frombuffer(tree["data"], tree["dtype"]).reshape(tree["shape"]).copy()
+        case "scalar":
+            return decode(tree["array"])[0]
+        case "tuple":
+            return tuple(decode(tree["items"]))
+        case "deque":
+            return deque(decode(tree["items"]), tree["maxlen"])
+        case "dict":
+            return dict(zip(decode(tree["keys"]), decode(tree["values"]), strict=True))
+        case "generator":
+            state = decode(tree["state"])
+            in_place = isinstance(current, np.random.Generator)
+            if not (in_place and current.bit_generator.state["bit_generator"] == state["bit_generator"]):
+                current = np.random.Generator(getattr(np.random, state["bit_generator"])())
+            current.bit_generator.state = state
+            return current
+        case "running_mean_std":
+            statistics = RunningMeanStd()
+            vars(statistics).update(decode(tree["fields"]))
+            return statistics
+        case other:
+            raise ValueError(f"unknown tag {other!r} in a saved environment")
+
+
+def _encode_array(value: np.ndarray) -> Any:
+    if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 and value.dtype.isnative:
+        return value.copy()
+    if value.dtype.kind in "biufcSUmM":
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": value.tobytes()}
+    raise NotPlain(value)
+
+
+_NOT_STATE = {"env", "spec", "metadata", "_metadata", "_cached_spec", "_saved_kwargs", "palestra_state"}
+# A wrapper that holds one of these holds nothing that changes with an episode.
 _CONSTANT = (
-    *(gymnasium.Env, VectorEnv, Space, EnvSpec, Enum, np.dtype, np.ufunc, type, functools.partial, RecordedAle),
+    *(gymnasium.Env, Space, EnvSpec, Enum, np.dtype, np.ufunc, type, functools.partial),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
-_CONSTANT_PACKAGES = {"mujoco", "ale_py", "pygame"}
 
 
 def layers(env: Any) -> Iterator[Any]:
-    """The wrappers around an environment, or around a vector of them, from the outermost, then it itself."""
-    while isinstance(env, gymnasium.Wrapper | VectorWrapper):
+    """The wrappers around an environment, from the outermost, then it itself."""
+    while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
     yield env
@@ -75,15 +146,12 @@ def attributes(layer: Any, strict: bool = True) -> dict[str, Any]:
     if type(layer).__module__ == "gymnasium.wrappers.rendering":
         return {}
     names = declared(layer)
-    constants = _NOT_STATE
-    if type(layer).__module__.startswith("gymnasium.envs.toy_text."):
-        constants = _NOT_STATE | {"P"}  # Taxi's table of transitions takes a tenth of a second to encode
     if names:
         values = {name: getattr(layer, name) for name in names if name != "np_random" and hasattr(layer, name)}
         # Past the property np_random, which would make a generator.
         values |= {name: value for name, value in vars(layer).items() if name == "_np_random"}
     else:
-        values = {name: value for name, value in vars(layer).items() if name not in constants}
+        values = {name: value for name, value in vars(layer).items() if name not in _NOT_STATE}
     encoded = {}
     for name, value in values.items():
         try:
@@ -94,7 +162,7 @@ def attributes(layer: Any, strict: bool = True) -> dict[str, Any]:
                     f"{type(layer).__name__} lists {name!r} in palestra_state, but {problem}: list numbers, strings, "
                     "arrays, NumPy generators and lists, tuples and dicts of them, or set palestra_state = None."
                 ) from problem
-            if strict and not isinstance(layer, PassiveEnvChecker) and not _is_constant(problem.value):
+            if strict and not isinstance(problem.value, _CONSTANT):
                 raise
     return encoded
 
@@ -131,16 +199,6 @@ def set_space_generators(sampled: Iterable[Space], saved: list[Any]) -> None:
         space._np_random = decode(tree, space._np_random)
 
 
-def _is_constant(value: Any) -> bool:
-    module = type(value).__module__
-    return isinstance(value, _CONSTANT) or module.split(".")[0] in _CONSTANT_PACKAGES or module.endswith("_rendering")
-
-
-Tree = dict[str, Any]
-
-_EXACT = ("attributes", "mujoco", "atari")
-
-
 class Snapshot(gymnasium.Wrapper):
     """The outermost wrapper of one environment: gives its state and continues from one."""
 
@@ -152,52 +210,40 @@ class Snapshot(gymnasium.Wrapper):
         self._chain = list(layers(env))
         self._core: Any = self._chain[-1]
         self._spaces = spaces(self._chain)
-        self._family = _family(self._chain)
-        if self._family == "atari":
-            self._core.ale = RecordedAle(self._core.ale)
-        self._confirmed = False  # whether a state could be taken after a reset, when all attributes are there
+        self._kind = "attributes" if declared(self._core) else "replay"
+        if any(declared(layer) is None for layer in self._chain):
+            self._kind = "none"
         self._ended = False
-        self._before: Tree | None = None  # the generators and wrappers just before the last reset
-        self._reset_arguments: Tree = {}
-        self._actions: list[Any] = []
+        self._before: Tree | None = None  # what the last reset depended on
+        self._arguments: Tree = {}  # of the last reset
+        self._actions: list[np.ndarray] = []  # since then
         self._last: tuple[Any, ...] = ()  # observation, reward, terminated, truncated
-        self._initial: list[Tree] = []  # the attributes of a new environment: those that changed since are its state
-        if self._family in _EXACT:
-            try:
-                self._initial = [attributes(layer) for layer in self._chain]
-            except NotPlain:
-                self._family = "replay"
 
     @property
     def exactness(self) -> str | None:
         """One sentence for the user when episodes cannot continue after a resume, None when they can."""
-        return _sentence(self.name) if self._family == "none" else None
+        return _sentence(self.name) if self._kind == "none" else None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, remembering what is needed to begin it again."""
-        self._ended = False
-        if self._family == "replay" or not self._confirmed:
-            if seed is None:
-                getattr(self._core, "np_random", None)  # made now if it is not there, else the reset makes it unseen
-            self._before = self._beginnings()
-            self._reset_arguments = {"seed": seed, "options": deepcopy(options)}
-            self._actions = []
-        renew_world(self._core)
+        if seed is None:
+            getattr(self._core, "np_random", None)  # made now if it is not there, else the reset makes it unseen
+        self._before, self._arguments = self._beginnings(), {"seed": seed, "options": deepcopy(options)}
+        self._actions, self._ended = [], False
+        _renew_world(self._core)
         observation, info = self.env.reset(seed=seed, options=options)
         self._last = (observation,)
-        if not self._confirmed and self._family in _EXACT:
+        if self._kind == "attributes":
             try:
-                self._exact_state()
-            except NotPlain:  # a layer holds something that may change and is not plain data
-                self._family = "replay"
-        self._confirmed = True
+                self._attributes()
+            except NotPlain:  # a wrapper holds something that may change and is not plain data
+                self._kind = "replay"
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, recording the action where the episode can only be repeated."""
-        if self._family == "replay":
-            constant = isinstance(action, int | np.generic)
-            self._actions.append(action if constant else deepcopy(action))
+        if self._kind == "replay":
+            self._actions.append(np.array(action))
         result = self.env.step(action)
         self._ended = bool(result[2] or result[3])
         if self._ended:
@@ -208,185 +254,130 @@ class Snapshot(gymnasium.Wrapper):
 
     def get_state(self) -> Tree:
         """All that the next steps depend on; changes nothing."""
-        state: Tree = {"environment": self.name, "kind": self._family, "ended": self._ended}
+        state: Tree = {"environment": self.name, "kind": self._kind, "ended": self._ended}
         try:
-            if self._family == "replay":
-                return {**state, **self._replay_state()}
-            if self._family in _EXACT:
-                return {**state, **self._exact_state()}
-        except NotPlain:  # something that appeared after the first reset
-            state["kind"] = "none"
-        return {**state, **self._beginnings()}
+            if self._kind == "attributes":
+                return state | self._attributes()
+            if self._kind == "replay" and self._before is not None:
+                return state | {
+                    "before": self._before,
+                    "arguments": encode(self._arguments),
+                    "actions": np.array(self._actions),
+                    "last": self._outcome(),
+                    "spaces": space_generators(self._spaces),
+                }
+        except NotPlain:  # something that appeared after the reset
+            pass
+        return state | {"kind": "none"} | self._beginnings()
 
     def set_state(self, state: Tree) -> bool:
         """Continue from a state; where that is not possible, begin an episode (see `restart`) and return False."""
         if state["environment"] != self.name:
             raise UsageError(f"This is the state of {state['environment']}, it cannot be continued by {self.name}.")
-        self.restart, restored = None, True
-        if state["kind"] == "none":
-            self._load_beginnings(state)
-            restored = False
-        elif state["kind"] == "replay":
-            self._family = "replay"
+        self.restart, restored = None, state["kind"] != "none"
+        if restored:
+            self._kind = state["kind"]
+        if state["kind"] == "replay":
             restored = self._replay(state)
         else:
-            self._load_exact(state)
+            self._load(state)
         if restored:
             self._ended = state["ended"]
         else:
             self.restart, _ = self.reset()
         return restored
 
-    def _exact_state(self) -> Tree:
-        saved = []
-        for layer, initial in zip(self._chain, self._initial, strict=True):
-            now = attributes(layer)
-            changed = {k: v for k, v in now.items() if k not in initial or not same_bits(v, initial[k])}
-            saved.append({"type": type(layer).__name__, "attributes": changed})
-        state: Tree = {"layers": saved, "spaces": space_generators(self._spaces)}
-        if self._family in ("mujoco", "atari"):
-            state["simulator"] = simulator_state(self._core, self._family)
-        return state
-
-    def _load_exact(self, state: Tree) -> None:
-        self._check_layers(state["layers"], state["kind"] == self._family)
-        for layer, initial, saved in zip(self._chain, self._initial, state["layers"], strict=True):
-            # What changed here since the start, and had not where the state was taken, is undone.
-            for name, now in attributes(layer).items():
-                if name in saved["attributes"]:
-                    continue
-                if name not in initial:
-                    delattr(layer, name)
-                elif not same_bits(now, initial[name]):
-                    setattr(layer, name, decode(initial[name], getattr(layer, name)))
-            set_attributes(layer, saved["attributes"])
-        if "simulator" in state:
-            set_simulator_state(self._core, self._family, state["simulator"])
-        set_space_generators(self._spaces, state["spaces"])
-        self._confirmed = True
-
-    def _replay_state(self) -> Tree:
-        return {
-            "begun": self._before is not None,
-            "before": self._before or self._beginnings(),
-            "arguments": encode(self._reset_arguments),
-            "actions": encode_actions(self._actions),
-            "last": encode(list(self._last)),
-            "spaces": space_generators(self._spaces),
-        }
-
     def _replay(self, state: Tree) -> bool:
         """Repeat the episode; whether it came to the same observation, reward and flags, bit for bit."""
-        self._load_beginnings(state["before"])
-        if state["begun"]:
-            self.reset(**decode(state["arguments"]))
-            for action in decode_actions(state["actions"]):
-                if self._ended:
-                    return False
-                self.step(action)
-            if not same_bits(encode(list(self._last)), state["last"]):
+        self._load(state["before"])
+        self.reset(**decode(state["arguments"]))
+        for action in state["actions"].copy():  # numbers where the environment takes one, else arrays
+            if self._ended:
                 return False
+            self.step(action)
+        if self._outcome() != state["last"]:
+            return False
         set_space_generators(self._spaces, state["spaces"])
         return True
 
+    def _outcome(self) -> bytes:
+        return b"".join(np.asarray(part).tobytes() for part in self._last)
+
+    def _attributes(self) -> Tree:
+        """The attributes of all layers."""
+        return self._saved([attributes(layer) for layer in self._chain])
+
     def _beginnings(self) -> Tree:
         """What a reset depends on, as far as it can be saved: all generators, and the attributes of the wrappers."""
-        wrappers = [attributes(layer, strict=False) for layer in self._chain[:-1]]
-        generators = {k: encode(v) for k, v in vars(self._core).items() if type(v) is np.random.Generator}
-        pairs = zip(self._chain, [*wrappers, generators], strict=True)
-        saved = [{"type": type(layer).__name__, "attributes": values} for layer, values in pairs]
+        own = vars(self._core)
+        generators = {name: encode(value) for name, value in own.items() if type(value) is np.random.Generator}
+        generators |= {} if "_np_random" in generators else {"_np_random": None}
+        saved = self._saved([*(attributes(layer, strict=False) for layer in self._chain[:-1]), generators])
+        return saved if "ale" not in own else saved | {"ale": own["ale"].cloneState(include_rng=True).serialize()}
+
+    def _saved(self, values: list[Tree]) -> Tree:
+        pairs = zip(self._chain, values, strict=True)
+        saved = [{"type": type(layer).__name__, "attributes": encoded} for layer, encoded in pairs]
         return {"layers": saved, "spaces": space_generators(self._spaces)}
 
-    def _load_beginnings(self, saved: Tree) -> None:
-        self._check_layers(saved["layers"])
+    def _load(self, saved: Tree) -> None:
+        if [layer["type"] for layer in saved["layers"]] != [type(layer).__name__ for layer in self._chain]:
+            raise UsageError(f"This state of {self.name} was taken with other wrappers: resume with the same ones.")
         for layer, before in zip(self._chain, saved["layers"], strict=True):
             set_attributes(layer, before["attributes"])
-        if "_np_random" not in saved["layers"][-1]["attributes"]:
-            vars(self._core).pop("_np_random", None)
         set_space_generators(self._spaces, saved["spaces"])
-
-    def _check_layers(self, saved: list[Tree], same_family: bool = True) -> None:
-        if not same_family or [layer["type"] for layer in saved] != [type(layer).__name__ for layer in self._chain]:
-            raise UsageError(f"This state of {self.name} was taken with other wrappers: resume with the same ones.")
+        if "ale" in saved:
+            self._core.ale.restoreState(importlib.import_module("ale_py").ALEState(saved["ale"]))
 
 
-@dataclass(frozen=True)
-class Restarted:
+class Restarted(NamedTuple):
     """Which environments had to begin a new episode when a state was restored, and the observations to act on next."""
 
     which: np.ndarray  # bool (N,)
     observations: Any  # (N, ...), set where `which` is True
 
 
-def vector_exactness(venv: VectorEnv) -> str | None:
+def _renew_world(env: Any) -> None:
+    """Give a Box2D environment of Gymnasium a new world before a reset: episodes leave traces in a used one.
+
+    LunarLander does so itself; BipedalWalker's steps otherwise depend on the episodes before (Gymnasium issue 728).
+    """
+    if type(env).__module__.startswith("gymnasium.envs.box2d."):
+        env._destroy()
+        env.world = type(env.world)(gravity=env.world.gravity)
+
+
+def vector_exactness(venv: Any) -> str | None:
     """One sentence for the user when a vector environment cannot continue its episodes after a resume, else None."""
-    wrappers, core, kind = _split(venv)
-    for wrapper in wrappers:
-        try:
-            attributes(wrapper)
-        except NotPlain:
-            return _sentence(type(wrapper).__name__)
-    if kind == "copies":
-        return core.exactness()
-    return None if kind == "own" else _sentence(type(core).__name__)
+    if hasattr(type(venv), "exactness"):
+        return venv.exactness()
+    return None if hasattr(type(venv), "get_state") else _sentence(type(venv.unwrapped).__name__)
 
 
-def vector_state(venv: VectorEnv) -> Tree:
+def vector_state(venv: Any) -> Tree:
     """The state of a vector environment as plain data; changes nothing."""
-    wrappers, core, kind = _split(venv)
-    state: Tree = {"kind": kind, "spaces": space_generators(spaces(layers(venv)))}
-    state["wrappers"] = [attributes(wrapper, strict=False) for wrapper in wrappers]
-    if kind == "own":
-        state["own"] = core.get_state()
-    elif kind == "copies":
-        state["environments"] = core.get_states()
-    return state
+    saves = hasattr(type(venv), "get_state")  # of the type: wrappers pass the attributes of what they wrap on
+    return {"type": type(venv.unwrapped).__name__, "state": venv.get_state() if saves else None}
 
 
-def restore_vector(venv: VectorEnv, state: Tree) -> Restarted | None:
+def restore_vector(venv: Any, state: Tree) -> Restarted | None:
     """Continue from `vector_state`: None when all do; else warn once and say which environments began a new episode."""
-    wrappers, core, kind = _split(venv)
-    if kind != state["kind"] or len(wrappers) != len(state["wrappers"]):
+    name = type(venv.unwrapped).__name__
+    if name != state["type"]:
         raise UsageError(
-            f"This state is of another kind of vector environment than {type(core).__name__} with {len(wrappers)} "
-            "wrappers: resume with the environment that the run began with."
+            f"This state is of another kind of vector environment ({state['type']}) than {name}: "
+            "resume with the environment that the run began with."
         )
-    which = np.full(venv.num_envs, kind == "none")
-    if kind == "own":
-        core.set_state(state["own"])
-    elif kind == "copies":
-        which = core.set_states(state["environments"])
-    for wrapper, saved in zip(wrappers, state["wrappers"], strict=True):
-        set_attributes(wrapper, saved)
-    set_space_generators(spaces(layers(venv)), state["spaces"])
-    if not which.any():
-        return None
-    name = getattr(core, "name", type(core).__name__)
+    which, observations = np.ones(venv.num_envs, bool), None
+    if state["state"] is not None:
+        which = venv.set_state(state["state"])
+        if which is None:
+            return None
+        observations = venv.observations
+    name = getattr(venv, "name", name)
     warnings.warn(f"{name} could not be restored to its running episodes: they restart.", stacklevel=2)
-    if kind == "none" or wrappers:
-        # Wrappers around the vector change observations as they please: only a reset of all gives consistent ones.
-        observations, _ = venv.reset()
-        return Restarted(np.ones(venv.num_envs, dtype=bool), observations)
-    return Restarted(which, core.observations)
-
-
-def _split(venv: VectorEnv) -> tuple[list[Any], Any, str]:
-    """The wrappers around a vector environment, it itself, and how its state is saved."""
-    *wrappers, core = layers(venv)
-    if hasattr(core, "get_state") and hasattr(core, "set_state"):
-        return wrappers, core, "own"
-    return wrappers, core, "copies" if hasattr(core, "get_states") and hasattr(core, "set_states") else "none"
+    return Restarted(which, venv.reset()[0] if observations is None else observations)
 
 
 def _sentence(name: str) -> str:
     return f"{name} has no way to save its state: after a resume its running episodes restart."
-
-
-def _family(chain: list[gymnasium.Env]) -> str:
-    core = chain[-1]
-    if any(declared(layer) is None for layer in chain):
-        return "none"
-    if declared(core) != ():
-        return "attributes"
-    plain = type(core).__module__.startswith(("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text."))
-    return "attributes" if plain else simulator(core) or "replay"

@@ -14,6 +14,7 @@ Gymnasium 1.x has three modes, and each hides the end of an episode somewhere el
 which is False for the dummy steps of NEXT_STEP. Nothing above this file knows which mode an environment has.
 """
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ class Stepper:
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset every environment; environment i gets `seed + i`."""
         self._dummy[:] = False
-        obs, infos = self._reset(seed=seed)
+        obs, infos = self._call(self.env.reset, seed=seed)
         self.mask = None
         if KEY in infos:
             self._sizes = choices(self.env.single_action_space, self.name)
@@ -119,12 +120,7 @@ class Stepper:
 
     def step(self, actions: np.ndarray) -> Transition:
         """Step all environments once."""
-        try:
-            obs, rewards, terminated, truncated, infos = self.env.step(actions)
-        except PalestraError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._failed(error, f"vector step {self.steps + 1}") from error
+        obs, rewards, terminated, truncated, infos = self._call(self.env.step, actions)
         self.steps += 1
         ends = np.logical_or(terminated, truncated)
         any_end = ends.any()
@@ -144,7 +140,7 @@ class Stepper:
             final_obs = _rows(infos, ended, self.name)
         else:
             final_obs = obs[ended]
-            obs, infos = self._reset(options={"reset_mask": ends})
+            obs, infos = self._call(self.env.reset, options={"reset_mask": ends})
             self._read_masks(infos, keep=~ends)
         return Transition(obs, rewards, terminated, truncated, None, ended, final_obs)
 
@@ -174,17 +170,16 @@ class Stepper:
         check_masks(masks, self._sizes, self.name)
         self.mask = masks
 
-    def _reset(self, **arguments: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step or reset the environment; its errors name it."""
         try:
-            return self.env.reset(**arguments)
+            return method(*args, **kwargs)
         except PalestraError:
             raise
         except (Exception, SystemExit) as error:
-            raise self._failed(error, f"a reset after vector step {self.steps}") from error
-
-    def _failed(self, error: BaseException, where: str) -> EnvironmentFailed:
-        raised = f"{self.name} raised {type(error).__name__} in {where} ({self.num_envs} environments): {error}"
-        return EnvironmentFailed(raised)
+            after = f"vector step {self.steps + 1}" if args else f"a reset after vector step {self.steps}"
+            raised = f"{self.name} raised {type(error).__name__} in {after} ({self.num_envs} environments): {error}"
+            raise EnvironmentFailed(raised) from error
 
     def forget(self, rows: np.ndarray) -> None:
         """These environments restarted outside of `step`."""

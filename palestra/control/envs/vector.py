@@ -60,18 +60,19 @@ class Copies(VectorEnv):
             infos |= {"final_obs": arrays.final_obs.copy(), "_final_obs": ended}
         return arrays.obs.copy(), arrays.rewards.copy(), arrays.terminated.copy(), arrays.truncated.copy(), infos
 
-    def get_states(self) -> list[dict[str, Any]]:
+    def get_state(self) -> list[dict[str, Any]]:
         """The state of each copy."""
         return self._all("get_states")
 
-    def set_states(self, states: Sequence[dict[str, Any]]) -> np.ndarray:
-        """Continue from `get_states`; which copies had to begin a new episode, bool (N,): see `observations`."""
+    def set_state(self, states: Sequence[dict[str, Any]]) -> np.ndarray | None:
+        """Continue from `get_state`; which copies restarted (see `observations`), bool (N,), or None."""
         if len(states) != self.num_envs:
             raise UsageError(
                 f"This state is of {len(states)} environments, not of {self.num_envs}: "
                 "resume with the number of environments that the run began with."
             )
-        return np.array(self._all("set_states", lambda rows: (states[rows],)), bool)
+        restarted = np.array(self._all("set_states", lambda rows: (states[rows],)), bool)
+        return restarted if restarted.any() else None
 
     @property
     def observations(self) -> np.ndarray:

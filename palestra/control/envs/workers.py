@@ -95,8 +95,14 @@ class Arrays:
 class EnvBlock:
     """Some of the copies, and their rows of the arrays."""
 
-    def __init__(self, envs: Sequence[Snapshot], arrays: Arrays):
+    def __init__(self, envs: list[Snapshot], arrays: Arrays):
         self.envs, self.arrays = envs, arrays
+
+    def make(self, makers: Sequence[Make]) -> None:
+        for i, make in enumerate(makers):
+            self.arrays.begin(i, MAKE)
+            self.envs.append(make())
+        self.arrays.doing[:] = 0
 
     def reset(self, seeds: Sequence[int | None]) -> list[dict[str, Any]]:
         """Begin episodes; the infos that are passed on, by copy."""
@@ -133,11 +139,10 @@ class EnvBlock:
 
     def set_states(self, states: Sequence[dict[str, Any]]) -> list[bool]:
         """Continue from states; which copies had to begin a new episode, whose observation is then in the arrays."""
-        restored = [env.set_state(state) for env, state in zip(self.envs, states, strict=True)]
-        for i, env in enumerate(self.envs):
-            if not restored[i]:
-                self.arrays.obs[i] = env.restart
-        return [not same for same in restored]
+        restarted = [not env.set_state(state) for env, state in zip(self.envs, states, strict=True)]
+        for i in np.flatnonzero(restarted):
+            self.arrays.obs[i] = self.envs[i].restart
+        return restarted
 
     def exactness(self) -> list[str | None]:
         return [env.exactness for env in self.envs]
@@ -150,7 +155,7 @@ class EnvBlock:
 class LocalWorker:
     """A block in this process, watched."""
 
-    def __init__(self, name: str, envs: Sequence[Snapshot], arrays: Arrays, seconds: float):
+    def __init__(self, name: str, envs: list[Snapshot], arrays: Arrays, seconds: float):
         self.rows = slice(0, len(envs))
         self._block = EnvBlock(envs, arrays)
         self._watchdog = EnvWatchdog(name, seconds, arrays.progress)
@@ -260,26 +265,14 @@ def _serve(makers: Sequence[Make], arrays: Arrays, pipe: Connection, others: lis
         other.close()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    block: EnvBlock | None = None
-    command, arguments = "make", ()
+    block, command, arguments = EnvBlock([], arrays), "make", (makers,)
     while True:
         try:
-            if command == "make":
-                envs = []
-                for i, make in enumerate(makers):
-                    arrays.begin(i, MAKE)
-                    envs.append(make())
-                arrays.doing[:] = 0
-                block = EnvBlock(envs, arrays)
-                reply = "done", None
-            elif command == "close":
-                if block is not None:
-                    block.close()
-                return
-            else:
-                reply = "done", getattr(block, command)(*arguments)
+            reply = "done", getattr(block, command)(*arguments)
         except (Exception, SystemExit) as error:
             reply = "raised", (_portable(error), traceback.format_exc())
+        if command == "close":
+            return
         try:
             pipe.send(reply)
             command, arguments = pipe.recv()

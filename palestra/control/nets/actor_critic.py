@@ -28,13 +28,15 @@ class Actor(nn.Module):
         """The distribution over actions in `obs`, (B, ...); `mask`, (B, outputs), is True for allowed actions."""
         raise NotImplementedError
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The most likely action in each of `obs`."""
-        return self.policy(obs, mask).mode()
+    def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """The most likely action in each of `obs`, or one sampled where there is a generator and a distribution."""
+        return self.chosen(self.policy(obs, mask), obs, generator)
 
-    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        """An action sampled from the policy in each of `obs`; the greedy one where the policy is deterministic."""
-        return self.policy(obs, mask).sample(self.head.noise(generator, len(obs)).to(obs.device))
+    def chosen(self, distribution: Any, obs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The modes of a distribution over actions in `obs`, or samples of it."""
+        if generator is None:
+            return distribution.mode()
+        return distribution.sample(self.head.noise(generator, len(obs)).to(obs.device))
 
 
 class PolicyNet(Actor):

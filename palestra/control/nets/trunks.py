@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +12,28 @@ from torch import Tensor, nn
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import GraphSpec, NetSpec
 
+Layer = TypeVar("Layer", bound=nn.Linear | nn.Conv2d)
+
 THIN = 8  # numbers in a side of a matrix
 
 
-def begin(layer: nn.Linear | nn.Conv2d, gain: float | None) -> None:
-    """Orthogonal weights of the given gain and zero biases; None leaves torch's own."""
-    if gain is None:
-        return
-    nn.init.orthogonal_(layer.weight, gain)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+def begin(layer: Layer, gain: float | None) -> Layer:
+    """Give a layer orthogonal weights of the given gain and zero biases; None leaves torch's own."""
+    if gain is not None:
+        nn.init.orthogonal_(layer.weight, gain)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+    return layer
 
 
 def linear(inputs: int, outputs: int, gain: float | None) -> nn.Linear:
-    """A linear layer, with orthogonal weights of the given gain and zero biases, or with torch's own (None)."""
-    layer = nn.Linear(inputs, outputs)
-    begin(layer, gain)
-    return layer
+    """A linear layer, begun."""
+    return begin(nn.Linear(inputs, outputs), gain)
 
 
 def conv(inputs: int, outputs: int, kernel: int, gain: float | None, **options: Any) -> nn.Conv2d:
-    """A convolution over images, initialized as `linear` is."""
-    layer = nn.Conv2d(inputs, outputs, kernel, **options)
-    begin(layer, gain)
-    return layer
+    """A convolution over images, begun."""
+    return begin(nn.Conv2d(inputs, outputs, kernel, **options), gain)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

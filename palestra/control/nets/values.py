@@ -59,13 +59,10 @@ class QNet(Actor):
         """Q of every action, (B, A)."""
         return self.forward(obs).mean(dim=2)
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
+    def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         """The actions of the highest Q."""
         q = self.q(obs)
         return (q if mask is None else q.masked_fill(~mask, float("-inf"))).argmax(dim=1)
-
-    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
-        return self.greedy(obs, mask)
 
 
 LOG_STD_BOUNDS = (-20.0, 2.0)  # of Haarnoja's code: beyond them log-densities overflow or nothing is learned
@@ -119,10 +116,7 @@ class DeterministicActor(Actor):
         """Actions within −1..1, (B, D)."""
         return torch.tanh(affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
 
-    def greedy(self, obs: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.forward(obs)
-
-    def sampled(self, obs: Tensor, generator: torch.Generator, mask: Tensor | None = None) -> Tensor:
+    def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         return self.forward(obs)
 
 
@@ -304,5 +298,5 @@ def explored(
     random = noise.chance[t] < value(progress=progress, **epsilon.arguments())
     if random.all():
         return noise.random[t]
-    best = net.greedy(obs)
+    best = net.actions(obs)
     return best if not random.any() else torch.where(torch.from_numpy(random), noise.random[t], best.cpu())

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.base import ExperimentSpec
 
 
@@ -69,9 +68,7 @@ def loader(kind: str) -> Callable[..., Any]:
 def unknown_kind(kind: object) -> str:
     """What to tell someone who asked for a kind that does not exist."""
     names = sorted(kinds())
-    near = get_close_matches(str(kind), names, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"unknown kind {kind!r}.{hint} The kinds are: {', '.join(names)}."
+    return f"unknown kind {kind!r}. {did_you_mean(kind, names)} The kinds are: {', '.join(names)}.".replace("  ", " ")
 
 
 def _find(kind: str) -> Kind:

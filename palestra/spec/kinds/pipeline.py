@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.base import NamedSpec
 from palestra.spec.imports import argument_problems, load_function
 from palestra.spec.model import Conflict, Execution, Model
@@ -139,8 +139,7 @@ def step_function(use: str) -> Callable[..., Any]:
     # By name, because the steps of data build on specs.
     known = import_module("palestra.data.steps").STEPS
     if use not in known:
-        near = get_close_matches(use, known, n=1)
-        hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(sorted(known))}"
+        hint = did_you_mean(use, known, f"There are {', '.join(sorted(known))}")
         raise UsageError(f"no built-in step '{use}'. {hint}; your own is module:function")
     return load_function(known[use], "use")
 

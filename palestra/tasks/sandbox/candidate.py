@@ -19,11 +19,8 @@ NAME = "<program>"
 
 def read_all(number: int) -> str:
     """The text of a file, which is then closed."""
-    data = b""
-    while more := os.read(number, 1 << 20):
-        data += more
-    os.close(number)
-    return data.decode("utf-8", "surrogatepass")
+    with open(number, encoding="utf-8", errors="surrogatepass", newline="") as file:
+        return file.read()
 
 
 def load(source: str, name: str) -> ModuleType:
@@ -55,9 +52,12 @@ def serve_calls(code: int, channel: int) -> None:
             tests.send(failure(error))
 
 
-def run_program(code: int) -> int:
-    """Run the code as `python program.py` would, and return its exit code."""
+def run_program(code: int, *streams: int) -> int:
+    """Run the code as `python program.py` would, with these as stdin, stdout and stderr, and return its exit code."""
     status = 0
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that a killed program has written what it printed
     source = read_all(code)

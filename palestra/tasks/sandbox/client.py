@@ -1,6 +1,7 @@
 """The client of a warm server: starts it, sends it files to run, reads their output, ends it."""
 
 import contextlib
+import io
 import json
 import os
 import selectors
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO
 
-from palestra.errors import PalestraError, UsageError
-from palestra.tasks.sandbox.levels import Level, Limits, import_path, readable
+from palestra.errors import PalestraError
+from palestra.tasks.sandbox.levels import Limits, Way, import_path, readable
 
 START_SECONDS = 60.0  # for a server to start, on a busy machine
 GRACE_SECONDS = 30.0  # beyond the wall clock of a run, for its server to reply
@@ -30,10 +32,42 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "OMP
 ENVIRONMENT |= {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
 
+class NotIsolated(PalestraError):
+    """A program could not be isolated."""
+
+    def __init__(self, why: str):
+        super().__init__(f"a program could not be isolated: {why}")
+        self.why = why
+
+
+class Output:
+    """The output of a run, read from a pipe: at most `most` bytes."""
+
+    def __init__(self, reading: int, most: int):
+        self.file, self._most, self._data = io.FileIO(reading), most, bytearray()
+        os.set_blocking(reading, False)
+
+    @property
+    def overflown(self) -> bool:
+        return len(self._data) > self._most
+
+    @property
+    def text(self) -> str:
+        return self._data[: self._most].decode("utf-8", "replace")
+
+    def read(self) -> bool:
+        """Read what is available; False at the end of the pipe, or beyond the limit."""
+        data = self.file.read(1 << 16)
+        self._data += data or b""
+        return bool(data) and not self.overflown
+
+
 class Client:
     """One server, which runs one thing at a time."""
 
-    def __init__(self, strongest: Level, weakest: Level):
+    def __init__(self, way: Way):
+        """Start a server and run an empty program in it; NotIsolated where the machine does not allow this way."""
+        self.level = way.level
         self._folder = tempfile.mkdtemp(prefix="palestra_sandbox_")
         os.chmod(self._folder, 0o711)  # the dedicated user has to reach the folder of a run in it
         self._control, theirs = socket.socketpair()
@@ -46,8 +80,7 @@ class Client:
             "modules": modules,
             "readable": readable(modules),
             "folder": self._folder,
-            "strongest": strongest,
-            "weakest": weakest,
+            "way": way,
         }
         with theirs:
             self._process = subprocess.Popen(
@@ -61,32 +94,44 @@ class Client:
                 start_new_session=True,
             )
         try:
-            hello = self._reply(time.monotonic() + START_SECONDS, Files())
-            if hello["level"] is None:
-                raise UsageError(_refusal(weakest, hello["reasons"]))
+            self._reply(START_SECONDS)
+            self.run("program", START_SECONDS, Limits(), ["", ""], [0, 0])
         except BaseException:
             self.end()
             raise
-        self.level: Level = hello["level"]
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def run(self, kind: str, seconds: float, limits: Limits, inputs: list[int], files: "Files") -> dict[str, Any]:
-        """Run a job with its files, read its pipes, and return how it ended."""
+    def run(
+        self, kind: str, seconds: float, limits: Limits, texts: Sequence[str], most: Sequence[int]
+    ) -> tuple[str, list[int], list[str]]:
+        """Run a job whose files are these texts, and a pipe for as many bytes as each of `most` says.
+
+        Returns why it ended (ended, timeout, output), the exit codes of its processes, and its outputs.
+        """
         self._runs += 1
         request = {"run": self._runs, "kind": kind, "seconds": seconds, "limits": asdict(limits)}
-        try:
-            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], inputs)
-        except OSError as error:
-            raise PalestraError(f"the sandbox server is gone: {self._stderr()}") from error
-        files.given_away()
-        reply = self._reply(time.monotonic() + seconds + GRACE_SECONDS, files)
-        files.drain()
-        if reply["broken"]:
-            raise PalestraError(f"a program could not be isolated: {reply['broken'].strip()}")
-        return reply
+        with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as given:  # closed here once the server has them
+                files = [given.enter_context(_written(text)) for text in texts]
+                outputs = []
+                for limit in most:
+                    reading, writing = os.pipe()
+                    outputs.append(Output(reading, limit))
+                    stack.enter_context(outputs[-1].file)
+                    files.append(given.enter_context(io.FileIO(writing, "w")))
+                try:
+                    socket.send_fds(self._control, [_line(request)], [file.fileno() for file in files])
+                except OSError as error:
+                    raise self._gone() from error
+            reply = self._reply(seconds + GRACE_SECONDS, outputs)
+            for output in outputs:  # the rest: all its writers are gone
+                while output.read():
+                    pass
+            why = "output" if any(output.overflown for output in outputs) else reply["why"]
+            return why, reply["status"], [output.text for output in outputs]
 
     def end(self) -> None:
         """Kill it, and with it what it runs."""
@@ -97,27 +142,29 @@ class Client:
             self._process.stderr.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _reply(self, deadline: float, files: "Files") -> dict[str, Any]:
-        """The next line from the server; pipes are read meanwhile."""
-        killed = False
+    def _reply(self, seconds: float, outputs: Sequence[Output] = ()) -> dict[str, Any]:
+        """The next line from the server; outputs are read meanwhile."""
+        deadline = time.monotonic() + seconds
         with selectors.PollSelector() as selector:  # select() is limited to 1024 files
             selector.register(self._control, selectors.EVENT_READ)
-            for number in files.reading():
-                selector.register(number, selectors.EVENT_READ)
+            for output in outputs:
+                selector.register(output.file, selectors.EVENT_READ, output)
             while b"\n" not in self._buffer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PalestraError("the sandbox server does not answer; the next call starts another")
                 for key, _ in selector.select(left):
-                    if key.fd == self._control.fileno():
+                    if key.data is None:
                         self._receive()
-                    elif not files.read(key.fd):
-                        selector.unregister(key.fd)
-                if files.overflown and not killed:
-                    killed = True
-                    self._control.sendall(json.dumps({"kill": self._runs}).encode() + b"\n")
+                    elif not key.data.read():
+                        selector.unregister(key.fileobj)
+                        if key.data.overflown:
+                            self._control.sendall(_line({"kill": self._runs}))
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        reply = json.loads(line)
+        if reply["broken"]:
+            raise NotIsolated(reply["broken"].strip())
+        return reply
 
     def _receive(self) -> None:
         try:
@@ -125,105 +172,24 @@ class Client:
         except ConnectionError:
             data = b""
         if not data:
-            raise PalestraError(f"the sandbox server is gone: {self._stderr()}")
+            raise self._gone()
         self._buffer += data
 
-    def _stderr(self) -> str:
+    def _gone(self) -> PalestraError:
         self._process.kill()
         data = b"" if self._process.stderr is None else self._process.stderr.read()
-        return data.decode(errors="replace").strip() or f"it ended with {self._process.wait()} and no message"
+        why = data.decode(errors="replace").strip() or f"it ended with {self._process.wait()} and no message"
+        return PalestraError(f"the sandbox server is gone: {why}")
 
 
-@dataclass
-class Pipe:
-    """The output of a run through a pipe."""
-
-    most: int
-    """The limit on bytes that are read."""
-    data: bytearray = field(default_factory=bytearray)
-
-    @property
-    def text(self) -> str:
-        return self.data.decode("utf-8", "replace")
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-class Files:
-    """The files of a run: its inputs, and the pipes that are read while it runs."""
-
-    def __init__(self) -> None:
-        self._given: list[int] = []
-        self._open: dict[int, Pipe] = {}
-        self.overflown = False
-        """Whether a pipe exceeded its limit."""
-
-    def written(self, text: str) -> int:
-        """An unnamed file with a text in it."""
-        if hasattr(os, "memfd_create"):
-            number = os.memfd_create("sandbox")
-        else:
-            with tempfile.TemporaryFile() as file:
-                number = os.dup(file.fileno())
-        self._given.append(number)
-        data = text.encode("utf-8", "surrogatepass")
-        while data:
-            data = data[os.write(number, data) :]
-        os.lseek(number, 0, os.SEEK_SET)  # its reader continues at its writer's offset
-        return number
-
-    def pipe(self, most: int) -> tuple[int, Pipe]:
-        """The writing end of a pipe, and its output."""
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        self._given.append(writing)
-        self._open[reading] = pipe = Pipe(most)
-        return writing, pipe
-
-    def given_away(self) -> None:
-        """Close what the server has received."""
-        while self._given:
-            os.close(self._given.pop())
-
-    def reading(self) -> list[int]:
-        """The pipes that are still open."""
-        return list(self._open)
-
-    def read(self, number: int) -> bool:
-        """Read what is available; False at the end of the pipe, or beyond a limit."""
-        pipe = self._open[number]
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(number, 1 << 16)
-            pipe.data += data
-            if len(pipe.data) > pipe.most:
-                self.overflown = True
-                del pipe.data[pipe.most :]
-            if not data or self.overflown:
-                os.close(number)
-                del self._open[number]
-                return False
-        return True
-
-    def drain(self) -> None:
-        """Read the rest after a run has ended: all its writers are gone."""
-        for number in self.reading():
-            while self.read(number):
-                pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.given_away()
-        for number in self._open:
-            os.close(number)
-        self._open.clear()
-
-
-def _refusal(weakest: Level, reasons: list[str]) -> str:
-    tried = "; ".join(reasons) or "not Linux on x86-64 or 64-bit ARM"
-    advice = (
-        "Allow user namespaces (Debian: sysctl kernel.unprivileged_userns_clone=1; Ubuntu: sysctl "
-        "kernel.apparmor_restrict_unprivileged_userns=0), or run as root in a container"
-    )
-    if weakest != "weak":
-        advice += ", or accept a weak sandbox with `args: {sandbox: weak}`"
-    return f"code cannot be run safely on this machine ({tried}). {advice}."
+@contextlib.contextmanager
+def _written(text: str) -> Generator[BinaryIO]:
+    """An unnamed file with a text in it, at its beginning."""
+    with open(os.memfd_create("sandbox"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.seek(0)
+        yield file

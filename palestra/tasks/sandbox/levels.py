@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from palestra.tasks.sandbox import filter, kernel
 
@@ -124,38 +124,38 @@ class Isolation:
     """A folder where each candidate mounts its own; null where a folder has to be made for each."""
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Way(NamedTuple):
     """A way to a level."""
 
     level: Level
     own_users: bool = False
     """Whether it uses a user namespace, which needs no rights."""
 
-    def prepare(self, folder: str, paths: Sequence[str]) -> Isolation:
-        """Bring the server to this level; `folder` is empty and its own."""
-        uids = unused_uids() if os.geteuid() == 0 and self.level != "weak" and not self.own_users else None
-        if self.level != "namespaces":
-            return Isolation(self.level, (0, 0), uids, tuple(paths))
-        user, group = os.geteuid(), os.getegid()
-        kernel.unshare(OF_THE_SERVER | (kernel.NEWUSER if self.own_users else 0))
-        if self.own_users:
-            maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
-            for name, text in maps.items():
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-        scratch = enter_root(folder, paths)
-        return Isolation(self.level, OF_A_PROCESS, uids, tuple(paths), scratch)
+    def __str__(self) -> str:
+        return f"{self.level} as an ordinary user" if self.own_users else self.level
 
 
-def attempts(strongest: Level, weakest: Level) -> list[Attempt]:
-    """The attempts to make, the best first."""
-    root, filtered = os.geteuid() == 0, filter.available()
-    ways = [Attempt("namespaces")] if filtered and root else []
-    ways += [Attempt("namespaces", own_users=True)] if filtered else []
-    ways += [Attempt("uid")] if filtered and root else []
+def ways(strongest: Level, weakest: Level) -> list[Way]:
+    """The ways to try, the best first."""
+    root = [Way("namespaces"), Way("namespaces", True), Way("uid")]
+    possible = [] if not filter.available() else root if os.geteuid() == 0 else root[1:2]
     chosen = LEVELS[LEVELS.index(strongest) : LEVELS.index(weakest) + 1]
-    return [way for way in [*ways, Attempt("weak")] if way.level in chosen]
+    return [way for way in [*possible, Way("weak")] if way.level in chosen]
+
+
+def prepare(way: Way, folder: str, paths: Sequence[str]) -> Isolation:
+    """Bring the server to a level; `folder` is empty and its own."""
+    uids = None if way.own_users or way.level == "weak" else unused_uids()
+    if way.level != "namespaces":
+        return Isolation(way.level, (0, 0), uids, tuple(paths))
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(OF_THE_SERVER | (kernel.NEWUSER if way.own_users else 0))
+    if way.own_users:
+        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        for name, text in maps.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    return Isolation(way.level, OF_A_PROCESS, uids, tuple(paths), enter_root(folder, paths))
 
 
 def isolate(level: Isolation, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:

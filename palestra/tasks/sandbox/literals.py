@@ -8,6 +8,7 @@ of these (a Counter, a float64) goes out as that. Values are copies: what is don
 import json
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 MOST_BYTES = 4 << 20  # of one message
@@ -35,8 +36,6 @@ def decode(data: bytes) -> Any:
     """The plain value of some bytes, whoever wrote them."""
     try:
         return _unpacked(json.loads(data))
-    except Malformed:
-        raise
     except (ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
         raise Malformed(f"{type(error).__name__}: {error}") from None
 
@@ -72,22 +71,31 @@ class Channel:
         return b"".join(parts)
 
 
+def _complex(real: float, imaginary: float) -> complex:
+    return complex(real, imaginary)
+
+
+FORMS: dict[type, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: (str, hex, lambda text: int(text, 16)),
+    bytes: (str, bytes.hex, bytes.fromhex),
+    complex: (list, lambda value: [value.real, value.imag], lambda parts: _complex(*parts)),
+    dict: (list, lambda value: [list(pair) for pair in value.items()], dict),
+    tuple: (list, list, tuple),
+    set: (list, list, set),
+    frozenset: (list, list, frozenset),
+}
+"""What JSON lacks, as `{name: content}`: the content's type, how a value becomes it, how it becomes a value."""
+NAMED = {kind.__name__: form for kind, form in FORMS.items()}
+
+
 def _packed(value: Any) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, str, float):
+    if value is None or kind in (bool, str, float) or (kind is int and -EXACT <= value <= EXACT):
         return value
-    if kind is int:
-        return value if -EXACT <= value <= EXACT else {"int": hex(value)}
     if kind is list:
         return [_packed(one) for one in value]
-    if kind in (tuple, set, frozenset):
-        return {kind.__name__: [_packed(one) for one in value]}
-    if kind is dict:
-        return {"dict": [[_packed(key), _packed(one)] for key, one in value.items()]}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
+    if kind in FORMS:
+        return {kind.__name__: _packed(FORMS[kind][1](value))}
     if f"{kind.__module__}.{kind.__qualname__}" in AS_DICT:
         return _packed(dict(value))
     if any(f"{base.__module__}.{base.__qualname__}" == "numpy.generic" for base in kind.__mro__):
@@ -102,20 +110,7 @@ def _unpacked(value: Any) -> Any:
         return [_unpacked(one) for one in value]
     if type(value) is not dict:
         return value
-    if len(value) != 1:
-        raise Malformed("expected one key")
-    ((kind, content),) = value.items()
-    if type(content) is str and kind == "int":
-        return int(content, 16)
-    if type(content) is str and kind == "bytes":
-        return bytes.fromhex(content)
-    if type(content) is not list:
-        raise Malformed(f"expected a list, or text with digits, in {kind}")
-    if kind == "complex":
-        real, imaginary = content
-        return complex(float(real), float(imaginary))
-    if kind == "dict":
-        return {_unpacked(key): _unpacked(one) for key, one in content}
-    if kind in ("tuple", "set", "frozenset"):
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(_unpacked, content))
-    raise Malformed(f"expected a plain value, not {kind}")
+    ((name, content),) = value.items()
+    if name not in NAMED or type(content) is not NAMED[name][0]:
+        raise Malformed(f"expected a plain value, not {name} of a {type(content).__name__}")
+    return NAMED[name][2](_unpacked(content))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.sandbox.client import Client, Files
-from palestra.tasks.sandbox.levels import LEVELS, Level, Limits
+from palestra.tasks.sandbox.client import Client, NotIsolated
+from palestra.tasks.sandbox.levels import LEVELS, Level, Limits, ways
 
 MOST_RESULT = 1 << 20  # bytes that tests may report
 
@@ -64,7 +64,7 @@ class Sandbox:
     ):
         if LEVELS.index(strongest) > LEVELS.index(weakest):
             raise UsageError(f"no level is at most {strongest} and at least {weakest}: they are {', '.join(LEVELS)}")
-        self._limits, self._weakest, self._strongest = limits or Limits(), weakest, strongest
+        self._limits, self._weakest, self._ways = limits or Limits(), weakest, ways(strongest, weakest)
         self._free = threading.Semaphore(workers or os.cpu_count() or 1)
         self._idle: queue.LifoQueue[Client] = queue.LifoQueue()
         self._owner, self._closed = os.getpid(), False
@@ -94,41 +94,24 @@ class Sandbox:
             raise UsageError("no test, or an empty one: any code would pass; give the problem tests")
         started = time.monotonic()
         exam = json.dumps({"setup": setup, "tests": list(tests), "entry_points": list(entry_points)})
-        with self._client() as client, Files() as files:
-            writing, result = files.pipe(MOST_RESULT)
-            inputs = [files.written(code), files.written(exam), writing]
-            reply = client.run("together" if together else "tests", timeout, self._limits, inputs, files)
-            level: Level = "weak" if together else client.level
-        lines = _lines(result.text)
+        with self._client() as client:
+            kind, level = ("together", "weak") if together else ("tests", client.level)
+            why, codes, (result,) = client.run(kind, timeout, self._limits, [code, exam], [MOST_RESULT])
+        lines = _lines(result)
         passed = [False] * len(tests)
         for line in lines:
             if type(line.get("test")) is int and 0 <= line["test"] < len(tests):
                 passed[line["test"]] = line.get("passed") is True
-        status, note = _status(reply, lines, passed, together)
+        status, note = _status(why, codes, lines, passed, together)
         return SandboxOutcome(status, tuple(passed), level, time.monotonic() - started, note)
 
     def run_program(self, code: str, stdin: str = "", timeout: float = 5.0) -> ProgramOutput:
         """Run a program as `python program.py` would, with a text as its stdin."""
-        started = time.monotonic()
-        with self._client() as client, Files() as files:
-            most = self._limits.output << 10
-            (out, stdout), (err, stderr) = files.pipe(most), files.pipe(most)
-            inputs = [files.written(code), files.written(stdin), out, err]
-            reply = client.run("program", timeout, self._limits, inputs, files)
-            level = client.level
-        (ended,) = reply["status"]
-        return ProgramOutput(
-            stdout.text,
-            stderr.text,
-            status="output" if files.overflown
-            else "timeout" if reply["why"] == "timeout"
-            else "killed" if ended < 0
-            else "error" if ended
-            else "ok",
-            code=ended,
-            level=level,
-            seconds=time.monotonic() - started,
-        )  # fmt: skip
+        started, most = time.monotonic(), self._limits.output << 10
+        with self._client() as client:
+            why, (ended,), (out, err) = client.run("program", timeout, self._limits, [code, stdin], [most, most])
+        status = why if why in ("output", "timeout") else "killed" if ended < 0 else "error" if ended else "ok"
+        return ProgramOutput(out, err, status, ended, client.level, time.monotonic() - started)
 
     def close(self) -> None:
         """End its servers; a busy one ends when it is done."""
@@ -157,7 +140,7 @@ class Sandbox:
             client = None
             with contextlib.suppress(queue.Empty):
                 client = self._idle.get_nowait()
-            client = client or Client(self._strongest, self._weakest)
+            client = client or self._connected()
             try:
                 yield client
             except BaseException:
@@ -166,6 +149,25 @@ class Sandbox:
             self._idle.put(client)
             if self._closed:
                 self.close()
+
+    def _connected(self) -> Client:
+        """A server at the strongest level that works, which is then that of all."""
+        reasons = []
+        for way in self._ways:
+            try:
+                client = Client(way)
+            except NotIsolated as error:
+                reasons.append(f"{way}: {error.why}")
+                continue
+            self._ways = [way]
+            return client
+        tried = "; ".join(reasons) or "not Linux on x86-64 or 64-bit ARM"
+        advice = "" if self._weakest == "weak" else ", or accept a weak sandbox with `args: {sandbox: weak}`"
+        raise UsageError(
+            f"code cannot be run safely on this machine ({tried}). Allow user namespaces (Debian: sysctl "
+            "kernel.unprivileged_userns_clone=1; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0), or "
+            f"run as root in a container{advice}."
+        )
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
@@ -179,7 +181,7 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 
 def _status(
-    reply: dict[str, Any], lines: list[dict[str, Any]], passed: list[bool], together: bool
+    why: str, codes: list[int], lines: list[dict[str, Any]], passed: list[bool], together: bool
 ) -> tuple[Literal["passed", "failed", "timeout", "error"], str]:
     """The status of tests, and the first failure."""
     ended = next((str(line["ended"]) for line in lines if "ended" in line), None)
@@ -190,8 +192,8 @@ def _status(
         return "error", note
     if ended is not None:
         return "failed", note
-    if reply["why"] == "timeout":
+    if why == "timeout":
         return "timeout", note or "it took too long"
     if together:
         return "failed", note or "the code ended its process"
-    return "error", note or f"the process of the tests ended with {reply['status'][-1]}"
+    return "error", note or f"the process of the tests ended with {codes[-1]}"

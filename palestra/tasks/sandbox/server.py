@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from palestra.tasks.sandbox import filter, kernel
 from palestra.tasks.sandbox.candidate import run_program, serve_calls
 from palestra.tasks.sandbox.examiner import examine, examine_together
-from palestra.tasks.sandbox.levels import CANDIDATE, TESTS, Attempt, Isolation, Limits, attempts, isolate
+from palestra.tasks.sandbox.levels import CANDIDATE, TESTS, Isolation, Limits, Way, isolate, prepare
 
 # Common imports of programs, loaded once.
 WARM = (
@@ -36,16 +36,8 @@ LOCKED = b"+"  # the first byte from a process that is isolated; anything else s
 MOST_FILES = 1 << 16
 
 
-@dataclass(frozen=True)
-class SandboxJob:
-    """The job of a process in the sandbox, with its files."""
-
-    role: int
-    act: Callable[..., int | None]
-    """Called with the numbers of its files; it returns an exit code."""
-    keep: tuple[int, ...]
-    streams: tuple[int, int, int]
-    """Its stdin, stdout and stderr."""
+Job = tuple[int, Callable[..., int | None], Sequence[int]]
+"""The role of a process, what it calls in the sandbox, which returns an exit code, and the files that this gets."""
 
 
 @dataclass(frozen=True)
@@ -114,23 +106,16 @@ class Server:
             status = [child.end() for child in reversed(children)][::-1]
             if self._isolation.scratch is None:
                 shutil.rmtree(scratch, ignore_errors=True)
-        return {"run": number, "why": why, "broken": problem, "status": status}
+        return {"why": why, "broken": problem, "status": status}
 
-    def _jobs(self, kind: str, files: list[int]) -> list[SandboxJob]:
+    def _jobs(self, kind: str, files: list[int]) -> list[Job]:
         """The processes to start, the one that is waited for last; further files are added to `files`."""
-        null = (self._null, self._null, self._null)
-        if kind == "program":
-            code, stdin, stdout, stderr = files
-            return [SandboxJob(CANDIDATE, run_program, (code,), (stdin, stdout, stderr))]
-        if kind == "together":
-            return [SandboxJob(CANDIDATE, examine_together, tuple(files), null)]
+        if kind != "tests":
+            return [(CANDIDATE, run_program if kind == "program" else examine_together, files)]
         code, tests, result = files
         ours, theirs = (end.detach() for end in socket.socketpair())
         files += [ours, theirs]
-        return [
-            SandboxJob(CANDIDATE, serve_calls, (code, ours), null),
-            SandboxJob(TESTS, examine, (tests, theirs, result), null),
-        ]
+        return [(CANDIDATE, serve_calls, (code, ours)), (TESTS, examine, (tests, theirs, result))]
 
     def _watch(self, number: int, life: int, deadline: float) -> str:
         """Wait for the end of a process; returns why the wait is over."""
@@ -157,10 +142,10 @@ class Server:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _start(self, job: SandboxJob, limits: Limits, seconds: float, scratch: str) -> Child:
+    def _start(self, job: Job, limits: Limits, seconds: float, scratch: str) -> Child:
         life, writing = os.pipe()
         try:
-            pid = kernel.clone(self._isolation.namespaces[job.role])
+            pid = kernel.clone(self._isolation.namespaces[job[0]])
             if pid == 0:
                 self._become(job, writing, limits, seconds, scratch)
         except OSError:
@@ -170,22 +155,22 @@ class Server:
             os.close(writing)
         return Child(pid, life)
 
-    def _become(self, job: SandboxJob, writing: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
+    def _become(self, job: Job, writing: int, limits: Limits, seconds: float, scratch: str) -> NoReturn:
         """In a new process: isolate it, do its job, and end."""
-        status = 1
+        status, (role, act, files) = 1, job
         with contextlib.suppress(BaseException):  # never back into the server's own code
-            _, _, _, writing, *others = arrange([*job.streams, writing, *job.keep, *self._self])
-            numbers, server = others[: len(job.keep)], others[len(job.keep) :]
+            _, _, _, writing, *others = arrange([*(self._null,) * 3, writing, *files, *self._self])
+            numbers, server = others[: len(files)], others[len(files) :]
             try:
                 if os.environ["TMPDIR"] != scratch:
                     os.environ["HOME"] = os.environ["TMPDIR"] = scratch
                 alive = server[0] if server else None
-                isolate(self._isolation, limits, seconds, role=job.role, scratch=scratch, server=alive)
+                isolate(self._isolation, limits, seconds, role=role, scratch=scratch, server=alive)
             except BaseException as error:
                 os.write(writing, f" {type(error).__name__}: {error}".encode())
                 raise
             os.write(writing, LOCKED)
-            status = job.act(*numbers) or 0
+            status = act(*numbers) or 0
         os._exit(status)
 
     def _scratch(self, number: int) -> str:
@@ -208,43 +193,6 @@ def arrange(files: list[int]) -> list[int]:
     return list(range(len(files)))
 
 
-def choose(ways: list[Attempt], folder: str, paths: list[str]) -> tuple[Isolation | None, list[str]]:
-    """The isolation of the first attempt that works, tried in a process of its own, and why earlier ones did not."""
-    reasons = []
-    for way in ways:
-        problem = _problem(way, folder, paths)
-        if problem is None:
-            return way.prepare(folder, paths), reasons
-        reasons.append(f"{way.level}{' as an ordinary user' if way.own_users else ''}: {problem}")
-    return None, reasons
-
-
-def _problem(way: Attempt, folder: str, paths: list[str]) -> str | None:
-    """Why an attempt does not work, or None."""
-    trial = os.path.join(folder, "trial")
-    os.mkdir(trial, 0o711)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            isolation = way.prepare(trial, paths)
-            inner = kernel.clone(isolation.namespaces[CANDIDATE])
-            if inner == 0:
-                isolate(isolation, Limits(), 5.0, role=CANDIDATE, scratch=isolation.scratch or trial, server=None)
-                os.write(writing, LOCKED)
-                os._exit(0)
-            os.waitpid(inner, 0)
-        except BaseException as error:
-            os.write(writing, f" {error}".encode())
-        os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    shutil.rmtree(trial, ignore_errors=True)
-    with open(reading, "rb") as file:
-        data = file.read()
-    return None if data[:1] == LOCKED else data.decode(errors="replace").strip() or "it did not work"
-
-
 def warm_up() -> None:
     """Import what programs use, and seed `random`: the same for each, so that verdicts are reproducible."""
     register = os.register_at_fork
@@ -259,28 +207,25 @@ def warm_up() -> None:
 
 def main(settings: dict[str, Any]) -> None:
     """Serve the process that started this one; `settings` comes from `palestra.tasks.sandbox.client`."""
+    folder, control = settings["folder"], socket.socket(fileno=settings["control"])
     try:
-        _serve(settings)
+        warm_up()
+        sys.path[:] = settings["modules"]
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, this is killed before the run
+        try:
+            isolation, problem = prepare(Way(*settings["way"]), folder, settings["readable"]), None
+        except OSError as error:
+            isolation, problem = None, str(error)
+        control.sendall(json.dumps({"broken": problem}).encode() + b"\n")
+        if isolation is None:
+            return
+        if sys.platform == "linux":
+            kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        if isolation.level == "namespaces":
+            filter.program(1)  # cached for all processes: each is the first in its namespace
+        gc.collect()
+        gc.freeze()
+        Server(control, isolation, folder, settings["parent"]).serve()
     finally:
-        shutil.rmtree(settings["folder"], ignore_errors=True)
-
-
-def _serve(settings: dict[str, Any]) -> None:
-    warm_up()
-    sys.path[:] = settings["modules"]
-    control = socket.socket(fileno=settings["control"])
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this is killed before the run
-    ways = attempts(settings["strongest"], settings["weakest"])
-    isolation, reasons = choose(ways, settings["folder"], settings["readable"])
-    hello = {"level": None if isolation is None else isolation.level, "reasons": reasons}
-    control.sendall(json.dumps(hello).encode() + b"\n")
-    if isolation is None:
-        return
-    if sys.platform == "linux":
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    if isolation.level == "namespaces":
-        filter.program(1)  # cached for all processes: each is the first in its namespace
-    gc.collect()
-    gc.freeze()
-    Server(control, isolation, settings["folder"], settings["parent"]).serve()
+        shutil.rmtree(folder, ignore_errors=True)
