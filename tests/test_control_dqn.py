@@ -255,6 +255,23 @@ def test_step_reward_that_is_not_finite_stops_and_is_named():
     assert algorithm.memory.added == 6
 
 
+class Overflowing(Walk):
+    """Its episode ends at an infinite observation."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs * np.inf if terminated else obs, reward, terminated, truncated, info
+
+
+def test_step_final_observation_that_is_not_finite_is_named_with_its_environment():
+    makers = [lambda: Walk([0.0] * 9), lambda: Overflowing([0.0] * 4)]
+    algorithm = dqn(SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP))
+    with pytest.raises(
+        NotFinite, match=r"final observation of inf in environment 1 at vector step 4 \(about frame 8\)"
+    ):
+        algorithm.step(0.0)
+
+
 class Forbidding(Walk):
     def reset(self, **given):
         obs, _ = super().reset(**given)

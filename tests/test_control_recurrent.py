@@ -107,7 +107,7 @@ def test_rollout_values_and_successors_equal_following_each_environment(cell, mo
     for _ in range(2):
         rollout = ppo.collect()
         with torch.no_grad():
-            values, successors = ppo._values(rollout)
+            values, successors = ppo.values(rollout)
             ends = dict(zip(rollout.ends.tolist(), rollout.final_obs, strict=True))
             for t, n in np.ndindex(20, 3):
                 memory[n] = ppo.net.nothing(1) if fresh[n] else memory[n]

@@ -56,10 +56,7 @@ class Collector:
         self.episodes, self.horizon = episodes, horizon
         self.obs = np.zeros((horizon, n, *shape), episodes.obs_dtype)
         self.rewards = np.zeros((horizon, n), np.float32)
-        self.terminated = np.zeros((horizon, n), bool)
-        self.truncated = np.zeros((horizon, n), bool)
-        self.valid = np.ones((horizon, n), bool)
-        self.began = np.zeros((horizon, n), bool)
+        self.terminated, self.truncated, self.valid, self.began = np.zeros((4, horizon, n), bool)
         self.masks: np.ndarray | None = None  # made when the environment has given its first
         self.actions = torch.zeros((horizon, n, *action_shape), dtype=action_dtype)
         self._obs_rows = torch.from_numpy(self.obs).unbind(0)  # made once: a view a step costs more than the copy
@@ -74,7 +71,6 @@ class Collector:
         ends: list[int] = []
         finals: list[np.ndarray] = []
         episodes, n = self.episodes, self.episodes.num_envs
-        before = episodes.frame
         self.valid[:] = True
         if episodes.mask is not None and self.masks is None:
             self.masks = np.ones((self.horizon, *episodes.mask.shape), bool)
@@ -108,24 +104,18 @@ class Collector:
             began=torch.from_numpy(self.began),
             masks=None if self.masks is None else torch.from_numpy(self.masks),
         )
-        self._check_finite(rollout, before)
+        self._check_finite(rollout)
         return rollout
 
-    def _check_finite(self, rollout: Rollout, before: int) -> None:
+    def _check_finite(self, rollout: Rollout) -> None:
         n = self.episodes.num_envs
         rows = self.horizon * n
         # Each array, and for every row of it (vector steps of this rollout before it)·N + environment.
         for what, array, positions in (
             ("reward", rollout.rewards.flatten(0, 1), range(n, n + rows)),
             ("observation", rollout.obs.flatten(0, 1), range(rows)),
-            ("final observation", rollout.final_obs, rollout.ends + n),
+            ("final observation", rollout.final_obs, rollout.ends.numpy() + n),
             ("observation", rollout.last_obs, range(rows, rows + n)),
         ):
-            finite = torch.isfinite(array)
-            if finite.all():
-                continue
-            first = (~finite).nonzero()[0]
-            steps, env = divmod(int(positions[first[0]]), n)
-            step = self.episodes.stepper.steps - self.horizon + steps
-            number = float(array[tuple(first)])
-            raise self.episodes.not_finite(what, number, env, step, before + steps * n)
+            if array.is_floating_point():
+                self.episodes.check(what, array.numpy(), positions, self.horizon)

@@ -1,7 +1,7 @@
 """Running episodes of the vector environment: observations, lengths, returns; whole episodes of REINFORCE."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,18 +81,20 @@ class Episodes:
             self.episode_return[over] = self.episode_length[over] = 0
         return transition
 
-    def check(self, what: str, numbers: np.ndarray) -> None:
-        """Raise if a number of the last vector step, N rows of them, is not finite."""
-        non_finite = np.argwhere(~np.isfinite(numbers))
-        if len(non_finite):
-            first = tuple(non_finite[0])
-            raise self.not_finite(what, float(numbers[first]), int(first[0]), self.stepper.steps, self.frame)
+    def check(self, what: str, numbers: np.ndarray, positions: Sequence[int] | np.ndarray, steps: int = 0) -> None:
+        """Raise if a number is not finite.
 
-    def not_finite(self, what: str, number: float, env: int, step: int, frame: int) -> NotFinite:
-        """The error for a number of environment `env` at this vector step."""
-        return NotFinite(
-            f"{self.stepper.name} returned a {what} of {number:g} in environment {env} at vector step {step} (about "
-            f"frame {frame}). It was not learned from, and the last checkpoint is intact. Fix it and resume."
+        `positions` has for each row (vector steps after `steps` ago)·N + environment.
+        """
+        finite = np.isfinite(numbers)
+        if finite.all():
+            return
+        first = tuple(np.argwhere(~finite)[0])
+        after, env = divmod(int(positions[first[0]]), self.num_envs)
+        step, frame = self.stepper.steps - steps + after, self.frame - (steps - after) * self.num_envs
+        raise NotFinite(
+            f"{self.stepper.name} returned a {what} of {numbers[first]:g} in environment {env} at vector step {step} "
+            f"(about frame {frame}). It was not learned from, and the last checkpoint is intact. Fix it and resume."
         )
 
     def metrics(self) -> dict[str, float]:

@@ -8,42 +8,31 @@ from palestra.errors import UsageError
 from palestra.migrate.blocks import ForeignBlock, schedule
 from palestra.migrate.nets import dqn_target_fields, optimizer_fields, sac_target_fields
 
-NAMES = {
-    "Reinforce": "reinforce",
-    "SARSA": "sarsa",
-    "VanillaDQN": "dqn",
-    "DQNBase": "dqn",
-    "DQN": "dqn",
-    "DoubleDQN": "dqn",
-    "ActorCritic": "a2c",
-    "SIL": "a2c",
-    "PPO": "ppo",
-    "PPOSIL": "ppo",
-    "SoftActorCritic": "sac",
-    "CrossQ": "crossq",
-}
 _COMMON = "name action_pdtype action_policy explore_var_spec gamma training_frequency "
 _ACTOR = _COMMON + "lam entropy_coef_spec policy_loss_coef val_loss_coef normalize_v_targets "
+_A2C = _ACTOR + "num_step_returns"
 _REPLAY = _COMMON + "training_iter training_start_step "
+_DQN = _REPLAY + "training_batch_iter"
 _IMITATION = " sil_policy_loss_coef sil_val_loss_coef training_batch_iter training_iter"
-_PPO = _ACTOR + ("clip_eps_spec minibatch_size time_horizon training_epoch clip_vloss symlog normalize_advantages")
+_PPO = _ACTOR + "clip_eps_spec minibatch_size time_horizon training_epoch clip_vloss symlog normalize_advantages"
 _SAC = _REPLAY + (
     "policy_delay entropy_penalty_coef symlog log_alpha_min log_alpha_max alpha_lr fixed_alpha alpha_anneal_frames "
     "spectral_norm target_entropy entropy_anneal"
 )
-KEYS = {
-    name: frozenset(keys.split())
-    for name, keys in {
-        "Reinforce": _COMMON + "center_return entropy_coef_spec policy_loss_coef",
-        "SARSA": _COMMON,
-        **dict.fromkeys(("VanillaDQN", "DQNBase", "DQN", "DoubleDQN"), _REPLAY + "training_batch_iter"),
-        "ActorCritic": _ACTOR + "num_step_returns",
-        "SIL": _ACTOR + "num_step_returns" + _IMITATION,
-        "PPO": _PPO,
-        "PPOSIL": _PPO + _IMITATION,
-        "SoftActorCritic": _SAC,
-        "CrossQ": _SAC,
-    }.items()
+# By SLM-Lab's name: ours, and the keys that it reads.
+ALGORITHMS = {
+    "Reinforce": ("reinforce", _COMMON + "center_return entropy_coef_spec policy_loss_coef"),
+    "SARSA": ("sarsa", _COMMON),
+    "VanillaDQN": ("dqn", _DQN),
+    "DQNBase": ("dqn", _DQN),
+    "DQN": ("dqn", _DQN),
+    "DoubleDQN": ("dqn", _DQN),
+    "ActorCritic": ("a2c", _A2C),
+    "SIL": ("a2c", _A2C + _IMITATION),
+    "PPO": ("ppo", _PPO),
+    "PPOSIL": ("ppo", _PPO + _IMITATION),
+    "SoftActorCritic": ("sac", _SAC),
+    "CrossQ": ("crossq", _SAC),
 }
 MEMORY_KEYS = frozenset(
     {"name", "batch_size", "max_size", "use_cer", "alpha", "epsilon", "cross_entropy", "sil_replay_name"}
@@ -65,14 +54,12 @@ class Setting:
 def algorithm_fields(block: ForeignBlock, setting: Setting) -> dict[str, Any]:
     """The fields of our `algorithm`, `name` first."""
     theirs = block.take("name")
-    if theirs not in NAMES:
-        known = ", ".join(NAMES)
+    if theirs not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
         raise UsageError(f"{block.path}.name: {theirs!r} has no counterpart here. There are ones for: {known}")
-    block.known = KEYS[theirs]
-    ours = NAMES[theirs]
-    fields: dict[str, Any] = {"name": ours}
-    if "gamma" in block:
-        fields["gamma"] = block.take("gamma")
+    ours, keys = ALGORITHMS[theirs]
+    block.known = frozenset(keys.split())
+    fields: dict[str, Any] = {"name": ours} | block.renamed(gamma="gamma")
     fields |= optimizer_fields(setting.net, ours, setting.frames)
     if ours in ("dqn", "sac", "crossq"):
         fields |= _replay(block, setting, ours)
@@ -210,13 +197,10 @@ def _soft(block: ForeignBlock, setting: Setting, ours: str) -> dict[str, Any]:
         setting.memory.note("name", f"{ours} samples uniformly here; priorities were left out")
         setting.memory.read |= {"alpha", "epsilon"}
     fields["policy_delay"] = block.count("policy_delay", 1)
-    if "fixed_alpha" in block:
-        fields["alpha"] = block.take("fixed_alpha")
+    fields |= block.renamed(fixed_alpha="alpha", alpha_lr="alpha_lr")
     target = block.take("target_entropy", "auto")
     if target != "auto":
         fields["target_entropy"] = target
-    if "alpha_lr" in block:
-        fields["alpha_lr"] = block.take("alpha_lr")
     for key, usual in (("log_alpha_min", -5), ("log_alpha_max", 2)):
         block.wanted(key, usual, "the entropy's weight is not bounded here")
     return fields
@@ -244,14 +228,12 @@ def _vector_steps(block: ForeignBlock, setting: Setting, default: int) -> int:
 
 
 def _self_imitation(block: ForeignBlock, memory: ForeignBlock) -> dict[str, Any]:
-    fields = {
+    memory.read.add("epsilon")
+    return {
         "buffer": memory.count("max_size", 100_000),
         "batch": memory.count("batch_size", 512),
         "updates": block.count("training_iter", 1) * block.count("training_batch_iter", 1),
         "coef": block.take("sil_policy_loss_coef", 0.1),
         "value_coef": block.take("sil_val_loss_coef", 0.01),
+        **memory.renamed(alpha="alpha"),
     }
-    if "alpha" in memory:
-        fields["alpha"] = memory.take("alpha")
-    memory.read.add("epsilon")
-    return fields

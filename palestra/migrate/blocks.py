@@ -51,6 +51,10 @@ class ForeignBlock:
         """A mapping inside."""
         return ForeignBlock(self.take(key, {}), f"{self.path}.{key}", self.notes, known)
 
+    def renamed(self, **ours: str) -> dict[str, Any]:
+        """The values of those of their keys that the block has, by our names."""
+        return {name: self.take(theirs) for theirs, name in ours.items() if theirs in self}
+
     def note(self, key: str, what: str) -> None:
         self.notes.add(f"{self.path}.{key}", what)
 

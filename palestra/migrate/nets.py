@@ -36,10 +36,8 @@ def net_fields(block: ForeignBlock, algorithm: dict[str, Any]) -> dict[str, Any]
         if kind not in ("MLPNet", "DuelingMLPNet"):
             block.note("type", f"{kind} was taken as an MLP")
         fields["hidden"] = flat(block.take("hid_layers", [64, 64]))
-    if "critic_hid_layers" in block:
-        fields["critic_hidden"] = flat(block.take("critic_hid_layers"))
-    if "actor_hid_layers" in block:
-        fields["hidden"] = flat(block.take("actor_hid_layers"))
+    own = block.renamed(critic_hid_layers="critic_hidden", actor_hid_layers="hidden")
+    fields |= {name: flat(widths) for name, widths in own.items()}
     block.read |= {"conv_hid_layers", "hid_layers", "fc_hid_layers"}
     activation = block.take("hid_layers_activation", "relu")
     if kind != "TorchArcNet":  # a graph has its own
@@ -52,9 +50,7 @@ def net_fields(block: ForeignBlock, algorithm: dict[str, Any]) -> dict[str, Any]
     if block.data.get("shared") and "critic_hidden" in fields:
         block.note("critic_hid_layers", "the critic has no layers of its own in a shared net; they were left out")
         del fields["critic_hidden"]
-    for theirs, ours in (("shared", "shared"), ("layer_norm", "layer_norm"), ("log_std_init", "log_std")):
-        if theirs in block:
-            fields[ours] = block.take(theirs)
+    fields |= block.renamed(shared="shared", layer_norm="layer_norm", log_std_init="log_std")
     init = block.take("init_fn")
     fields["orthogonal"] = init == "orthogonal_"
     if init not in (None, "orthogonal_"):
@@ -228,19 +224,16 @@ def flat(layers: Any) -> list[int]:
     return [width for item in layers for width in (flat(item) if isinstance(item, list) else [item])]
 
 
+SAME = ("gamma", "lam", "policy_delay", "target_entropy", "alpha_lr")  # fields of both algorithms
 ALGORITHM = {
-    "gamma": "gamma",
-    "lam": "lam",
+    **dict(zip(SAME, SAME, strict=True)),
     "val_loss_coef": "value_coef",
     "time_horizon": "horizon",
     "num_step_returns": "horizon",
     "minibatch_size": "minibatch",
     "training_epoch": "epochs",
     "training_start_step": "start",
-    "policy_delay": "policy_delay",
     "fixed_alpha": "alpha",
-    "target_entropy": "target_entropy",
-    "alpha_lr": "alpha_lr",
     "sil_policy_loss_coef": "self_imitation.coef",
     "sil_val_loss_coef": "self_imitation.value_coef",
 }
@@ -323,12 +316,15 @@ def _axis(key: str, values: Any, spec: Mapping[str, Any], net: str, notes: Notes
     elif ours != "choice":
         values = values[:2]
     where, convert = place
-    pairs = [(value, None if value is None else convert(value)) for value in values]
-    lost = [value for value, new in pairs if new is None and value is not None]
+    left, lost = [], []
+    for value in values:
+        new = None if value is None else convert(value)
+        if new is None and value is not None:
+            lost.append(str(value))
+        elif new not in left:
+            left.append(new)
     if lost:
-        notes.add(at, f"not possible here, and left out: {', '.join(map(str, lost))}")
-    left = [new for value, new in pairs if value not in lost]
-    left = [new for index, new in enumerate(left) if new not in left[:index]]
+        notes.add(at, f"not possible here, and left out: {', '.join(lost)}")
     if len(left) < 2:
         notes.add(at, "fewer than two values are left; it is not searched")
         return []

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 LIVE_EVERY = 0.25  # seconds between two updates of the live line
@@ -17,10 +17,10 @@ class Row:
 
     name: str
     total: int
-    first: int = 0  # `done` at the first update: what was done before a resume does not count as speed
+    first: int  # `done` at the first update: what was done before a resume does not count as speed
+    since: float
     done: int = 0
     headline: str = ""
-    since: float = field(default_factory=time.monotonic)
     until: float | None = None  # when it was done: the others may continue
     task: Any = None  # rich's handle of the live line
 
@@ -65,7 +65,7 @@ class Progress(AbstractContextManager["Progress"]):
         if not self._enabled:
             return
         name = self.name if row is None else row
-        state = self.rows.setdefault(name, Row(name, self.total, done))
+        state = self.rows.setdefault(name, Row(name, self.total, done, time.monotonic()))
         state.done, state.headline = done, headline
         if state.until is None and done >= state.total:
             state.until = time.monotonic()
@@ -102,7 +102,7 @@ class Progress(AbstractContextManager["Progress"]):
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Live
 
-        texts = {name: TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in Row("", 0).text("")}
+        texts = {name: TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in Row("", 0, 0, 0.0).text("")}
         live = Live(
             texts["name"], BarColumn(20), texts["count"], texts["rate"], texts["headline"], texts["eta"],
             console=Console(file=self._stream), auto_refresh=False,

@@ -17,7 +17,7 @@ from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import ExplorationNoise, QNet, exploration_noise, explored
+from palestra.control.nets.values import Exploration, ExplorationNoise, QNet
 from palestra.control.optim import FlatNet, Trained, clip_norm, compiled, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import quantile_loss
@@ -39,6 +39,7 @@ class DQN(OffPolicy):
         self.beta = None
         if self.spec.prioritized is not None:
             self.beta = in_fractions(self.spec.prioritized, parts.spec.steps).beta
+        self.exploration = Exploration(self.net, self.generator, self.spec.epsilon, self.spec.temperature)
         self.flat = FlatNet(self.net)
         # An equal copy, with a vector of its own.
         twin = self.actor(parts.spec, parts.obs_shape, parts.head).to(parts.device).requires_grad_(False)
@@ -58,11 +59,10 @@ class DQN(OffPolicy):
         return QNet(obs_shape, head, spec.net, scale, dueling=spec.algorithm.dueling, quantiles=quantiles)
 
     def explore(self, horizon: int) -> ExplorationNoise:
-        softmax = self.spec.temperature is not None
-        return exploration_noise(self.net, self.generator, horizon, self.episodes.num_envs, softmax=softmax)
+        return self.exploration.noise(horizon, self.episodes.num_envs)
 
     def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
-        return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
+        return self.exploration.actions(obs, noise, t, progress)
 
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:

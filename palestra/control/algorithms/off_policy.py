@@ -115,10 +115,17 @@ class OffPolicy(Algorithm):
 
     def _check(self, transition: Transition) -> None:
         """Raise before a non-finite number is stored. Sums are checked first: one number instead of all of them."""
-        obs, rewards, final_obs = transition.obs, transition.rewards, transition.final_obs
-        for what, numbers in (("reward", rewards), ("observation", obs), ("final observation", final_obs)):
-            if numbers is not None and numbers.dtype.kind == "f" and not math.isfinite(numbers.sum()):
-                self.episodes.check(what, numbers)
+        obs, rewards, _, _, _, ended, final_obs = transition
+        envs = range(len(rewards))
+        for what, numbers, rows in (
+            ("reward", rewards, envs),
+            ("observation", obs, envs),
+            ("final observation", final_obs, ended),
+        ):
+            if numbers is None or rows is None or numbers.dtype.kind != "f":
+                continue
+            if not math.isfinite(numbers.sum()):
+                self.episodes.check(what, numbers, rows)
 
     def _add_rewards(self, transition: Transition) -> None:
         ended = np.logical_or(transition.terminated, transition.truncated)

@@ -7,6 +7,7 @@ How it learns: some gradient steps after each policy improvement on -log π · (
 sampled in proportion to (R - V)₊^α, with the importance weights of Schaul et al. 2016 to the power β.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,17 +59,6 @@ class RolloutBatch(NamedTuple):
         if self.began is None or self.memory is None:
             return net(self.obs, self.masks)
         return net(self.obs, self.began, self.memory[0], self.masks)
-
-
-class Estimates(NamedTuple):
-    """Values and advantages of a rollout, each (T, N)."""
-
-    rewards: Tensor  # normalized and clipped as the spec says
-    values: Tensor
-    next_values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    valid: Tensor | None
 
 
 class OnPolicy(Algorithm):
@@ -152,26 +142,24 @@ class OnPolicy(Algorithm):
         return self.collector.collect(act, noise, head.to_env)
 
     def batch(self, rollout: Rollout, lam: float) -> RolloutBatch:
-        """The rollout with its values and GAE, one transition per row; for a recurrent policy still (T, N)."""
-        estimates = self.estimates(rollout, self.spec.gamma, lam)
+        """The rollout with values and GAE under the weights that collected it, one transition per row.
+
+        For a recurrent policy still (T, N).
+        """
+        valid = self.valid(rollout)
+        rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
+        values, next_values = self.values(rollout)
+        ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "valid": valid}
+        advantages, returns = gae(rewards, values, next_values, **ends, gamma=self.spec.gamma, lam=lam)
         if self.imitation is not None:
-            self.imitation.add(rollout, estimates)
-        _, values, _, advantages, returns, valid = estimates
+            self.imitation.add(rollout, rewards, next_values, valid)
         batch = RolloutBatch(rollout.obs, rollout.actions, advantages, returns, values, valid, rollout.masks)
         if self.start is not None:
             return batch._replace(began=rollout.began, memory=self.start[None])
         return RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
 
-    def estimates(self, rollout: Rollout, gamma: float, lam: float) -> Estimates:
-        """Values and advantages of a rollout under the weights that collected it."""
-        valid = self.valid(rollout)
-        rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
-        values, next_values = self._values(rollout)
-        ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "valid": valid}
-        advantages, returns = gae(rewards, values, next_values, **ends, gamma=gamma, lam=lam)
-        return Estimates(rewards, values, next_values, advantages, returns, valid)
-
-    def _values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """V of each row's observation and of its true successor, both (T, N)."""
         if self.start is None:
             return rollout.next_values(self.net.value)
         values, memories = self.net.values(rollout.obs, rollout.began, self.start)
@@ -185,17 +173,25 @@ class OnPolicy(Algorithm):
 
     def gradient_step(self, batch: Any, rates: Rates) -> Tensor:
         """One gradient step on `loss`; the logged parts of it and the gradient's norm before clipping."""
-        vector, self.adam, metrics = self._update(self.adam, batch, rates)
+        return self.apply(self._update, batch, rates)
+
+    def apply(self, update: Callable, batch: Any, rates: Any) -> Tensor:
+        """Take over the parameters and the optimizer state that an update computed; returns the rest of it."""
+        vector, self.adam, metrics = update(self.adam, batch, rates)
         self.flat.vector.copy_(vector)
         self.updates += 1
         return metrics
 
     def update(self, adam: Adam, batch: Any, rates: Rates) -> tuple[Tensor, Adam, Tensor]:
         """New parameters, new optimizer state, metrics: a pure function, eager or one compiled graph."""
-        gradient, metrics = self.flat.gradient(lambda net: self.loss(net, batch, rates))
+        return self.descend(adam, lambda net: self.loss(net, batch, rates), rates.lr)
+
+    def descend(self, adam: Adam, loss: Callable, lr: Tensor) -> tuple[Tensor, Adam, Tensor]:
+        """One update by the gradient of `loss(net)`; its norm follows what the loss logs."""
+        gradient, metrics = self.flat.gradient(loss)
         # One global norm over policy and value together, clipped before Adam sees it.
         gradient, norm = clip_norm(gradient, self.spec.max_grad_norm)
-        vector, adam = adam_step(self.flat.vector, gradient, adam, rates.lr, self.spec.adam_eps)
+        vector, adam = adam_step(self.flat.vector, gradient, adam, lr, self.spec.adam_eps)
         return vector, adam, torch.cat([metrics, norm.detach().reshape(1)])
 
     def state(self) -> dict[str, Any]:
@@ -248,13 +244,13 @@ class SelfImitation:
         self.most = 1.0  # the largest (R - V)₊ seen: new steps begin with it
         self._update = compiled(self.update) if parts.compile else self.update
 
-    def add(self, rollout: Rollout, estimates: Estimates) -> None:
-        """Remember the episodes that ended in a rollout."""
+    def add(self, rollout: Rollout, rewards: Tensor, next_values: Tensor, valid: Tensor | None) -> None:
+        """Remember the episodes that ended in a rollout; `rewards` are as they are learned from."""
         # A truncated episode bootstraps from the value of its last observation: a time limit is not a failure.
         truncated = rollout.truncated & ~rollout.terminated
-        rewards = estimates.rewards + torch.where(truncated, self.gamma * estimates.next_values, 0.0)
+        rewards = rewards + torch.where(truncated, self.gamma * next_values, 0.0)
         columns = {"obs": rollout.obs, "actions": rollout.actions, "rewards": rewards, "masks": rollout.masks}
-        rows = self.episodes.add(columns, rollout.terminated | rollout.truncated, estimates.valid)
+        rows = self.episodes.add(columns, rollout.terminated | rollout.truncated, valid)
         if rows is not None:
             del rows["rewards"]
             self._remember(rows)
@@ -273,17 +269,15 @@ class SelfImitation:
 
     def learn(self, lr: Tensor) -> dict[str, float]:
         """Its gradient steps, once a batch is stored; the means of their metrics."""
-        learner, spec = self.learner, self.spec
+        spec = self.spec
         if self.size < spec.batch:
             return {}
         totals = torch.zeros(len(METRICS), device=lr.device)
         for _ in range(spec.updates):
             at, rows = self._sample()
-            vector, learner.adam, out = self._update(learner.adam, rows, lr)
-            learner.flat.vector.copy_(vector)
-            learner.updates += 1
+            out = self.learner.apply(self._update, rows, lr)
             totals += out[: len(METRICS)]
-            self._weigh(at, out[len(METRICS) :])
+            self._weigh(at, out[len(METRICS) : -1])
         return dict(zip(METRICS, (totals / spec.updates).tolist(), strict=True))
 
     def _sample(self) -> tuple[np.ndarray, ImitationRows]:
@@ -301,13 +295,9 @@ class SelfImitation:
         self.most = max(self.most, float(numbers.max()))
         self.tree.set(at, (numbers + LEAST) ** self.spec.alpha)
 
-    def update(self, adam: Any, rows: ImitationRows, lr: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """One gradient step: new parameters, new optimizer state, metrics followed by (R - V)₊ of each row."""
-        learner = self.learner
-        gradient, out = learner.flat.gradient(lambda net: self.loss(net, rows))
-        gradient, _ = clip_norm(gradient, learner.spec.max_grad_norm)
-        vector, adam = adam_step(learner.flat.vector, gradient, adam, lr, learner.spec.adam_eps)
-        return vector, adam, out
+    def update(self, adam: Adam, rows: ImitationRows, lr: Tensor) -> tuple[Tensor, Adam, Tensor]:
+        """One gradient step: new parameters and optimizer state; metrics, (R - V)₊ of each row, the gradient's norm."""
+        return self.learner.descend(adam, lambda net: self.loss(net, rows), lr)
 
     def loss(self, net: Any, rows: ImitationRows) -> tuple[Tensor, Tensor]:
         """coef · -log π · (R - V)₊ + value_coef · ½ (R - V)₊² (eq. 1 to 3)."""

@@ -18,7 +18,7 @@ from palestra.control.algorithms.off_policy import refuse_masks
 from palestra.control.algorithms.on_policy import OnPolicy, Rates
 from palestra.control.collector import Rollout
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import ExplorationNoise, QNet, exploration_noise, explored
+from palestra.control.nets.values import Exploration, QNet
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import masked_mean
 from palestra.rl.returns import lambda_returns
@@ -45,6 +45,7 @@ class SARSA(OnPolicy):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.frames = parts.spec.train.frames
+        self.exploration = Exploration(self.net, self.generator, self.spec.epsilon, self.spec.temperature)
         self.chosen: Tensor | None = None
         """The actions that the next rollout starts with: those that valued the last row of the one before."""
 
@@ -56,26 +57,20 @@ class SARSA(OnPolicy):
         """T steps of the exploring policy in all environments, and its actions after the last one."""
         refuse_masks(self.episodes, self.spec.name)
         steps, began = self.spec.horizon, self.episodes.frame
-        noise = self._noise(steps + 1, self.episodes.num_envs)
+        noise = self.exploration.noise(steps + 1, self.episodes.num_envs)
 
         def act(obs: Tensor, number: Tensor) -> Tensor:
             t = int(number)
             if t == 0 and self.chosen is not None:
                 return self.chosen
             now = progress + (self.episodes.frame - began) / self.frames
-            return self._explored(obs.to(self.device), noise, t, now)
+            return self.exploration.actions(obs.to(self.device), noise, t, now)
 
         rollout = self.collector.collect(act, torch.arange(steps), self.policy.head.to_env)
         with torch.no_grad():
             self.chosen = None
             self.chosen = act(rollout.last_obs, torch.tensor(steps)).cpu()
         return rollout
-
-    def _noise(self, steps: int, envs: int) -> ExplorationNoise:
-        return exploration_noise(self.net, self.generator, steps, envs, softmax=self.spec.temperature is not None)
-
-    def _explored(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
-        return explored(self.net, obs, noise, t, progress, self.spec.epsilon, self.spec.temperature)
 
     @torch.no_grad()
     def prepare(self, rollout: Rollout, progress: float = 0.0) -> SarsaBatch:
@@ -96,7 +91,8 @@ class SARSA(OnPolicy):
         q = self.net.q(torch.cat([rollout.obs.flatten(0, 1)[envs:], rollout.last_obs]))
         values = q.gather(1, actions[:, None]).squeeze(1)
         if len(rollout.ends):
-            sampled = self._explored(rollout.final_obs, self._noise(1, len(rollout.ends)), 0, progress)
+            noise = self.exploration.noise(1, len(rollout.ends))
+            sampled = self.exploration.actions(rollout.final_obs, noise, 0, progress)
             q = self.net.q(rollout.final_obs)
             values[rollout.ends] = q.gather(1, sampled.to(q.device)[:, None]).squeeze(1)
         return values.view(steps, envs)

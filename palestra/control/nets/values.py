@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -267,36 +268,34 @@ class ExplorationNoise(NamedTuple):
     gumbel: Tensor | None  # (T, N, A), where actions are sampled by a softmax
 
 
-def exploration_noise(
-    net: QNet, generator: torch.Generator, steps: int, envs: int, *, softmax: bool
-) -> ExplorationNoise:
-    """What `explored` needs for `steps` vector steps."""
-    actions = net.head.outputs
-    chance = torch.rand(steps, envs, generator=generator).numpy()
-    random = torch.randint(actions, (steps, envs), generator=generator)
-    # argmax(x + Gumbel noise) is a sample of softmax(x).
-    if not softmax:
-        return ExplorationNoise(chance, random, None)
-    uniform = torch.rand(steps, envs, actions, generator=generator).clamp(1e-10, 1 - 1e-7)
-    return ExplorationNoise(chance, random, -torch.log(-torch.log(uniform)))
+@dataclass(frozen=True)
+class Exploration:
+    """ε-greedy actions of a Q-network, or with a temperature a softmax of its values."""
 
+    net: QNet
+    generator: torch.Generator
+    epsilon: Schedule
+    temperature: Schedule | None
 
-def explored(
-    net: QNet,
-    obs: Tensor,
-    noise: ExplorationNoise,
-    t: int,
-    progress: float,
-    epsilon: Schedule,
-    temperature: Schedule | None,
-) -> Tensor:
-    """Actions of the exploring policy for `obs`, (N, ...)."""
-    if temperature is not None:
-        assert noise.gumbel is not None
-        degree = max(value(progress=progress, **temperature.arguments()), 1e-8)  # 0 is greedy
-        return (net.q(obs) / degree + noise.gumbel[t].to(obs.device)).argmax(dim=1)
-    random = noise.chance[t] < value(progress=progress, **epsilon.arguments())
-    if random.all():
-        return noise.random[t]
-    best = net.actions(obs)
-    return best if not random.any() else torch.where(torch.from_numpy(random), noise.random[t], best.cpu())
+    def noise(self, steps: int, envs: int) -> ExplorationNoise:
+        """What `actions` needs for `steps` vector steps."""
+        outputs = self.net.head.outputs
+        chance = torch.rand(steps, envs, generator=self.generator).numpy()
+        random = torch.randint(outputs, (steps, envs), generator=self.generator)
+        if self.temperature is None:
+            return ExplorationNoise(chance, random, None)
+        # argmax(x + Gumbel noise) is a sample of softmax(x).
+        uniform = torch.rand(steps, envs, outputs, generator=self.generator).clamp(1e-10, 1 - 1e-7)
+        return ExplorationNoise(chance, random, -torch.log(-torch.log(uniform)))
+
+    def actions(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
+        """Actions of the exploring policy for `obs`, (N, ...)."""
+        if self.temperature is not None:
+            assert noise.gumbel is not None
+            degree = max(value(progress=progress, **self.temperature.arguments()), 1e-8)  # 0 is greedy
+            return (self.net.q(obs) / degree + noise.gumbel[t].to(obs.device)).argmax(dim=1)
+        random = noise.chance[t] < value(progress=progress, **self.epsilon.arguments())
+        if random.all():
+            return noise.random[t]
+        best = self.net.actions(obs)
+        return best if not random.any() else torch.where(torch.from_numpy(random), noise.random[t], best.cpu())
