@@ -120,7 +120,7 @@ def test_documents_killed_in_the_middle_go_on_and_end_as_without_a_kill(tmp_path
     before = begun.read_text().splitlines()
     time.sleep(1.5)  # until the workers of the dead process are gone too
     begun.write_text("")
-    assert zygote.Popen(command, env=environment).wait(120) == 0
+    subprocess.run(command, env=environment, check=True, timeout=120)
     again = begun.read_text().splitlines()
     assert len(again) == 6 - len(finished)
     assert len(before) >= len(finished)

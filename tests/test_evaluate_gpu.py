@@ -5,7 +5,7 @@ import torch
 from eval_lab import TOKENIZER, letters, run, save_model, spec_of
 from tiny_lm import write_rows
 
-from palestra.evaluate.likelihood import score_choices
+from palestra.evaluate.likelihood import score_set
 from palestra.evaluate.likelihood_data import load_choices
 from palestra.lm.hf import load_pretrained
 from palestra.spec.kinds.evaluate import LikelihoodUse
@@ -20,8 +20,8 @@ WRITTEN = [{"context": f"{i}+1=", "continuation": str(i + 1)} for i in range(40)
 def test_likelihoods_on_the_gpu_are_those_of_the_cpu(tmp_path, rows):
     model = load_pretrained(save_model(tmp_path / "model")).model
     suite = load_choices(LikelihoodUse(path=write_rows(tmp_path / "rows.jsonl", rows), shots=1), 0)
-    expected = score_choices(model, TOKENIZER, suite)
-    found = score_choices(model.to("cuda"), TOKENIZER, suite)
+    expected = score_set(model, TOKENIZER, suite)
+    found = score_set(model.to("cuda"), TOKENIZER, suite)
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
         assert (one.tokens, one.written) == (other.tokens, other.written)

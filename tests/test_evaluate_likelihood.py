@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from small_lm import CONTEXT, small_model, small_tokenizer
 from tiny_lm import write_rows
 from tiny_models import tiny_checkpoint
@@ -24,7 +25,7 @@ from palestra.evaluate.likelihood import (
     encode_item,
     likelihood_metrics,
     likelihood_outcome,
-    score_choices,
+    score_set,
 )
 from palestra.evaluate.likelihood_data import Choices, Item, Option, load_choices
 from palestra.generate.engine.engine import Engine
@@ -79,7 +80,7 @@ def bpe() -> Tokenizer:
 
 def test_scores_equal_a_plain_loop_and_choose_as_it_does():
     model, suite = small_model(), suite_of(some_items(40))
-    scored = score_choices(model, TOKENIZER, suite)
+    scored = score_set(model, TOKENIZER, suite)
     assert [one.item for one in scored] == list(range(40))
     for item, one in zip(suite.items, scored, strict=True):
         encoded = encode_item(TOKENIZER, item, CONTEXT)
@@ -100,7 +101,7 @@ def test_scores_equal_those_of_transformers(tmp_path):
     folder = tiny_checkpoint("llama2", tmp_path / "llama")
     ours, theirs = load_pretrained(folder).model, transformers.AutoModelForCausalLM.from_pretrained(folder)
     suite = suite_of(some_items(6))
-    for item, one in zip(suite.items, score_choices(ours, TOKENIZER, suite), strict=True):
+    for item, one in zip(suite.items, score_set(ours, TOKENIZER, suite), strict=True):
         for encoded, found in zip(encode_item(TOKENIZER, item, 64), one.logprobs, strict=True):
             with torch.no_grad():
                 scores = theirs(torch.tensor([encoded.tokens])).logits[0].double().log_softmax(-1)
@@ -119,7 +120,7 @@ def test_written_is_what_greedy_decoding_writes():
     items = [Item((Option(c, t),), 0) for c, t in usable]
     items += [Item((Option(c, t[:-1] + ("a" if t[-1] != "a" else "b")),), 0) for c, t in usable]
     suite = suite_of(items)
-    scored = score_choices(model, TOKENIZER, suite)
+    scored = score_set(model, TOKENIZER, suite)
     assert [one.written for one in scored] == [True] * len(usable) + [False] * len(usable)
     for item, one in zip(items, scored, strict=True):
         (encoded,) = encode_item(TOKENIZER, item, CONTEXT)
@@ -161,7 +162,7 @@ def test_weights_that_compute_no_numbers_are_an_error():
     with torch.no_grad():
         model.norm.weight.fill_(3e38)
     with pytest.raises(PalestraError, match="non-finite"):
-        score_choices(model, TOKENIZER, suite_of(some_items(2)))
+        score_set(model, TOKENIZER, suite_of(some_items(2)))
 
 
 # ---- the border between context and answer
@@ -219,7 +220,7 @@ def test_answer_without_context_follows_the_token_that_begins_a_text():
     assert one.tokens == [*TOKENIZER.encode_prompt(""), *TOKENIZER.encode("ab")]
     assert one.start == 1
     model = small_model()
-    scored = score_choices(model, TOKENIZER, suite_of([choice("", "ab", "c")]))
+    scored = score_set(model, TOKENIZER, suite_of([choice("", "ab", "c")]))
     assert scored[0].logprobs[0] == pytest.approx(plain_logprob(model, one)[0], abs=1e-4)
 
 
@@ -231,11 +232,11 @@ def test_long_context_loses_its_beginning_and_is_counted():
     assert encoded[0].tokens == whole[-CONTEXT:]
     assert [TOKENIZER.decode(one.tokens[one.start :]) for one in encoded] == [" xyz", " w"]
     suite = suite_of([item, choice("short ", "a", "b")])
-    assert likelihood_outcome(suite, score_choices(small_model(), TOKENIZER, suite)).cut == 1
+    assert likelihood_outcome(suite, score_set(small_model(), TOKENIZER, suite)).cut == 1
     with pytest.raises(UsageError, match="leaves no room for a token before it"):
         encode_item(TOKENIZER, choice("a", "b" * CONTEXT, "c"), CONTEXT)
     with pytest.raises(UsageError, match=r"some, item 1: an answer of 200 tokens"):
-        score_choices(small_model(), TOKENIZER, suite_of([item, choice("a", "b" * 200, "c")]))
+        score_set(small_model(), TOKENIZER, suite_of([item, choice("a", "b" * 200, "c")]))
     assert len(encode_item(TOKENIZER, choice("a", "b" * (CONTEXT - 1), "c"), CONTEXT)[0].tokens) == CONTEXT
 
 
@@ -246,17 +247,17 @@ def test_resumed_scores_are_the_same_bits_also_after_a_torn_chunk(monkeypatch):
     monkeypatch.setattr(likelihood, "CHUNK", 8)
     model, suite = small_model(), suite_of(some_items(30), name="mine")
     parts: list[list[ScoredChoice]] = []
-    whole = score_choices(model, TOKENIZER, suite, keep=lambda some: parts.append(list(some)))
+    whole = score_set(model, TOKENIZER, suite, keep=lambda some: parts.append(list(some)))
     assert [len(part) for part in parts] == [8, 8, 8, 6]
     for torn in (0, 5, 8, 19, 30):
         kept: list[ScoredChoice] = []
-        again = score_choices(model, TOKENIZER, suite, done=whole[:torn], keep=kept.extend)
+        again = score_set(model, TOKENIZER, suite, done=whole[:torn], keep=kept.extend)
         assert again == whole  # floats and all
         assert [one.item for one in kept] == list(range(torn - torn % 8 if torn < 30 else 30, 30))
     row = json.loads(json.dumps(vars(whole[3])))
-    assert ScoredChoice.read(row) == whole[3]
+    assert TypeAdapter(ScoredChoice).validate_python(row) == whole[3]
     other = suite_of(some_items(30), name="other")
-    assert score_choices(model, TOKENIZER, other, done=whole)[0].suite == "other"
+    assert score_set(model, TOKENIZER, other, done=whole)[0].suite == "other"
 
 
 # ---- rows
@@ -389,7 +390,7 @@ def test_real_choices_are_guessed_by_a_model_that_knows_nothing():
     tokenizer = train_bpe(texts[:300], 400)
     suite = load_choices(LikelihoodUse(path=str(CORE / "piqa.jsonl"), items=96, by="byte"), 0)
     model = small_model(vocab=tokenizer.vocab_size, context=1024)
-    outcome = likelihood_outcome(suite, score_choices(model, tokenizer, suite))
+    outcome = likelihood_outcome(suite, score_set(model, tokenizer, suite))
     assert (outcome.items, outcome.baseline) == (96, 0.5)
     assert 0.25 < outcome.accuracy.mean < 0.75
     assert outcome.bits_per_byte > 2

@@ -22,8 +22,7 @@ from palestra.evaluate import likelihood as texts_module
 from palestra.evaluate.likelihood import (
     encode_item,
     likelihood_outcome,
-    score_choices,
-    score_texts,
+    score_set,
     text_outcome,
     windows,
 )
@@ -97,7 +96,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
         answers = draw.sample(["red hen", "red dog", "red", "blue", "red hens"], 3)
         items.append(choice(" ".join(draw.choices(WORDS, k=2)) + " ", *answers, gold=draw.randrange(3)))
     suite, right = suite_of(items), []
-    for item, one in zip(items, score_choices(model, TOKENIZER, suite), strict=True):
+    for item, one in zip(items, score_set(model, TOKENIZER, suite), strict=True):
         texts = [TOKENIZER.encode(option.context + option.answer) for option in item.options]
         start = min(common(texts), min(map(len, texts)) - 1)
         losses = [plain_loss(model, tokens, start) for tokens in texts]
@@ -106,7 +105,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
         means = [sum(some) / len(some) for some in losses]
         assert one.chosen("token") == means.index(min(means))
         right.append(means.index(min(means)) == item.gold)
-    outcome = likelihood_outcome(suite, score_choices(model, TOKENIZER, suite))
+    outcome = likelihood_outcome(suite, score_set(model, TOKENIZER, suite))
     accuracy = sum(right) / len(right)
     assert outcome.accuracy.mean == pytest.approx(accuracy)
     assert outcome.centred == pytest.approx((accuracy - 1 / 3) / (1 - 1 / 3))
@@ -115,7 +114,7 @@ def test_choices_are_scored_from_the_first_token_that_differs_as_a_plain_loop_do
 def test_contexts_are_scored_by_their_common_end_as_a_plain_loop_does():
     model = small_model()
     items = [schema("sits here", "the cat is old ", "the hen is old "), schema("no.", "red ", "green ")]
-    for item, one in zip(items, score_choices(model, TOKENIZER, suite_of(items)), strict=True):
+    for item, one in zip(items, score_set(model, TOKENIZER, suite_of(items)), strict=True):
         texts = [TOKENIZER.encode(option.context + option.answer) for option in item.options]
         end = common([tokens[::-1] for tokens in texts])
         losses = [plain_loss(model, tokens, len(tokens) - end) for tokens in texts]
@@ -149,7 +148,7 @@ def test_common_border_scores_what_differs_and_something_of_each(context, answer
 
 
 def test_bytes_are_those_of_the_scored_tokens():
-    (one,) = score_choices(small_model(), TOKENIZER, suite_of([choice("red ", "red hen", "red dog and")]))
+    (one,) = score_set(small_model(), TOKENIZER, suite_of([choice("red ", "red hen", "red dog and")]))
     assert one.bytes == (len("hen"), len("dog and"))
 
 
@@ -179,7 +178,7 @@ def test_bits_a_byte_equal_a_plain_loop_and_long_documents_count_for_their_lengt
     model = small_model()
     documents = ("red hen", "green " * 20, "a", "blue dog sits")
     texts = Texts(TextUse(path="some.jsonl"), documents, 4)
-    scored = score_texts(model, TOKENIZER, texts)
+    scored = score_set(model, TOKENIZER, texts)
     nats = 0.0
     for document, one in zip(documents, scored, strict=True):
         losses = [plain_loss(model, some.tokens, some.start) for some in windows(TOKENIZER, document, CONTEXT)]
@@ -190,7 +189,7 @@ def test_bits_a_byte_equal_a_plain_loop_and_long_documents_count_for_their_lengt
     assert scored[1].windows == 2
     outcome = text_outcome(texts, scored)
     assert outcome.bits_per_byte == pytest.approx(nats / math.log(2) / sum(len(d) for d in documents), abs=1e-5)
-    assert score_texts(model, TOKENIZER, texts, done=scored[:2]) == scored  # the same bits after a kill
+    assert score_set(model, TOKENIZER, texts, done=scored[:2]) == scored  # the same bits after a kill
 
 
 def test_texts_of_lines_and_rows_are_read_and_empty_ones_left_out(tmp_path):
@@ -273,7 +272,7 @@ def test_suite_has_the_value_of_every_task_and_their_centred_mean(tmp_path):
     }
     assert (
         tasks["pick"]["value"]
-        == likelihood_outcome(suite.choices[0], score_choices(model, tokenizer, suite.choices[0])).accuracy.mean
+        == likelihood_outcome(suite.choices[0], score_set(model, tokenizer, suite.choices[0])).accuracy.mean
     )
     assert tasks["letters"]["value"] == tasks["letters"]["greedy"]["accuracy"]["mean"]
     assert result["centred"] == pytest.approx((tasks["pick"]["centred"] + tasks["letters"]["value"]) / 2)

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from palestra.evaluate.records import Estimate, estimate, estimated
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import chunk_rows, logits
 from palestra.lm.model import Transformer
+from palestra.spec.kinds.evaluate import LikelihoodUse
 
 CHUNK = 32
 """Items or documents scored together. Always the same ones: what a row is packed with can change its last bits."""
@@ -26,7 +26,6 @@ MICRO_TOKENS = 2**14
 """Tokens in one forward pass at most (one longer sequence goes alone)."""
 
 By = Literal["sum", "token", "byte"]
-Score = TypeVar("Score")
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class ScoredChoice:
     cut: bool
     """Whether the context was too long for the model and its beginning was truncated."""
 
-    @classmethod
-    def read(cls, row: Mapping[str, Any]) -> "ScoredChoice":
-        """From a line of JSON."""
-        values: dict[str, Any] = {**row, **{name: tuple(row[name]) for name in ("logprobs", "tokens", "bytes")}}
-        return cls(**values)
+    @property
+    def label(self) -> str:
+        """The name of its source."""
+        return self.suite
 
     def chosen(self, by: By) -> int:
         """The option that the model finds most likely; of equals the first."""
@@ -98,6 +96,11 @@ class TextScore:
     bytes: int
     """UTF-8 bytes of these."""
     windows: int
+
+    @property
+    def label(self) -> str:
+        """The name of its source."""
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -157,42 +160,27 @@ def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border =
     return [_fitted(tokenizer, tokens, start, context) for tokens, start in whole]
 
 
-def score_choices(
+def score_set(
     model: Transformer,
     tokenizer: Tokenizer,
-    choices: Choices,
+    source: Choices | Texts,
     *,
-    done: Iterable[ScoredChoice] = (),
-    keep: Callable[[Sequence[ScoredChoice]], None] = lambda chunk: None,
-) -> list[ScoredChoice]:
-    """Score every item on the model's device. Chunks that are complete in `done` are not scored again."""
-    have = {row.item: row for row in done if row.suite == choices.label}
-    return _in_chunks(len(choices.items), have, partial(_score_items, model, tokenizer, choices), keep)
+    done: Iterable[ScoredChoice | TextScore] = (),
+    keep: Callable[[list[Any]], None] = lambda chunk: None,
+) -> list[Any]:
+    """Score every item or document on the model's device: a `ScoredChoice` or a `TextScore` each, in order.
 
-
-def score_texts(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    texts: Texts,
-    *,
-    done: Iterable[TextScore] = (),
-    keep: Callable[[Sequence[TextScore]], None] = lambda chunk: None,
-) -> list[TextScore]:
-    """Score every document on the model's device. Chunks that are complete in `done` are not scored again."""
-    have = {row.item: row for row in done if row.text == texts.label}
-    return _in_chunks(len(texts.items), have, partial(_score_documents, model, tokenizer, texts), keep)
-
-
-def _in_chunks(
-    count: int, have: Mapping[int, Score], score: Callable[[range], list[Score]], keep: Callable[[list[Score]], None]
-) -> list[Score]:
-    scores: list[Score] = []
-    for start in range(0, count, CHUNK):
-        numbers = range(start, min(start + CHUNK, count))
+    Chunks that are complete in `done` are not scored again; `keep` gets each new one.
+    """
+    score: Any = _score_items if isinstance(source.use, LikelihoodUse) else _score_documents
+    have = {row.item: row for row in done if row.label == source.label}
+    scores: list[Any] = []
+    for start in range(0, len(source.items), CHUNK):
+        numbers = range(start, min(start + CHUNK, len(source.items)))
         if all(number in have for number in numbers):
             scores += [have[number] for number in numbers]
         else:
-            chunk = score(numbers)
+            chunk = score(model, tokenizer, source, numbers)
             keep(chunk)
             scores += chunk
     return scores
@@ -217,19 +205,21 @@ def likelihood_outcome(choices: Choices, scored: Sequence[ScoredChoice]) -> Like
     )
 
 
-def likelihood_metrics(outcomes: Mapping[str, LikelihoodOutcome]) -> dict[str, float]:
-    """The numbers of all files, `eval/<name>/…`, and the mean of their centred accuracies."""
+def likelihood_metrics(outcomes: Mapping[str, LikelihoodOutcome | TextOutcome]) -> dict[str, float]:
+    """The numbers of all files and sources, `eval/<name>/…`; the means of centred accuracies and of texts' bits."""
     metrics: dict[str, float] = {}
+    means: dict[str, list[float]] = {}
     for name, outcome in outcomes.items():
-        named = estimated("accuracy", outcome.accuracy)
-        named |= {f"accuracy_{way}": value for way, value in outcome.accuracies.items()}
-        named |= {
-            "centred": outcome.centred,
-            "bits_per_byte": outcome.bits_per_byte,
-            "cut": outcome.cut / outcome.items,
-        }
+        if isinstance(outcome, TextOutcome):
+            named, mean = {"bits_per_byte": outcome.bits_per_byte, "loss": outcome.loss}, "bits_per_byte"
+        else:
+            named, mean = estimated("accuracy", outcome.accuracy), "centred"
+            named |= {f"accuracy_{way}": value for way, value in outcome.accuracies.items()}
+            named |= {"centred": outcome.centred, "bits_per_byte": outcome.bits_per_byte}
+            named["cut"] = outcome.cut / outcome.items
         metrics |= {f"eval/{name}/{key}": value for key, value in named.items()}
-    return metrics | ({"eval/centred": fmean(outcome.centred for outcome in outcomes.values())} if outcomes else {})
+        means.setdefault(mean, []).append(named[mean])
+    return metrics | {f"eval/{mean}": fmean(values) for mean, values in means.items()}
 
 
 def _shared(sequences: Sequence[Sequence[int]]) -> int:
@@ -370,15 +360,6 @@ def text_outcome(texts: Texts, scored: Sequence[TextScore]) -> TextOutcome:
     if not size:
         raise UsageError(f"{texts.use.path}: no document has a token after its first, so there is nothing to score")
     return TextOutcome(len(scored), nats / math.log(2) / size, nats / tokens, tokens, size)
-
-
-def text_metrics(outcomes: Mapping[str, TextOutcome]) -> dict[str, float]:
-    """The numbers of all sources, `eval/<name>/…`, and the mean of their bits per byte."""
-    metrics: dict[str, float] = {}
-    for name, outcome in outcomes.items():
-        metrics |= {f"eval/{name}/bits_per_byte": outcome.bits_per_byte, f"eval/{name}/loss": outcome.loss}
-    rates = [outcome.bits_per_byte for outcome in outcomes.values()]
-    return metrics | ({"eval/bits_per_byte": fmean(rates)} if rates else {})
 
 
 def _score_documents(model: Transformer, tokenizer: Tokenizer, texts: Texts, numbers: range) -> list[TextScore]:

@@ -18,8 +18,7 @@ from palestra.evaluate.likelihood import (
     encode_item,
     likelihood_outcome,
     naming,
-    score_choices,
-    score_texts,
+    score_set,
     text_outcome,
     windows,
 )
@@ -105,10 +104,10 @@ def measure(
     """
     tasks: dict[str, Any] = {}
     for choices in suite.choices:
-        scored = likelihood_outcome(choices, score_choices(model, tokenizer, choices, keep=lambda _: look()))
+        scored = likelihood_outcome(choices, score_set(model, tokenizer, choices, keep=lambda _: look()))
         tasks[choices.label] = {"type": "likelihood", "value": scored.accuracy.mean, **asdict(scored)}
     for texts in suite.texts:
-        of_texts = text_outcome(texts, score_texts(model, tokenizer, texts, keep=lambda _: look()))
+        of_texts = text_outcome(texts, score_set(model, tokenizer, texts, keep=lambda _: look()))
         tasks[texts.label] = {"type": "texts", "value": of_texts.bits_per_byte, **asdict(of_texts)}
     if suite.questions:
         settings, device = suite.spec.eval, model.embed.device

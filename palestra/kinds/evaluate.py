@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from pydantic import TypeAdapter
 
 from palestra.errors import Interrupted, UsageError
 from palestra.evaluate.completions import Evaluation, ask, evaluate_model
@@ -18,9 +19,7 @@ from palestra.evaluate.likelihood import (
     TextScore,
     likelihood_metrics,
     likelihood_outcome,
-    score_choices,
-    score_texts,
-    text_metrics,
+    score_set,
     text_outcome,
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
@@ -47,7 +46,6 @@ ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
 """What results depend on."""
 
-Source = TypeVar("Source", Choices, Texts)
 Score = TypeVar("Score", ScoredChoice, TextScore)
 
 
@@ -113,17 +111,17 @@ class _Evaluation:
         self.model = loaded.model.to(device_of(self.spec)) if suite.choices or suite.texts else loaded.model
         scores, texts = {}, {}
         if suite.choices:
-            rows = self._scored(span("likelihood"), SCORES, suite.choices, score_choices, ScoredChoice.read)
+            rows = self._scored(span("likelihood"), SCORES, suite.choices, ScoredChoice)
             scores = {source.label: likelihood_outcome(source, rows[source.label]) for source in suite.choices}
         if suite.texts:
-            rows = self._scored(span("texts"), TEXTS, suite.texts, score_texts, lambda row: TextScore(**row))
+            rows = self._scored(span("texts"), TEXTS, suite.texts, TextScore)
             texts = {source.label: text_outcome(source, rows[source.label]) for source in suite.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
         model = self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         evaluation = self._answers(model) if suite.questions else Evaluation((), {}, {})
-        metrics = evaluation.metrics | likelihood_metrics(scores) | text_metrics(texts)
+        metrics = evaluation.metrics | likelihood_metrics({**scores, **texts})
         write_report(self.session.path, setup, evaluation, scores, texts, metrics)
         if evaluation.records:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, evaluation.records)
@@ -140,13 +138,12 @@ class _Evaluation:
         self,
         span: AbstractContextManager[None],
         name: str,
-        sources: Sequence[Source],
-        score: Callable[..., list[Score]],
-        read: Callable[[Any], Score],
+        sources: Sequence[Choices] | Sequence[Texts],
+        kind: type[Score],
     ) -> dict[str, list[Score]]:
         """The scores of each source by its label, from where the file of that name ends."""
         path, results, before = self.session.path / name, {}, self.done
-        done = [read(row) for row in read_lines(path)]
+        done = list(map(TypeAdapter(kind).validate_python, read_lines(path)))
         with span, growing(path, map(_scored_line, done)) as append:
 
             def keep(chunk: Sequence[Score]) -> None:
@@ -156,7 +153,7 @@ class _Evaluation:
 
             for source in sources:
                 self._stop_if_requested()
-                scores = score(self.model, self.start.tokenizer, source, done=done, keep=keep)
+                scores = score_set(self.model, self.start.tokenizer, source, done=done, keep=keep)
                 results[source.label] = scores
                 before += len(scores)
                 self._progress(before)
