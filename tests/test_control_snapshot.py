@@ -501,3 +501,8 @@ def test_final_observation_of_an_environment_that_reuses_its_array_is_not_the_re
     assert terminated[0]
     assert infos["final_obs"][0] == 3
     assert observations[0] == 0
+
+
+def test_state_that_an_older_version_saved_is_refused_in_a_sentence():
+    with pytest.raises(UsageError, match="saved by an older version: start a new run"):
+        restore_vector(vector(lambda: Snapshot(gymnasium.make("CartPole-v1")), 1), {"kind": "copies", "spaces": []})

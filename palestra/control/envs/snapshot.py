@@ -274,8 +274,6 @@ class Snapshot(gymnasium.Wrapper):
         """Continue from a state; where that is not possible, begin an episode (see `restart`) and return False."""
         if state["environment"] != self.name:
             raise UsageError(f"This is the state of {state['environment']}, it cannot be continued by {self.name}.")
-        if state["kind"] not in ("attributes", "replay", "none"):
-            raise UsageError(f"This state of {self.name} was saved by an older version: start a new run.")
         self.restart, restored = None, state["kind"] != "none"
         if restored:
             self._kind = state["kind"]
@@ -365,6 +363,8 @@ def vector_state(venv: Any) -> Tree:
 def restore_vector(venv: Any, state: Tree) -> Restarted | None:
     """Continue from `vector_state`: None when all do; else warn once and say which environments began a new episode."""
     name = type(venv.unwrapped).__name__
+    if "type" not in state:
+        raise UsageError("The environments of this checkpoint were saved by an older version: start a new run.")
     if name != state["type"]:
         raise UsageError(
             f"This state is of another kind of vector environment ({state['type']}) than {name}: "
