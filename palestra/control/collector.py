@@ -104,11 +104,6 @@ class Collector:
             began=torch.from_numpy(self.began),
             masks=None if self.masks is None else torch.from_numpy(self.masks),
         )
-        self._check_finite(rollout)
-        return rollout
-
-    def _check_finite(self, rollout: Rollout) -> None:
-        n = self.episodes.num_envs
         rows = self.horizon * n
         # Each array, and for every row of it (vector steps of this rollout before it)·N + environment.
         for what, array, positions in (
@@ -117,5 +112,5 @@ class Collector:
             ("final observation", rollout.final_obs, rollout.ends.numpy() + n),
             ("observation", rollout.last_obs, range(rows, rows + n)),
         ):
-            if array.is_floating_point():
-                self.episodes.check(what, array.numpy(), positions, self.horizon)
+            episodes.check(what, array.numpy(), positions, self.horizon)
+        return rollout

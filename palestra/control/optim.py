@@ -86,6 +86,12 @@ class Trained(NamedTuple):
         self.mean.copy_(mean)
         self.square.copy_(square)
 
+    def descend(self, loss: Callable, pace: Tensor, most: float | None, beta1: float = BETA1) -> Any:
+        """One gradient step on `loss(vector)[0]`; returns `loss(vector)[1]`."""
+        slope, extra = gradient(loss, self.vector)
+        self.step(slope, pace, most, beta1)
+        return extra
+
 
 def pace(lr: float, eps: float, count: int, beta1: float = BETA1) -> list[float]:
     """Step size and ε of the `count`-th update (from 1), both with the corrections of the moments in them.
@@ -191,13 +197,15 @@ def together(spec: ControlSpec) -> int:
     return 4 if spec.train.compile == "on" or spec.updates >= WORTH_TOGETHER else 1
 
 
-def compiled(method: MethodType) -> Callable:
-    """`method` as one graph for fixed shapes.
+def compiled(method: Any, wanted: bool = True) -> Callable:
+    """`method` as one graph for fixed shapes, where that is wanted.
 
     On small networks what surrounds the kernels costs as much as they do: the C++ wrapper and checking only the tensors
     (the Python objects an update reads never change) save 40 % of a call (docs/log.md). The price of not checking: an
     argument that was None must stay None.
     """
+    if not wanted:
+        return method
     # torch keeps graphs by code object, and nothing it still checks tells two objects of one class apart: with a code
     # object of its own, one learner cannot be handed the graph, and so the coefficients, of another.
     f: Any = method.__func__

@@ -33,7 +33,7 @@ def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None
     compile = should_compile(spec) if saved is None else saved.state["compiled"]
     trainer = ControlTrainer(spec, session.seed, factory, compile=compile)
     evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory)
-    trainer.algorithm.folder = session.path
+    trainer.algorithm.folder = session.path / "replay"
     trainer.begin(None if saved is None else saved.state)
     if (inexact := vector_exactness(trainer.env)) is not None:
         log.warning(inexact)

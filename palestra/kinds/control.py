@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.envs.make import evaluation_vector, factory_of, make_single
 from palestra.control.envs.stepping import Stepper
@@ -62,13 +60,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
 def run_session(session: Session, spec: ControlSpec, launch: Launch) -> None:
     """Train one seed."""
     settle_products()  # on ARM the products of one library depend on what else the process has computed before
-    # Adam's moments of a dead unit decay into denormals, with which a CPU computes ten times as slowly.
-    torch.set_flush_denormal(True)
-    try:
-        with session:
-            train(spec, session, factory=_factory(spec, launch), show=launch.show)
-    finally:
-        torch.set_flush_denormal(False)
+    with session:
+        train(spec, session, factory=_factory(spec, launch), show=launch.show)
 
 
 def load(run: Run, which: str = "best") -> Policy:

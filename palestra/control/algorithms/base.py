@@ -12,10 +12,10 @@ import torch
 
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import Episodes
-from palestra.control.nets.actor_critic import Actor
+from palestra.control.nets.actor_critic import Actor, Recurrent
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy, observation_shape
-from palestra.control.scaling import ObsScale, Rewards
+from palestra.control.scaling import ObsScale, Rewards, obs_scale
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions
 
@@ -58,6 +58,8 @@ class Algorithm(ABC):
 
     supports: ClassVar[Sequence[str]]
     """The types of action space it can act in, as `ActionHead` calls them."""
+    network: ClassVar[Callable[..., Actor]]
+    """The class of the network that acts, where it is not recurrent."""
     net: Any
     """The network that acts."""
     spec: Any
@@ -65,7 +67,7 @@ class Algorithm(ABC):
     updates: int = 0
     """Gradient steps so far."""
     folder: Path | None = None
-    """The session's folder, for what is too large to be in every checkpoint; None: everything is in `state()`."""
+    """For what is too large to be in every checkpoint; None: everything is in `state()`."""
 
     def __init__(self, parts: AlgorithmParts):
         self.spec, self.generator, self.device = parts.spec.algorithm, parts.generator, parts.device
@@ -78,9 +80,11 @@ class Algorithm(ABC):
         self.obs_scale = next((module for module in self.net.modules() if isinstance(module, ObsScale)), None)
 
     @classmethod
-    @abstractmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Actor:
         """A new network that acts, for these spaces: training starts from it, a checkpoint is loaded into it."""
+        head = head.with_family(getattr(spec.algorithm, "distribution", head.family))
+        network = cls.network if spec.net.recurrent is None else Recurrent
+        return network(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     @abstractmethod
     def step(self, progress: float) -> dict[str, float]:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.algorithms.off_policy import Inputs
+from palestra.control.algorithms.off_policy import Inputs, critic_loss
 from palestra.control.algorithms.sac import SAC, Q
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.values import RenormCritics, Running, warmth_after
-from palestra.control.optim import FunctionalNet, Trained, gradient
-from palestra.rl.losses import td_target, twin_loss
+from palestra.control.optim import FunctionalNet, Trained
 
 
 class CrossqState(NamedTuple):
@@ -57,12 +56,10 @@ class CrossQ(SAC):
         def loss(vector: Tensor) -> tuple[Tensor, tuple[Tensor, list[Running]]]:
             both, running = self.critics(vector)(obs, actions, learned.running, inputs.warmth)
             q, following = both.split(rows, dim=1)
-            q, values = self.chosen(q, batch), self.value(following, logprobs, alpha)
-            error = twin_loss(q, td_target(batch.rewards, batch.discounts, values))
-            return error, (torch.stack([error.detach(), q.detach().mean()]), running)
+            error, seen = critic_loss(self.chosen(q, batch), batch, self.value(following, logprobs, alpha))
+            return error, (seen, running)
 
-        slope, (seen, running) = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm, self.beta1)
+        seen, running = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm, self.beta1)
         for before, after in zip(learned.running, running, strict=True):
             before.mean.copy_(after.mean)
             before.var.copy_(after.var)

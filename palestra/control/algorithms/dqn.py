@@ -36,9 +36,8 @@ class DQN(OffPolicy):
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        self.beta = None
-        if self.spec.prioritized is not None:
-            self.beta = in_fractions(self.spec.prioritized, parts.spec.steps).beta
+        prioritized = self.spec.prioritized
+        self.beta = None if prioritized is None else in_fractions(prioritized, parts.spec.steps).beta
         self.exploration = Exploration(self.net, self.generator, self.spec.epsilon, self.spec.temperature)
         self.flat = FlatNet(self.net)
         # An equal copy, with a vector of its own.
@@ -49,7 +48,7 @@ class DQN(OffPolicy):
         # Updates in one graph: a divisor of those made at once, and of those between two copies of the network.
         most, made = together(parts.spec), self.spec.updates_at_once(self.episodes.num_envs)
         self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compile else 1
-        self._update = compiled(self.update) if parts.compile else self.update
+        self._update = compiled(self.update, parts.compile)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:

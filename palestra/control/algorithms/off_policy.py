@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,8 +15,9 @@ from palestra.control.episodes import Episodes
 from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import check_bounds
-from palestra.control.optim import BETA1, compiled, copied, no_denormals, pace, products, restore
+from palestra.control.optim import BETA1, FlatNet, compiled, copied, no_denormals, pace, products, restore
 from palestra.errors import UsageError
+from palestra.rl.losses import td_target, twin_loss
 from palestra.rl.schedules import value
 
 GATHERED_BYTES = 64 * 2**20  # observations gathered at once for several updates, approximately
@@ -32,21 +32,11 @@ class OffPolicy(Algorithm):
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        spec = self.spec
         self.head, self.frames = parts.head, parts.spec.train.frames
-        self.memory = Replay(
-            spec.buffer,
-            self.episodes.num_envs,
-            parts.obs_shape,
-            self.episodes.obs_dtype,
-            parts.head.shape,
-            parts.head.dtype,
-            gamma=spec.gamma,
-            n_step=spec.n_step,
-            prioritized=getattr(spec, "prioritized", None),
-            frame_stack=parts.spec.env.frame_stack,
-            device=parts.device,
-        )
+        shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
+        options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
+        options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
+        self.memory = Replay(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
         # Observations in an array of our own: environments may write into theirs again.
         self._shown = np.zeros_like(self.episodes.now)
         self._shown_tensor = torch.from_numpy(self._shown)
@@ -90,7 +80,9 @@ class OffPolicy(Algorithm):
             stored = transition._replace(rewards=self.rewards.storable(transition.rewards))
             self.memory.add(self._shown, actions.numpy(force=True), stored)
             if self.rewards.scale is not None:
-                self._add_rewards(transition)
+                _, rewards, terminated, truncated, valid, _, _ = transition
+                columns = [rewards, np.logical_or(terminated, truncated)] + ([] if valid is None else [valid])
+                self.rewards.update(*(torch.as_tensor(column)[None].to(self.device) for column in columns))
             if (t + 1) % spec.update_every == 0 and episodes.frame >= spec.start:
                 with no_denormals():
                     totals += self.learn(at_once, min(now, 1.0))
@@ -114,33 +106,18 @@ class OffPolicy(Algorithm):
             yield [ReplayBatch._make(each) for each in zip(*parts, strict=True)]
 
     def _check(self, transition: Transition) -> None:
-        """Raise before a non-finite number is stored. Sums are checked first: one number instead of all of them."""
+        """Raise before a non-finite number is stored."""
         obs, rewards, _, _, _, ended, final_obs = transition
-        envs = range(len(rewards))
-        for what, numbers, rows in (
-            ("reward", rewards, envs),
-            ("observation", obs, envs),
-            ("final observation", final_obs, ended),
-        ):
-            if numbers is None or rows is None or numbers.dtype.kind != "f":
-                continue
-            if not math.isfinite(numbers.sum()):
-                self.episodes.check(what, numbers, rows)
-
-    def _add_rewards(self, transition: Transition) -> None:
-        ended = np.logical_or(transition.terminated, transition.truncated)
-        columns = [transition.rewards, ended] + ([] if transition.valid is None else [transition.valid])
-        self.rewards.update(*(torch.as_tensor(column)[None].to(self.device) for column in columns))
-
-    @property
-    def _replay_folder(self) -> Path | None:
-        return None if self.folder is None else self.folder / "replay"
+        self.episodes.check("reward", rewards, range(len(rewards)))
+        self.episodes.check("observation", obs, range(len(rewards)))
+        if ended is not None and final_obs is not None:
+            self.episodes.check("final observation", final_obs, ended)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"memory": self.memory.state(self._replay_folder)}
+        return super().state() | {"memory": self.memory.state(self.folder)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.memory.load_state(state["memory"], self._replay_folder)
+        self.memory.load_state(state["memory"], self.folder)
         super().load_state(state)
 
     def cut(self, rows: np.ndarray) -> None:
@@ -171,9 +148,9 @@ class TwinCritics(OffPolicy):
         super().__init__(parts)
         check_bounds(self.head, self.spec.name)
         self.beta1 = getattr(self.spec, "beta1", BETA1)
-        self._update, self._update_critics = self.update, self.update_critics
-        if parts.compile:
-            self._update, self._update_critics = compiled(self.update), compiled(self.update_critics)
+        self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
+        self._update = compiled(self.update, parts.compile)
+        self._update_critics = compiled(self.update_critics, parts.compile)
 
     @abstractmethod
     def inputs(self, updates: int, progress: float) -> Inputs:
@@ -232,6 +209,12 @@ class TwinCritics(OffPolicy):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         restore(self.learned, state["learned"])
+
+
+def critic_loss(q: Tensor, batch: ReplayBatch, next_values: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of the twins' values `q`, (2, B), towards their targets; this loss and the mean value, to be logged."""
+    error = twin_loss(q, td_target(batch.rewards, batch.discounts, next_values))
+    return error, torch.stack([error.detach(), q.detach().mean()])
 
 
 def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) -> Tensor:

@@ -18,13 +18,11 @@ from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.collector import Collector, Rollout
 from palestra.control.episodes import WholeEpisodes
 from palestra.control.memory.storage import SumTree
-from palestra.control.nets.actor_critic import Actor, ActorCritic, Recurrent
-from palestra.control.nets.heads import ActionHead
-from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, compiled, scheduled
-from palestra.control.scaling import obs_scale
+from palestra.control.nets.actor_critic import ActorCritic, Recurrent
+from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, compiled, no_denormals, scheduled
 from palestra.errors import UsageError
 from palestra.rl.returns import gae
-from palestra.spec.kinds.control import ControlSpec, OnPolicySpec, SelfImitationSpec
+from palestra.spec.kinds.control import SelfImitationSpec
 
 
 class Rates(NamedTuple):
@@ -65,6 +63,9 @@ class OnPolicy(Algorithm):
     """Collects a rollout with the current policy and makes gradient steps on one vector of all parameters."""
 
     supports = ("discrete", "multi_discrete", "multi_binary", "box")
+    network = ActorCritic
+    compiles = True
+    """Whether its updates can be compiled."""
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
@@ -78,24 +79,14 @@ class OnPolicy(Algorithm):
         self.start = self.memory
         """The same before the last rollout."""
         # A loop over the steps would be compiled as one graph of all of them: minutes.
-        self._update = compiled(self.update) if self.compiles(parts) else self.update
+        self._update = compiled(self.update, parts.compile and self.compiles and not self.recurrent)
         wanted = getattr(self.spec, "self_imitation", None)
         self.imitation = None if wanted is None else SelfImitation(self, wanted, parts)
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> Actor:
-        assert isinstance(spec.algorithm, OnPolicySpec)
-        net = ActorCritic if spec.net.recurrent is None else Recurrent
-        return net(obs_shape, head.with_family(spec.algorithm.distribution), spec.net, obs_scale(spec.env, obs_shape))
-
-    def compiles(self, parts: AlgorithmParts) -> bool:
-        """Whether its updates are compiled."""
-        return parts.compile and not self.recurrent
 
     def step(self, progress: float) -> dict[str, float]:
         with self.span("collect"):
             rollout = self.collect(progress).to(self.device)
-        with self.span("learn"):
+        with self.span("learn"), no_denormals():
             metrics = self.learn(self.prepare(rollout, progress), progress)
             if self.imitation is not None:
                 metrics |= self.imitation.learn(self.rates(progress).lr)
@@ -171,13 +162,9 @@ class OnPolicy(Algorithm):
             successors[rollout.ends] = final
         return values, successors.view(values.shape)
 
-    def gradient_step(self, batch: Any, rates: Rates) -> Tensor:
-        """One gradient step on `loss`; the logged parts of it and the gradient's norm before clipping."""
-        return self.apply(self._update, batch, rates)
-
-    def apply(self, update: Callable, batch: Any, rates: Any) -> Tensor:
-        """Take over the parameters and the optimizer state that an update computed; returns the rest of it."""
-        vector, self.adam, metrics = update(self.adam, batch, rates)
+    def gradient_step(self, batch: Any, rates: Any, update: Callable | None = None) -> Tensor:
+        """One gradient step, on `loss` unless by another `update`; what was logged and the norm before clipping."""
+        vector, self.adam, metrics = (update or self._update)(self.adam, batch, rates)
         self.flat.vector.copy_(vector)
         self.updates += 1
         return metrics
@@ -242,7 +229,7 @@ class SelfImitation:
         self.tree = SumTree(spec.buffer)
         self.size = self.head = 0
         self.most = 1.0  # the largest (R - V)₊ seen: new steps begin with it
-        self._update = compiled(self.update) if parts.compile else self.update
+        self._update = compiled(self.update, parts.compile)
 
     def add(self, rollout: Rollout, rewards: Tensor, next_values: Tensor, valid: Tensor | None) -> None:
         """Remember the episodes that ended in a rollout; `rewards` are as they are learned from."""
@@ -252,8 +239,7 @@ class SelfImitation:
         columns = {"obs": rollout.obs, "actions": rollout.actions, "rewards": rewards, "masks": rollout.masks}
         rows = self.episodes.add(columns, rollout.terminated | rollout.truncated, valid)
         if rows is not None:
-            del rows["rewards"]
-            self._remember(rows)
+            self._remember({name: column for name, column in rows.items() if name != "rewards"})
 
     def _remember(self, rows: dict[str, Tensor]) -> None:
         capacity = self.spec.buffer
@@ -275,7 +261,7 @@ class SelfImitation:
         totals = torch.zeros(len(METRICS), device=lr.device)
         for _ in range(spec.updates):
             at, rows = self._sample()
-            out = self.learner.apply(self._update, rows, lr)
+            out = self.learner.gradient_step(rows, lr, self._update)
             totals += out[: len(METRICS)]
             self._weigh(at, out[len(METRICS) : -1])
         return dict(zip(METRICS, (totals / spec.updates).tolist(), strict=True))

@@ -35,7 +35,7 @@ class PPO(OnPolicy):
     def prepare(self, rollout: Rollout, progress: float = 0.0) -> RolloutBatch:
         """The rollout's transitions with log-probabilities and advantages, shuffled for the first epoch."""
         batch = self.batch(rollout, self.spec.lam)
-        batch = batch.rows(self.order(self._rows(batch)))
+        batch = self.shuffled(batch)
         # The weights have not changed since acting, so the log-probabilities that the actions were sampled with can be
         # computed now. A matrix product rounds differently with the number of rows, so it is done for the very
         # minibatches of the first epoch: the first ratio is exactly 1.
@@ -45,32 +45,30 @@ class PPO(OnPolicy):
             logprobs.append(distribution.log_prob(part.actions))
         return batch._replace(logprobs=torch.cat(logprobs, dim=1 if self.recurrent else 0))
 
-    def order(self, rows: int) -> Tensor:
+    def shuffled(self, batch: RolloutBatch) -> RolloutBatch:
         """Every row once, in a new order."""
-        return torch.randperm(rows, generator=self.generator).to(self.device)
-
-    def _rows(self, batch: RolloutBatch) -> int:
-        return batch.advantages.shape[1 if self.recurrent else 0]
+        rows = batch.advantages.shape[1 if self.recurrent else 0]
+        return batch.rows(torch.randperm(rows, generator=self.generator).to(self.device))
 
     def _minibatches(self, batch: RolloutBatch) -> list[RolloutBatch]:
-        whole, dim = self._rows(batch) // self.minibatch, 1 if self.recurrent else 0
+        dim = 1 if self.recurrent else 0
+        whole = batch.advantages.shape[dim] // self.minibatch
         columns = [(None,) * whole if column is None else column.split(self.minibatch, dim) for column in batch]
         return [RolloutBatch(*each) for each in islice(zip(*columns, strict=False), whole)]  # pyrefly: ignore
 
     def learn(self, batch: RolloutBatch, progress: float) -> dict[str, float]:
         """Epochs of minibatches; the means of the losses and diagnostics over all updates."""
-        spec, rows, rates = self.spec, self._rows(batch), self.rates(progress)
+        spec, rates, before = self.spec, self.rates(progress), self.updates
         totals = torch.zeros(len(METRICS), device=self.device)
-        before = self.updates
         for number in range(spec.epochs):
             if number > 0:  # `prepare` shuffled for the first
-                batch = batch.rows(self.order(rows))
-            epoch = torch.zeros_like(totals)
-            for minibatch in self._minibatches(batch):
+                batch = self.shuffled(batch)
+            epoch, minibatches = torch.zeros_like(totals), self._minibatches(batch)
+            for minibatch in minibatches:
                 epoch += self.gradient_step(minibatch, rates)
             totals += epoch
             # The mean over the epoch, not the last minibatch's KL: that one is stale by the time it is seen.
-            if spec.target_kl is not None and epoch[3] / (rows // self.minibatch) > spec.target_kl:
+            if spec.target_kl is not None and epoch[3] / len(minibatches) > spec.target_kl:
                 break
         means = dict(zip(METRICS, (totals / (self.updates - before)).tolist(), strict=True))
         return means | {"updates": self.updates, "lr": float(rates.lr)}
@@ -81,14 +79,8 @@ class PPO(OnPolicy):
         advantages = batch.advantages
         if self.spec.normalize_advantages:  # per minibatch, as in OpenAI's PPO
             advantages = batch_normalize(advantages, batch.valid)
-        terms = ppo_policy_terms(
-            distribution.log_prob(batch.actions),
-            batch.logprobs,
-            advantages,
-            clip_low=rates.clip,
-            clip_high=rates.clip,
-            mask=batch.valid,
-        )
+        logprobs, clips = distribution.log_prob(batch.actions), {"clip_low": rates.clip, "clip_high": rates.clip}
+        terms = ppo_policy_terms(logprobs, batch.logprobs, advantages, **clips, mask=batch.valid)
         policy = masked_mean(terms.loss, batch.valid)
         value = masked_mean(value_loss(values, batch.returns, batch.values, self.spec.clip_value), batch.valid)
         entropy = masked_mean(distribution.entropy(), batch.valid)

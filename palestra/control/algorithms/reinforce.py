@@ -19,10 +19,8 @@ from palestra.control.algorithms.on_policy import OnPolicy, Rates
 from palestra.control.collector import Rollout
 from palestra.control.episodes import WholeEpisodes
 from palestra.control.nets.actor_critic import PolicyNet
-from palestra.control.nets.heads import ActionHead
-from palestra.control.scaling import obs_scale
 from palestra.rl.normalize import batch_normalize
-from palestra.spec.kinds.control import ControlSpec, ReinforceSpec
+from palestra.spec.kinds.control import ReinforceSpec
 
 METRICS = ("policy_loss", "entropy", "grad_norm")
 
@@ -31,20 +29,12 @@ class Reinforce(OnPolicy):
     """The learner."""
 
     spec: ReinforceSpec
+    network = PolicyNet
+    compiles = False  # every step has another number of rows, and would compile again
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.whole = WholeEpisodes(self.episodes.num_envs, self.spec.gamma)
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> PolicyNet:
-        assert isinstance(spec.algorithm, ReinforceSpec)
-        scale = obs_scale(spec.env, obs_shape)
-        return PolicyNet(obs_shape, head.with_family(spec.algorithm.distribution), spec.net, scale)
-
-    def compiles(self, parts: AlgorithmParts) -> bool:
-        """Never: every step has another number of rows, and would compile again."""
-        return False
 
     def prepare(self, rollout: Rollout, progress: float = 0.0) -> dict[str, Tensor] | None:
         """The rows of the episodes that ended in the rollout, from their first step on; None if none did."""

@@ -16,22 +16,11 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.algorithms.off_policy import Inputs, TwinCritics
+from palestra.control.algorithms.off_policy import Inputs, TwinCritics, critic_loss
 from palestra.control.memory.replay import ReplayBatch
-from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Critics, SoftActor
-from palestra.control.optim import FlatNet, FunctionalNet, Trained, gradient
-from palestra.control.scaling import obs_scale
-from palestra.rl.losses import (
-    alpha_slope,
-    expected_soft_value,
-    polyak,
-    soft_value,
-    target_entropy,
-    td_target,
-    twin_loss,
-)
-from palestra.spec.kinds.control import ControlSpec
+from palestra.control.optim import FunctionalNet, Trained
+from palestra.rl.losses import alpha_slope, expected_soft_value, polyak, soft_value, target_entropy
 
 Q = Callable[[Tensor | None], Tensor]
 """The critics in given observations: values of a Box's actions, (2, B); None: of every Discrete one, (2, B, A)."""
@@ -51,22 +40,20 @@ class SAC(TwinCritics):
     """The learner."""
 
     supports = ("discrete", "box")
+    network = SoftActor
     metrics = ("critic_loss", "q", "policy_loss", "entropy", "alpha")
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
-        self.target_entropy = self.spec.target_entropy
+        wanted, usual = self.spec.target_entropy, target_entropy(self.head.outputs, discrete=not self.head.continuous)
+        self.target_entropy = usual if wanted == "auto" else wanted
         """The entropy that α is tuned towards."""
-        if self.target_entropy == "auto":
-            self.target_entropy = target_entropy(self.head.outputs, discrete=not self.head.continuous)
         self.learned = self.start(parts)
 
     def start(self, parts: AlgorithmParts) -> Any:
         """Makes the critics; returns all that updates change, before the first."""
-        self.critics = FunctionalNet(
-            Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale).to(self.device)
-        )
+        net = Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale)
+        self.critics = FunctionalNet(net.to(self.device))
         critics = self.critics.start()
         actor, alpha = Trained.of(self.actors.vector), Trained.of(self.log_alpha())
         return SacState(actor, Trained.of(critics), critics.clone(), alpha, torch.zeros(3, device=self.device))
@@ -74,10 +61,6 @@ class SAC(TwinCritics):
     def log_alpha(self) -> Tensor:
         """log α before the first update, (1,)."""
         return torch.full((1,), 0.0 if self.spec.alpha == "auto" else math.log(self.spec.alpha), device=self.device)
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> SoftActor:
-        return SoftActor(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
         """Actions sampled from the policy."""
@@ -106,15 +89,11 @@ class SAC(TwinCritics):
         actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
         following = self.critics(learned.target)(batch.next_obs, actions)
         values = self.value(following, logprobs, learned.alpha.vector.exp())
-        targets = td_target(batch.rewards, batch.discounts, values)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            q = self.chosen(self.critics(vector)(batch.obs, batch.actions), batch)
-            error = twin_loss(q, targets)
-            return error, torch.stack([error.detach(), q.detach().mean()])
+            return critic_loss(self.chosen(self.critics(vector)(batch.obs, batch.actions), batch), batch, values)
 
-        slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm)
+        seen = learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
         learned.target.copy_(polyak(learned.target, learned.critics.vector, self.spec.tau))
         return seen
 
@@ -131,8 +110,7 @@ class SAC(TwinCritics):
             total = -self.value(q(actions), logprobs, alpha).mean()
             return total, torch.stack([total.detach(), entropy.detach().mean()])
 
-        slope, seen = gradient(loss, learned.actor.vector)
-        learned.actor.step(slope, inputs.rates[1], self.spec.max_grad_norm, self.beta1)
+        seen = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.beta1)
         if self.spec.alpha == "auto":
             slope = alpha_slope(learned.alpha.vector, seen[1], self.target_entropy)
             learned.alpha.step(slope, inputs.rates[2], None, self.beta1)

@@ -17,12 +17,10 @@ from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import refuse_masks
 from palestra.control.algorithms.on_policy import OnPolicy, Rates
 from palestra.control.collector import Rollout
-from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Exploration, QNet
-from palestra.control.scaling import obs_scale
 from palestra.rl.losses import masked_mean
 from palestra.rl.returns import lambda_returns
-from palestra.spec.kinds.control import ControlSpec, SARSASpec
+from palestra.spec.kinds.control import SARSASpec
 
 METRICS = ("loss", "q", "grad_norm")
 
@@ -40,6 +38,7 @@ class SARSA(OnPolicy):
     """The learner."""
 
     supports = ("discrete",)
+    network = QNet
     spec: SARSASpec
 
     def __init__(self, parts: AlgorithmParts):
@@ -48,10 +47,6 @@ class SARSA(OnPolicy):
         self.exploration = Exploration(self.net, self.generator, self.spec.epsilon, self.spec.temperature)
         self.chosen: Tensor | None = None
         """The actions that the next rollout starts with: those that valued the last row of the one before."""
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:
-        return QNet(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     def collect(self, progress: float = 0.0) -> Rollout:
         """T steps of the exploring policy in all environments, and its actions after the last one."""

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.algorithms.off_policy import Inputs, TwinCritics
+from palestra.control.algorithms.off_policy import Inputs, TwinCritics, critic_loss
 from palestra.control.memory.replay import ReplayBatch
-from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Critics, DeterministicActor
-from palestra.control.optim import FlatNet, FunctionalNet, Trained, gradient
-from palestra.control.scaling import obs_scale
-from palestra.rl.losses import polyak, td_target, twin_loss
+from palestra.control.optim import FunctionalNet, Trained
+from palestra.rl.losses import polyak
 from palestra.rl.schedules import value
-from palestra.spec.kinds.control import ControlSpec
 
 
 class Td3State(NamedTuple):
@@ -37,21 +34,15 @@ class TD3(TwinCritics):
     """The learner."""
 
     supports = ("box",)
+    network = DeterministicActor
     metrics = ("critic_loss", "q", "policy_loss")
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
-        self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
-        self.critics = FunctionalNet(
-            Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale).to(self.device)
-        )
-        actor, critics = self.actors.vector, self.critics.start()
-        seen = torch.zeros(1, device=self.device)
+        net = Critics(parts.obs_shape, self.head, parts.spec.net, self.obs_scale)
+        self.critics = FunctionalNet(net.to(self.device))
+        actor, critics, seen = self.actors.vector, self.critics.start(), torch.zeros(1, device=self.device)
         self.learned = Td3State(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
-
-    @classmethod
-    def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> DeterministicActor:
-        return DeterministicActor(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
         """The policy's actions with noise, within the bounds."""
@@ -71,16 +62,11 @@ class TD3(TwinCritics):
         """One gradient step of the critics; the loss and the mean value."""
         actions = self.smoothed(self.actors(learned.actor_target)(batch.next_obs), inputs.noise)
         values = self.critics(learned.critic_target)(batch.next_obs, actions).amin(dim=0)
-        targets = td_target(batch.rewards, batch.discounts, values)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            q = self.critics(vector)(batch.obs, batch.actions)
-            error = twin_loss(q, targets)
-            return error, torch.stack([error.detach(), q.detach().mean()])
+            return critic_loss(self.critics(vector)(batch.obs, batch.actions), batch, values)
 
-        slope, seen = gradient(loss, learned.critics.vector)
-        learned.critics.step(slope, inputs.rates[0], self.spec.max_grad_norm)
-        return seen
+        return learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
 
     def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
         """One gradient step of the policy on the first critic; then both targets follow."""
@@ -90,8 +76,6 @@ class TD3(TwinCritics):
             total = -critics(obs, self.actors(vector)(obs), 1).mean()
             return total, total.detach()[None]
 
-        slope, seen = gradient(loss, learned.actor.vector)
-        learned.seen.copy_(seen)
-        learned.actor.step(slope, inputs.rates[1], self.spec.max_grad_norm)
+        learned.seen.copy_(learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm))
         learned.actor_target.copy_(polyak(learned.actor_target, learned.actor.vector, self.spec.tau))
         learned.critic_target.copy_(polyak(learned.critic_target, learned.critics.vector, self.spec.tau))
