@@ -2,6 +2,7 @@
 
 import shutil
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -109,6 +110,13 @@ def test_dummy_steps_after_a_rollout_without_any_are_masked():
     assert not learners[0].collector.valid.all()
 
 
+class Weights(NamedTuple):
+    """What `affine` reads of a linear layer."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(3, 20), (20, 1), (THIN, 20), (20, THIN), (THIN + 1, 20), (1, 1)])
 def test_thin_products_compiled_equal_plain_ones_and_their_gradients_too(inputs, outputs):
     drawn = torch.Generator().manual_seed(0)
@@ -118,7 +126,7 @@ def test_thin_products_compiled_equal_plain_ones_and_their_gradients_too(inputs,
     )
 
     def total(x, stacked, weight, bias):
-        return product(x, stacked).sin().sum() + affine(x[0], weight, bias).cos().sum()
+        return product(x, stacked).sin().sum() + affine(x[0], Weights(weight, bias)).cos().sum()
 
     slopes = torch.func.grad_and_value(total, argnums=(0, 1, 2, 3))
     graph = torch.compile(lambda *given: slopes(*given), fullgraph=True, dynamic=False)

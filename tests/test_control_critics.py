@@ -133,7 +133,7 @@ def test_renorm_gradient_is_that_of_batch_norm_scaled():  # Ioffe 2017: r and d 
 
 def test_renorm_critics_learn_and_act_modes_differ_and_only_learning_moves_statistics():  # checklist 59
     torch.manual_seed(0)
-    critics = RenormCritics((5,), BOX, NET)
+    critics = RenormCritics((5,), BOX, NET, None, 0.01)
     statistics, obs, actions = critics.start(), 3 * torch.randn(32, 5) + 1, torch.randn(32, 2)
     acting, same = critics(obs, actions, statistics)
     learning, moved = critics(obs, actions, statistics, torch.tensor(warmth_after(0, 10)))

@@ -51,7 +51,7 @@ def test_net_orthogonal_weights_have_their_gains_at_their_layers(kind, shared):
     torch.testing.assert_close(head @ head.T, 0.01**2 * torch.eye(len(head)), atol=1e-7, rtol=0)
     torch.testing.assert_close(net.value_head.weight.norm(), torch.tensor(1.0))
     for trunk in {net.trunk, net.value_trunk} - {None}:
-        square = trunk.layers[1].weight
+        square = trunk.mlp.layers[1].weight
         torch.testing.assert_close(square @ square.T, 2 * torch.eye(64), atol=1e-5, rtol=0)
     assert all(not p.any() for name, p in net.named_parameters() if name.endswith("bias"))
     assert (net.value_trunk is None) == shared

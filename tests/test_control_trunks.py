@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from probe_envs import policy_for
 
-from palestra.control.nets.trunks import Images, make_trunk
+from palestra.control.nets.trunks import Images, Trunk
 from palestra.control.scaling import ObsScale
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import NetSpec
@@ -32,7 +32,7 @@ def net(**given: object) -> NetSpec:
     ],
 )
 def test_auto_images_of_any_layout_go_through_the_nature_network(shape, expected):
-    trunk = make_trunk(shape, net(hidden=[512]))
+    trunk = Trunk(shape, net(hidden=[512]))
     assert isinstance(trunk.front, Images)
     assert trunk.front.size == expected
     assert trunk(torch.zeros(2, *shape, dtype=torch.uint8)).shape == (2, 512)
@@ -41,7 +41,7 @@ def test_auto_images_of_any_layout_go_through_the_nature_network(shape, expected
 
 @pytest.mark.parametrize("shape", [(7,), (4, 6), (2, 3, 4), (35, 35, 3), (4, 100)])
 def test_auto_what_is_no_image_goes_through_hidden_layers_alone(shape):
-    trunk = make_trunk(shape, net(hidden=[32]))
+    trunk = Trunk(shape, net(hidden=[32]))
     assert trunk.front is None
     assert trunk(torch.zeros(3, *shape)).shape == (3, 32)
 
@@ -49,15 +49,15 @@ def test_auto_what_is_no_image_goes_through_hidden_layers_alone(shape):
 @pytest.mark.parametrize("kind", ["nature", "impala"])
 def test_image_channels_last_equals_channels_first(kind):
     torch.manual_seed(0)
-    first = make_trunk((3, 40, 48), net(trunk=kind))
-    last = make_trunk((40, 48, 3), net(trunk=kind))
+    first = Trunk((3, 40, 48), net(trunk=kind))
+    last = Trunk((40, 48, 3), net(trunk=kind))
     last.load_state_dict(first.state_dict())
     image = torch.randint(0, 256, (2, 3, 40, 48), dtype=torch.uint8)
     torch.testing.assert_close(last(image.permute(0, 2, 3, 1)), first(image))
 
 
 def test_impala_has_the_layers_of_the_paper():
-    trunk = make_trunk((4, 84, 84), net(trunk="impala", hidden=[256]))
+    trunk = Trunk((4, 84, 84), net(trunk="impala", hidden=[256]))
     assert trunk.front.size == 32 * 11 * 11
     assert sum(isinstance(m, torch.nn.Conv2d) for m in trunk.modules()) == 15
 
@@ -65,14 +65,14 @@ def test_impala_has_the_layers_of_the_paper():
 @pytest.mark.parametrize("shape", [(4,), (30, 30, 3)])
 def test_nature_observations_too_small_are_refused(shape):
     with pytest.raises(UsageError, match=r"net.trunk: nature"):
-        make_trunk(shape, net(trunk="nature"))
+        Trunk(shape, net(trunk="nature"))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "nature", "impala"])
 def test_white_image_is_scaled_by_255_exactly_once(kind):
     """Checklist 23: the network sees 1 for white, whatever reads it, and floats as they are."""
     seen = []
-    trunk = make_trunk((3, 36, 36), net(trunk=kind))
+    trunk = Trunk((3, 36, 36), net(trunk=kind))
     for module in trunk.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_pre_hook(lambda module, inputs: seen.append(float(inputs[0].detach().max())))
@@ -83,8 +83,8 @@ def test_white_image_is_scaled_by_255_exactly_once(kind):
 
 def test_image_with_obs_scale_is_not_divided_again():
     scale = ObsScale((3, 36, 36), 10.0)
-    trunk = make_trunk((3, 36, 36), net(), obs_scale=scale)
-    plain = make_trunk((3, 36, 36), net())
+    trunk = Trunk((3, 36, 36), net(), obs_scale=scale)
+    plain = Trunk((3, 36, 36), net())
     plain.load_state_dict({k: v for k, v in trunk.state_dict().items() if not k.startswith("obs_scale")})
     image = torch.randint(0, 9, (2, 3, 36, 36), dtype=torch.uint8)
     torch.testing.assert_close(trunk(image), plain(image.float()))
@@ -93,14 +93,14 @@ def test_image_with_obs_scale_is_not_divided_again():
 def test_obs_scale_is_saved_with_the_weights_and_applied_first():
     scale = ObsScale((2,), 10.0)
     scale.update(torch.tensor([[0.0, 10.0], [2.0, 30.0]]))
-    trunk = make_trunk((2,), net(hidden=[8]), obs_scale=scale)
+    trunk = Trunk((2,), net(hidden=[8]), obs_scale=scale)
     obs = torch.tensor([[1.0, 20.0], [3.0, 0.0]])
     torch.testing.assert_close(trunk(obs), trunk.mlp(scale(obs)))
     assert "obs_scale.mean" in trunk.state_dict()
 
 
 def test_layer_norm_stands_before_each_nonlinearity():
-    trunk = make_trunk((5,), net(hidden=[7, 6], layer_norm=True, activation="relu"))
+    trunk = Trunk((5,), net(hidden=[7, 6], layer_norm=True, activation="relu"))
     x = torch.randn(4, 5)
     expected = x
     for layer in trunk.mlp.layers:
@@ -113,14 +113,14 @@ def test_layer_norm_stands_before_each_nonlinearity():
 @pytest.mark.parametrize("kind", ["nature", "impala"])
 def test_convolutions_orthogonal_weights_are_applied(kind):
     """Checklist 28: to the layers that are used, with gain √2."""
-    trunk = make_trunk((4, 40, 40), net(trunk=kind))
+    trunk = Trunk((4, 40, 40), net(trunk=kind))
     for module in trunk.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
             weight = module.weight.detach().flatten(1)
             gram = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
             torch.testing.assert_close(gram, 2 * torch.eye(len(gram)), atol=1e-4, rtol=0)
             assert not module.bias.any()
-    other = make_trunk((4, 40, 40), net(trunk=kind, orthogonal=False))
+    other = Trunk((4, 40, 40), net(trunk=kind, orthogonal=False))
     assert any(m.bias.any() for m in other.modules() if isinstance(m, torch.nn.Conv2d))
 
 
@@ -153,7 +153,7 @@ DIAMOND = {
 
 
 def test_graph_of_joined_layers_computes_what_it_says():
-    trunk = make_trunk((4,), net(graph=DIAMOND))
+    trunk = Trunk((4,), net(graph=DIAMOND))
     layers, x = trunk.front.nodes, torch.randn(3, 4)
     expected = torch.relu(layers["both"](torch.cat([torch.tanh(layers["left"](x)), layers["right"](x)], dim=1)))
     torch.testing.assert_close(trunk(x), expected)
@@ -165,7 +165,7 @@ def test_graph_of_joined_layers_computes_what_it_says():
 
 def test_graph_of_convolutions_reads_images_scaled_once():
     graph = {"layers": {"conv": {"LazyConv2d": {"out_channels": 2, "kernel_size": [3, 3], "stride": 2}}}}
-    trunk = make_trunk((3, 9, 9), net(graph=graph))
+    trunk = Trunk((3, 9, 9), net(graph=graph))
     assert trunk.size == 2 * 4 * 4
     white = torch.full((1, 3, 9, 9), 255, dtype=torch.uint8)
     torch.testing.assert_close(trunk(white), trunk.front.nodes["conv"](torch.ones(1, 3, 9, 9)).flatten(1))
@@ -204,4 +204,4 @@ def test_graph_policy_starts_almost_uniform_and_has_gradients_everywhere(kind):
 )
 def test_graph_that_cannot_be_is_refused_with_its_key(graph, says):
     with pytest.raises(UsageError, match=says):
-        make_trunk((4,), net(graph=graph))
+        Trunk((4,), net(graph=graph))

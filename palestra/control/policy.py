@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from palestra.control.nets.actor_critic import Actor, Recurrent
-from palestra.control.nets.heads import Distribution
 from palestra.errors import UsageError
-
-
-def as_input(obs: np.ndarray) -> np.ndarray:
-    """An observation as networks take it: floats in single precision, integers (images) as they are."""
-    return obs.astype(np.float32, copy=False) if obs.dtype.kind == "f" else obs
 
 
 def observation_shape(space: gym.Space) -> tuple[int, ...]:
@@ -45,7 +39,9 @@ class Policy:
         `mask` is the environment's `info["action_mask"]`, where it gives one; for a batch, one per row. For a
         recurrent policy the observation continues its episode: call `reset` where an episode starts.
         """
-        array = as_input(np.asarray(obs))
+        array = np.asarray(obs)
+        if array.dtype.kind == "f":  # integers, as of images, stay as they are
+            array = array.astype(np.float32, copy=False)
         single = array.shape == self.obs_shape
         if not single and array.shape[1:] != self.obs_shape:
             raise UsageError(f"expected an observation of shape {self.obs_shape} or a batch of them, got {array.shape}")
@@ -58,22 +54,17 @@ class Policy:
     def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         """The best actions for a batch of observations, or ones sampled with a generator."""
         obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
-        if self.net.memory:
-            return self.net.chosen(self._remembering(obs, mask), obs, generator)
-        return self.net.actions(obs, mask, generator)
-
-    def _remembering(self, obs: Tensor, mask: Tensor | None) -> Distribution:
-        """The distribution of a recurrent policy, which then remembers `obs` too."""
-        assert isinstance(self.net, Recurrent)
+        if not isinstance(self.net, Recurrent):
+            return self.net.actions(obs, mask, generator)
         if self._memory is None:
-            self._memory = obs.new_zeros((len(obs), self.net.memory), dtype=torch.float32)
+            self._memory = self.net.nothing(len(obs))
         if len(self._memory) != len(obs):
             raise UsageError(
                 f"a recurrent policy with the memory of {len(self._memory)} parallel episodes got {len(obs)} "
                 "observations: call policy.reset() first"
             )
         distribution, _, self._memory = self.net.advance(obs, self._memory, mask)
-        return distribution
+        return self.net.chosen(distribution, obs, generator)
 
     def _mask(self, mask: Any, single: bool, rows: int) -> Tensor:
         """The environment's mask as (B, choices)."""

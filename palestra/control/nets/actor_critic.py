@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.control.nets.heads import ActionHead, Distribution
-from palestra.control.nets.trunks import affine, linear, make_trunk
+from palestra.control.nets.trunks import Trunk, affine, linear
 from palestra.spec.kinds.control import NetSpec, RecurrentSpec
 
 
@@ -44,12 +44,11 @@ class PolicyNet(Actor):
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
-        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        self.trunk = Trunk(obs_shape, spec, obs_scale=obs_scale)
         self.policy_head, self.log_std = _policy_head(self.trunk.size, head, spec)
 
     def policy(self, obs: Tensor, mask: Tensor | None = None) -> Distribution:
-        outputs = affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
-        return self.head.distribution(outputs, self.log_std, mask)
+        return self.head.distribution(affine(self.trunk.forward(obs), self.policy_head), self.log_std, mask)
 
     forward = policy
 
@@ -61,8 +60,8 @@ class ActorCritic(Actor):
         super().__init__(head)
         # Here and not in the trunks: one module twice does not trace as one graph.
         self.obs_scale = obs_scale
-        self.trunk = make_trunk(obs_shape, spec)
-        self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
+        self.trunk = Trunk(obs_shape, spec)
+        self.value_trunk = None if spec.shared else Trunk(obs_shape, spec, spec.critic_hidden)
         self.policy_head, self.log_std = _policy_head(self.trunk.size, head, spec)
         self.value_head = linear((self.value_trunk or self.trunk).size, 1, 1.0 if spec.orthogonal else None)
 
@@ -84,17 +83,17 @@ class ActorCritic(Actor):
         return obs if self.obs_scale is None else self.obs_scale.forward(obs)
 
     def _distribution(self, hidden: Tensor, mask: Tensor | None) -> Distribution:
-        outputs = affine(hidden, self.policy_head.weight, self.policy_head.bias)
-        return self.head.distribution(outputs, self.log_std, mask)
+        return self.head.distribution(affine(hidden, self.policy_head), self.log_std, mask)
 
     def _values(self, hidden: Tensor) -> Tensor:
-        return affine(hidden, self.value_head.weight, self.value_head.bias).squeeze(-1)
+        return affine(hidden, self.value_head).squeeze(-1)
 
 
 def _policy_head(inputs: int, head: ActionHead, spec: NetSpec) -> tuple[nn.Linear, nn.Parameter | None]:
     # A small policy head makes the first policy almost uniform, whatever the observation.
     last = linear(inputs, head.outputs, 0.01 if spec.orthogonal else None)
-    return last, nn.Parameter(torch.full((head.outputs,), spec.log_std)) if head.has_log_std else None
+    gaussian = head.continuous and head.family == "gaussian"
+    return last, nn.Parameter(torch.full((head.outputs,), spec.log_std)) if gaussian else None
 
 
 class Cell(nn.Module):
@@ -154,8 +153,8 @@ class Recurrent(Actor):
         assert spec.recurrent is not None
         gain = 1.0 if spec.orthogonal else None
         self.obs_scale = obs_scale
-        self.trunk = make_trunk(obs_shape, spec)
-        self.value_trunk = None if spec.shared else make_trunk(obs_shape, spec, spec.critic_hidden)
+        self.trunk = Trunk(obs_shape, spec)
+        self.value_trunk = None if spec.shared else Trunk(obs_shape, spec, spec.critic_hidden)
         self.cell = Cell(self.trunk.size, spec.recurrent, gain)
         self.value_cell = None if self.value_trunk is None else Cell(self.value_trunk.size, spec.recurrent, gain)
         self.memory = self.cell.memory * (1 if spec.shared else 2)
@@ -193,8 +192,7 @@ class Recurrent(Actor):
         return unroll(cells, [trunk(rows).unflatten(0, began.shape) for trunk in trunks], began, memory)
 
     def _distribution(self, memories: Tensor, mask: Tensor | None) -> Distribution:
-        outputs = self.policy_head(memories[..., : self.cell.size])
-        return self.head.distribution(outputs, self.log_std, mask)
+        return self.head.distribution(self.policy_head(memories[..., : self.cell.size]), self.log_std, mask)
 
     def _values(self, memories: Tensor) -> Tensor:
         first = 0 if self.value_cell is None else self.cell.memory

@@ -39,8 +39,6 @@ class ActionHead:
                 self.shape, self.outputs = (n,), n
             case {"type": "box", "low": low}:
                 self.shape, self.outputs = (len(low),), len(low) * (2 if self.family == "beta" else 1)
-        self.has_log_std = self.continuous and self.family == "gaussian"
-        """Whether the policy has a log-std besides its outputs."""
 
     @classmethod
     def of(cls, space: gym.Space) -> "ActionHead":

@@ -54,8 +54,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([(x * columns[k]).sum(dim=-1) for k in range(outputs)], dim=-1)
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`F.linear` with `product` where that is thin: weights are (outputs, inputs)."""
+def affine(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer(x)`, by `product` where its weights, (outputs, inputs), are thin."""
+    weight, bias = layer.weight, layer.bias
     return product(x, weight.mT) + bias if _thin(x, weight) else F.linear(x, weight, bias)
 
 
@@ -147,48 +148,32 @@ def _layer(name: str, described: dict[str, dict[str, Any]]) -> nn.Module:
     return layer
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-}
+ACTIVATIONS: dict[str, Callable] = {"tanh": torch.tanh, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
 
 SMALLEST_IMAGE = 36  # pixels per side: the three convolutions of the Nature network leave nothing of fewer
 
 
-def make_trunk(
-    obs_shape: Sequence[int], spec: NetSpec, hidden: Sequence[int] | None = None, obs_scale: nn.Module | None = None
-) -> "Trunk":
-    """The feature extractor of `spec`: observations (B, ...) to features (B, .size).
-
-    `hidden` replaces `spec.hidden`; `obs_scale` is applied to raw observations first.
-    """
-    widths = spec.hidden if hidden is None else hidden
-    if spec.graph is not None:
-        return Trunk(obs_scale, GraphTrunk(obs_shape, spec.graph, orthogonal=spec.orthogonal), None)
-    images = _images(tuple(obs_shape), spec)
-    inputs = math.prod(obs_shape) if images is None else images.size
-    return Trunk(obs_scale, images, Mlp([inputs, *widths], spec))
-
-
 class Trunk(nn.Module):
-    """Raw observations to features: scaled, then through convolutions or a graph, then through hidden layers."""
+    """Raw observations to features: scaled, then through convolutions or a graph, then through hidden layers.
 
-    def __init__(self, obs_scale: nn.Module | None, front: "Images | GraphTrunk | None", mlp: "Mlp | None"):
+    `hidden` replaces `spec.hidden`; a graph is followed by none.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], spec: NetSpec, hidden: list[int] | None = None, obs_scale: nn.Module | None = None
+    ):
         super().__init__()
+        mlp = None
+        if spec.graph is None:
+            front = _images(tuple(shape), spec)
+            inputs = math.prod(shape) if front is None else front.size
+            mlp = last = Mlp([inputs, *(spec.hidden if hidden is None else hidden)], spec)
+        else:
+            front = last = GraphTrunk(shape, spec.graph, orthogonal=spec.orthogonal)
         self.obs_scale, self.front, self.mlp = obs_scale, front, mlp
-        last = mlp or front
-        assert last is not None
         self.size: int = last.size
         # Beside the registered ones: on nets this small, looking a module up costs as much as its matmul.
         self._parts = (obs_scale, front, mlp)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """The hidden layers."""
-        assert self.mlp is not None
-        return self.mlp.layers
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ...) to (B, size)."""
@@ -220,7 +205,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, first size) to (B, last size)."""
         for i, layer in enumerate(self._linears):
-            x = affine(x, layer.weight, layer.bias)
+            x = affine(x, layer)
             if self._norms:
                 x = self._norms[i].forward(x)
             x = self.activation(x)
@@ -249,21 +234,13 @@ class Images(nn.Module):
 
 def nature(channels: int, gain: float | None) -> nn.Sequential:
     """The convolutions of Mnih et al. 2015; their hidden layer of 512 is `net.hidden`."""
-    return nn.Sequential(
-        conv(channels, 32, 8, gain, stride=4),
-        nn.ReLU(),
-        conv(32, 64, 4, gain, stride=2),
-        nn.ReLU(),
-        conv(64, 64, 3, gain),
-        nn.ReLU(),
-        nn.Flatten(),
-    )
+    layers = [conv(channels, 32, 8, gain, stride=4), conv(32, 64, 4, gain, stride=2), conv(64, 64, 3, gain)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Flatten())
 
 
 def impala(channels: int, gain: float | None) -> nn.Sequential:
     """The deep residual network of Espeholt et al. 2018 (fig. 3), whose hidden layer of 256 is `net.hidden`."""
-    sizes = [channels, 16, 32, 32]
-    stages = [_stage(i, o, gain) for i, o in pairwise(sizes)]
+    stages = [_stage(i, o, gain) for i, o in pairwise([channels, 16, 32, 32])]
     return nn.Sequential(*stages, nn.ReLU(), nn.Flatten())
 
 
@@ -281,12 +258,8 @@ class Residual(nn.Module):
 
 
 def _stage(inputs: int, outputs: int, gain: float | None) -> nn.Sequential:
-    return nn.Sequential(
-        conv(inputs, outputs, 3, gain, padding=1),
-        nn.MaxPool2d(3, stride=2, padding=1),
-        Residual(outputs, gain),
-        Residual(outputs, gain),
-    )
+    first = conv(inputs, outputs, 3, gain, padding=1)
+    return nn.Sequential(first, nn.MaxPool2d(3, stride=2, padding=1), Residual(outputs, gain), Residual(outputs, gain))
 
 
 def _images(shape: tuple[int, ...], spec: NetSpec) -> Images | None:

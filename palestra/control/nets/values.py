@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from palestra.control.nets.actor_critic import Actor
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.trunks import ACTIVATIONS, Mlp, affine, begin, linear, make_trunk, product
+from palestra.control.nets.trunks import ACTIVATIONS, Mlp, Trunk, affine, begin, linear, product
 from palestra.errors import UsageError
 from palestra.rl.distributions import Categorical, SquashedGaussian
 from palestra.rl.schedules import value
@@ -37,7 +37,7 @@ class QNet(Actor):
         super().__init__(head)
         gain = 1.0 if spec.orthogonal else None
         own = spec.hidden[-1:] if dueling else []  # of dueling streams the last hidden layer is each one's own
-        self.trunk = make_trunk(obs_shape, spec, spec.hidden[: len(spec.hidden) - len(own)], obs_scale)
+        self.trunk = Trunk(obs_shape, spec, spec.hidden[: len(spec.hidden) - len(own)], obs_scale)
         sizes = [self.trunk.size, *own]
         self.advantage_stream = Mlp(sizes, spec) if own else None
         self.advantage_head = linear(sizes[-1], head.outputs * quantiles, gain)
@@ -49,7 +49,7 @@ class QNet(Actor):
         """The quantiles of the return of every action, (B, A, quantiles); one quantile is the mean."""
         hidden = self.trunk.forward(obs)
         own = hidden if self.advantage_stream is None else self.advantage_stream.forward(hidden)
-        values = affine(own, self.advantage_head.weight, self.advantage_head.bias).unflatten(1, self.shape)
+        values = affine(own, self.advantage_head).unflatten(1, self.shape)
         if self.value_head is None:
             return values
         own = hidden if self.value_stream is None else self.value_stream.forward(hidden)
@@ -86,7 +86,7 @@ class SoftActor(Actor):
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
-        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        self.trunk = Trunk(obs_shape, spec, obs_scale=obs_scale)
         outputs = head.outputs
         gain = 0.01 if spec.orthogonal else None  # the first policy is almost the same whatever the observation
         self.policy_head = linear(self.trunk.size, 2 * outputs if head.continuous else outputs, gain)
@@ -96,7 +96,7 @@ class SoftActor(Actor):
 
     def forward(self, obs: Tensor, mask: Tensor | None = None) -> SquashedGaussian | Categorical:
         """The distribution over actions in `obs`, (B, ...); `mask`, (B, A), is True for Discrete ones allowed."""
-        outputs = affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias)
+        outputs = affine(self.trunk.forward(obs), self.policy_head)
         if not self.head.continuous:
             return Categorical(outputs, mask)
         mean, log_std = outputs.chunk(2, dim=-1)
@@ -110,12 +110,12 @@ class DeterministicActor(Actor):
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__(head)
-        self.trunk = make_trunk(obs_shape, spec, obs_scale=obs_scale)
+        self.trunk = Trunk(obs_shape, spec, obs_scale=obs_scale)
         self.policy_head = linear(self.trunk.size, head.outputs, 0.01 if spec.orthogonal else None)
 
     def forward(self, obs: Tensor) -> Tensor:
         """Actions within −1..1, (B, D)."""
-        return torch.tanh(affine(self.trunk.forward(obs), self.policy_head.weight, self.policy_head.bias))
+        return torch.tanh(affine(self.trunk.forward(obs), self.policy_head))
 
     def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         return self.forward(obs)
@@ -163,17 +163,15 @@ class TwinLayers(nn.Module):
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
         super().__init__()
-        self.encoder = make_trunk(obs_shape, spec, hidden=[], obs_scale=obs_scale)
+        self.encoder = Trunk(obs_shape, spec, hidden=[], obs_scale=obs_scale)
         self.continuous = head.continuous
         hidden = spec.hidden if spec.critic_hidden is None else spec.critic_hidden
         self.sizes = [self.encoder.size + (head.outputs if self.continuous else 0), *hidden]
         outputs = 1 if self.continuous else head.outputs
         self.activation = ACTIVATIONS[spec.activation]
         layers = [*pairwise(self.sizes), (self.sizes[-1], outputs)]
-        gains = [math.sqrt(2)] * len(hidden) + [1.0]
-        begun = [
-            _twin_layer(i, o, gain if spec.orthogonal else None) for (i, o), gain in zip(layers, gains, strict=True)
-        ]
+        gains = [math.sqrt(2)] * len(hidden) + [1.0] if spec.orthogonal else [None] * len(layers)
+        begun = [_twin_layer(*sides, gain) for sides, gain in zip(layers, gains, strict=True)]
         self.weights = nn.ParameterList([weight for weight, _ in begun])  # (2, inputs, outputs)
         self.biases = nn.ParameterList([bias for _, bias in begun])  # (2, 1, outputs)
         normed = hidden if spec.layer_norm else []
@@ -218,12 +216,7 @@ class RenormCritics(TwinLayers):
     """The same with batch renormalization of what each layer takes (Bhatt et al. 2024, fig. 2)."""
 
     def __init__(
-        self,
-        obs_shape: Sequence[int],
-        head: ActionHead,
-        spec: NetSpec,
-        obs_scale: nn.Module | None = None,
-        momentum: float = 0.01,
+        self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None, momentum: float
     ):
         super().__init__(obs_shape, head, spec, obs_scale)
         self.momentum = momentum
@@ -253,9 +246,8 @@ class RenormCritics(TwinLayers):
 
 def _twin_layer(inputs: int, outputs: int, gain: float | None) -> tuple[nn.Parameter, nn.Parameter]:
     """Initial weights and biases of one layer of both critics."""
-    layers = [nn.Linear(inputs, outputs) for _ in range(2)]
-    for layer in layers:
-        begin(layer, gain)
+    first, second = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
+    layers = begin(first, gain), begin(second, gain)
     weight = torch.stack([layer.weight.detach().T for layer in layers])
     return nn.Parameter(weight), nn.Parameter(torch.stack([layer.bias.detach()[None] for layer in layers]))
 
