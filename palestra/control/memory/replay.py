@@ -327,8 +327,7 @@ class Replay:
     def state(self, folder: Path | None = None) -> dict[str, Any]:
         """All rows, copied; above a gigabyte they go into files in `folder`, if given."""
         first = max(0, self.added + 1 - self.ring)  # the oldest row that is still there
-        shards: list[dict[str, Any]] = []
-        begin = first
+        numbers = range(0)  # of the files
         if folder is not None and self.row_bytes * (self.added + 1 - first) > LIMIT:
             # The newest row can still change (`cut`), and the one after it is not complete: they are in the checkpoint.
             numbers = range(-(-first // self.shard_rows), (self.added - 1) // self.shard_rows)
@@ -338,21 +337,17 @@ class Replay:
                     self.shards[number] = write_shard(folder, number, rows)
             # Those of the previous checkpoint stay, in case this one is not completed.
             drop_shards(folder, self._needed)
-            if numbers:
-                self._needed = numbers[0]
-                shards = [self.shards[number] for number in numbers]
-                begin = numbers[-1] * self.shard_rows + self.shard_rows
-            head = self._rows(first, numbers[0] * self.shard_rows) if numbers else self._rows(first, first)
-        else:
-            head = self._rows(first, first)
+        filed = (first, first)  # the rows in files
+        if numbers:
+            self._needed, filed = numbers[0], (numbers[0] * self.shard_rows, (numbers[-1] + 1) * self.shard_rows)
         return {
             "added": self.added,
             "dummies": self.dummies,
             "ages": self.ages.copy(),
             "first": first,
-            "head": head,  # what lies before the first whole file
-            "shards": shards,
-            "tail": self._rows(begin, self.added + 1),
+            "head": self._rows(first, filed[0]),  # what lies before the first whole file
+            "shards": [self.shards[number] for number in numbers],
+            "tail": self._rows(filed[1], self.added + 1),
             "tree": None if self.tree is None else self.tree.state(),
             "weighted": self.weighted,
             "top": self.top,
