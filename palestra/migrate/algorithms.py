@@ -219,10 +219,8 @@ def _vector_steps(block: ForeignBlock, setting: Setting, default: int) -> int:
     """Vector steps between updates; SLM-Lab's episodic memory counts episodes, whose length is unknown."""
     count = block.count("training_frequency")
     if setting.memory.data.get("name") in EPISODIC:
-        block.note(
-            "training_frequency",
-            f"counts episodes in SLM-Lab; here the horizon counts transitions, {default} were taken",
-        )
+        here = f"here the horizon counts transitions, {default} were taken"
+        block.note("training_frequency", f"counts episodes in SLM-Lab; {here}")
         return default
     return default if count is None else count
 

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.migrate.algorithms import MEMORY_KEYS, Setting, algorithm_fields
 from palestra.migrate.blocks import ForeignBlock, Notes
 from palestra.migrate.nets import KEYS as NET_KEYS
@@ -50,16 +49,14 @@ def import_spec(path: Path, name: str, variables: Mapping[str, str] | None = Non
     specs = _read(path, given)
     if name not in specs:
         known = [key for key in specs if not key.startswith("_")]
-        near = get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(known)}."
+        hint = did_you_mean(name, known, f"It has: {', '.join(known)}.")
         raise UsageError(f"{path} has no spec {name!r}. {hint}")
     missing = sorted(set(UNFILLED.findall(str(specs[name]))))
     if missing:
         flags = " ".join(f"-s {variable}=..." for variable in missing)
         raise UsageError(f"{path}: the spec {name!r} has variables without a value. Give them with {flags}")
-    env = given.get("env")
-    title = name if env is None else f"{name}_{_env_name(env)}"  # as SLM-Lab names such runs
-    return convert(_numbers(specs[name]), title)
+    env = given.get("env", "").rpartition("/")[2].partition("-")[0].lower()
+    return convert(_numbers(specs[name]), f"{name}_{env}" if "env" in given else name)  # as SLM-Lab names such runs
 
 
 def convert(spec: Mapping[str, Any], name: str) -> Imported:
@@ -146,10 +143,6 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
-def _env_name(env: str) -> str:
-    return env.rpartition("/")[2].partition("-")[0].lower()
-
-
 def _only(top: ForeignBlock, key: str) -> ForeignBlock:
     """`agent` or `env`, which older specs write as a list of one."""
     value = top.take(key)
@@ -181,12 +174,8 @@ def _env(env: ForeignBlock, num_envs: int) -> dict[str, Any]:
     if str(name).startswith("playground/"):
         env.note("name", "MuJoCo Playground is not a part of Palestra: name a Gymnasium environment, see env.module")
     fields: dict[str, Any] = {"id": name, "num_envs": num_envs}
-    kwargs: dict[str, Any] = {}
-    if "max_t" in env:
-        kwargs["max_episode_steps"] = env.count("max_t")
-    for theirs, ours in (("normalize_obs", "normalize_obs"), ("normalize_reward", "normalize_reward")):
-        if env.take(theirs, False):
-            fields[ours] = True
+    kwargs: dict[str, Any] = {"max_episode_steps": env.count("max_t")} if "max_t" in env else {}
+    fields |= {key: True for key in ("normalize_obs", "normalize_reward") if env.take(key, False)}
     if "clip_obs" in env and fields.get("normalize_obs"):
         fields["clip_obs"] = env.take("clip_obs")
     env.wanted("clip_obs", fields.get("clip_obs"), "observations are clipped only where they are normalized here")
