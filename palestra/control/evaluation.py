@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import gymnasium as gym
@@ -14,6 +15,8 @@ from palestra.control.envs.stepping import EnvironmentFailed, Stepper, random_al
 from palestra.control.episodes import Episodes
 from palestra.control.policy import Policy
 from palestra.errors import MissingExtra, UsageError
+
+Act = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of observations and where episodes start, bool (N,)
 
 LONGEST_EPISODE = 200_000  # steps; the longest of Gymnasium's own environments end long before
 
@@ -73,34 +76,29 @@ def random_episodes(stepper: Stepper, episodes: int, seed: int) -> PolicyEvaluat
 
 
 def _episodes(
-    act: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    stepper: Stepper,
-    episodes: int,
-    seed: int,
-    stop: Callable[[], bool],
+    act: Act, stepper: Stepper, episodes: int, seed: int, stop: Callable[[], bool]
 ) -> PolicyEvaluation | None:
-    """Whole episodes of `act(obs, began)`; `began`, bool (N,), is True where an episode starts."""
+    """Whole episodes of `act(obs, began)`."""
     n = stepper.num_envs
     quota = np.full(n, episodes // n)
     quota[: episodes % n] += 1
-    returns: list[list[float]] = [[] for _ in range(n)]
-    lengths: list[list[int]] = [[] for _ in range(n)]
+    done: list[list[tuple[float, int]]] = [[] for _ in range(n)]  # return and length
     running = Episodes(stepper)
     running.reset(seed)
-    while sum(map(len, returns)) < episodes:
+    while sum(map(len, done)) < episodes:
         if stop():
             return None
         running.step(act(running.now, running.began))
         for i, total, length in running.just_finished:
-            if len(returns[i]) < quota[i]:
-                returns[i].append(total)
-                lengths[i].append(length)
+            if len(done[i]) < quota[i]:
+                done[i].append((total, length))
         if running.episode_length.max() >= LONGEST_EPISODE:
             raise EnvironmentFailed(
                 f"an episode of {stepper.name} did not end within {LONGEST_EPISODE:,} steps, so evaluation cannot: "
                 "give the environment a time limit, for example env.kwargs: {max_episode_steps: 1000}"
             )
-    return PolicyEvaluation(np.concatenate(returns), np.concatenate(lengths))
+    returns, lengths = zip(*chain.from_iterable(done), strict=True)
+    return PolicyEvaluation(np.array(returns), np.array(lengths))
 
 
 def has_display() -> bool:

@@ -94,12 +94,11 @@ def check_learning(
 
 def inspect(learner: ControlTrainer, spec: ControlSpec) -> list[tuple[bool, str]]:
     """Improve the policy a few times and check every part of the learner: whether each check passed, and a line."""
-    rows = []
     parts = parts_of(learner)
     before = {name: [tensor.clone() for tensor in tensors] for name, tensors in parts.items()}
     with recorded_gradient_norms() as norms:
-        for _ in range(STEPS):  # raises where a loss is not finite
-            rows.append(learner.improve(learner.episodes.frame / spec.train.frames))
+        # Raises where a loss is not finite.
+        rows = [learner.improve(learner.episodes.frame / spec.train.frames) for _ in range(STEPS)]
     updates = learner.algorithm.updates
     losses = sorted({name for row in rows for name in row if name.endswith("loss")})
     largest = max(norms, default=0.0)
