@@ -6,7 +6,6 @@ what is learned from. With the keyword `life_loss_info: true` a lost life ends a
 goes on; the score is of whole games all the same.
 """
 
-import importlib
 from typing import Any
 
 import gymnasium as gym
@@ -80,8 +79,7 @@ class AtariGame(gym.Env):
 
 
 def atari_games(id: str, num_envs: int, kwargs: dict[str, Any], frame_stack: int | None) -> AtariGames:
-    """`num_envs` games in parallel, by their Gymnasium id."""
-    gym.register_envs(importlib.import_module("ale_py"))
+    """`num_envs` games in parallel, by their Gymnasium id, which is registered already."""
     if kwargs.get("episodic_life"):
         raise UsageError(
             "env.kwargs: episodic_life starts a new game at each lost life, so that no game is ever played to its end: "

@@ -25,11 +25,7 @@ class NumpyVector(VectorEnv):
     """
 
     def __init__(
-        self,
-        state: np.ndarray,
-        max_episode_steps: int,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
+        self, state: np.ndarray, max_episode_steps: int, observation_space: spaces.Space, action_space: spaces.Space
     ):
         num_envs = self.num_envs = state.shape[1]
         self.max_episode_steps = max_episode_steps
@@ -342,20 +338,17 @@ class AcrobotVector(NumpyVector):
         self._state[:, i] = self._generators[i].uniform(-0.1, 0.1, 4).astype(np.float32)
 
     def _observe(self) -> np.ndarray:
-        observations = np.empty((self.num_envs, 6), np.float32)
-        self._show(self._state, observations)
+        observations = self._shown(self._state)
         begun = self._elapsed == 0
         if begun.any():
             # A first state is in single precision, and Gymnasium takes its sines in it.
-            first = observations[begun]
-            self._show(self._state[:, begun].astype(np.float32), first)
-            observations[begun] = first
+            observations[begun] = self._shown(self._state[:, begun].astype(np.float32))
         return observations
 
     @staticmethod
-    def _show(state: np.ndarray, observations: np.ndarray) -> None:
-        sines, cosines = np.sin(state[:2]), np.cos(state[:2])
-        observations[:, 0:4:2], observations[:, 1:4:2], observations[:, 4:] = cosines.T, sines.T, state[2:].T
+    def _shown(state: np.ndarray) -> np.ndarray:
+        (sin1, sin2), (cos1, cos2) = np.sin(state[:2]), np.cos(state[:2])
+        return np.stack((cos1, sin1, cos2, sin2, *state[2:]), axis=1).astype(np.float32)
 
 
 class PendulumVector(NumpyVector):
@@ -388,7 +381,5 @@ class PendulumVector(NumpyVector):
         self._state[:, i] = self._generators[i].uniform(-self._highest, self._highest)
 
     def _observe(self) -> np.ndarray:
-        observations = np.empty((self.num_envs, 3), np.float32)
-        observations[:, 0], observations[:, 1] = np.cos(self._state[0]), np.sin(self._state[0])
-        observations[:, 2] = self._state[1]
-        return observations
+        angle, velocity = self._state
+        return np.stack((np.cos(angle), np.sin(angle), velocity), axis=1).astype(np.float32)

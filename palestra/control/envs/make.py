@@ -12,14 +12,8 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
+from palestra.control.envs import classic
 from palestra.control.envs.atari import AtariGame, atari_games
-from palestra.control.envs.classic import (
-    AcrobotVector,
-    CartPoleVector,
-    MountainCarContinuousVector,
-    MountainCarVector,
-    PendulumVector,
-)
 from palestra.control.envs.snapshot import Snapshot
 from palestra.control.envs.vector import copies
 from palestra.control.envs.workers import Make
@@ -88,12 +82,12 @@ Factory = Callable[[], gym.Env]
 
 # Environments stepped as NumPy arrays: bit-equal to Gymnasium's, many times as fast.
 NUMPY: dict[str, Callable[[int], VectorEnv]] = {
-    "CartPole-v0": partial(CartPoleVector, max_episode_steps=200),
-    "CartPole-v1": CartPoleVector,
-    "Acrobot-v1": AcrobotVector,
-    "Pendulum-v1": PendulumVector,
-    "MountainCar-v0": MountainCarVector,
-    "MountainCarContinuous-v0": MountainCarContinuousVector,
+    "CartPole-v0": partial(classic.CartPoleVector, max_episode_steps=200),
+    "CartPole-v1": classic.CartPoleVector,
+    "Acrobot-v1": classic.AcrobotVector,
+    "Pendulum-v1": classic.PendulumVector,
+    "MountainCar-v0": classic.MountainCarVector,
+    "MountainCarContinuous-v0": classic.MountainCarContinuousVector,
 }
 
 

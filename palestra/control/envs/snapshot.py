@@ -167,12 +167,6 @@ def attributes(layer: Any, strict: bool = True) -> dict[str, Any]:
     return encoded
 
 
-def set_attributes(layer: Any, saved: dict[str, Any]) -> None:
-    """Set the attributes of one layer to encoded values."""
-    for name, tree in saved.items():
-        setattr(layer, name, decode(tree, getattr(layer, name, None)))
-
-
 def spaces(chain: Iterable[Any]) -> list[Space]:
     """All spaces that the layers hold, parts of composed ones too, each once and always in the same order."""
     queue = [value for layer in chain for value in vars(layer).values() if isinstance(value, Space)]
@@ -230,7 +224,11 @@ class Snapshot(gymnasium.Wrapper):
             getattr(self._core, "np_random", None)  # made now if it is not there, else the reset makes it unseen
         self._before, self._arguments = self._beginnings(), {"seed": seed, "options": deepcopy(options)}
         self._actions, self._ended = [], False
-        _renew_world(self._core)
+        if type(self._core).__module__.startswith("gymnasium.envs.box2d."):
+            # A new world: a used one has traces of earlier episodes, on which BipedalWalker's steps depend (Gymnasium
+            # issue 728). LunarLander makes one itself.
+            self._core._destroy()
+            self._core.world = type(self._core.world)(gravity=self._core.world.gravity)
         observation, info = self.env.reset(seed=seed, options=options)
         self._last = (observation,)
         if self._kind == "attributes":
@@ -324,7 +322,8 @@ class Snapshot(gymnasium.Wrapper):
         if [layer["type"] for layer in saved["layers"]] != [type(layer).__name__ for layer in self._chain]:
             raise UsageError(f"This state of {self.name} was taken with other wrappers: resume with the same ones.")
         for layer, before in zip(self._chain, saved["layers"], strict=True):
-            set_attributes(layer, before["attributes"])
+            for name, tree in before["attributes"].items():
+                setattr(layer, name, decode(tree, getattr(layer, name, None)))
         set_space_generators(self._spaces, saved["spaces"])
         if "ale" in saved:
             self._core.ale.restoreState(importlib.import_module("ale_py").ALEState(saved["ale"]))
@@ -335,16 +334,6 @@ class Restarted(NamedTuple):
 
     which: np.ndarray  # bool (N,)
     observations: Any  # (N, ...), set where `which` is True
-
-
-def _renew_world(env: Any) -> None:
-    """Give a Box2D environment of Gymnasium a new world before a reset: episodes leave traces in a used one.
-
-    LunarLander does so itself; BipedalWalker's steps otherwise depend on the episodes before (Gymnasium issue 728).
-    """
-    if type(env).__module__.startswith("gymnasium.envs.box2d."):
-        env._destroy()
-        env.world = type(env.world)(gravity=env.world.gravity)
 
 
 def vector_exactness(venv: Any) -> str | None:

@@ -40,19 +40,6 @@ def choices(space: gym.Space, name: str) -> list[int]:
     )
 
 
-def check_masks(masks: np.ndarray, sizes: list[int], name: str) -> None:
-    """Every part of every action must have an allowed choice."""
-    starts = [0, *accumulate(sizes[:-1])]
-    some = np.logical_or.reduceat(masks, starts, axis=1)
-    if not some.all():
-        env, part = np.argwhere(~some)[0]
-        raise UsageError(
-            f"{name} allows no action at all in environment {env}"
-            + (f", part {part}" if len(sizes) > 1 else "")
-            + f": end the episode there, or allow one in info['{KEY}']"
-        )
-
-
 def random_allowed(masks: np.ndarray, space: gym.Space, random: np.random.Generator) -> np.ndarray:
     """A uniformly random allowed action for each row, as the environment takes it."""
     sizes = choices(space, "the environment")
@@ -123,26 +110,20 @@ class Stepper:
         obs, rewards, terminated, truncated, infos = self._call(self.env.step, actions)
         self.steps += 1
         ends = np.logical_or(terminated, truncated)
-        any_end = ends.any()
-        self.over = _over(ends, infos) if any_end else None
-        if self.mode is AutoresetMode.NEXT_STEP:
+        ended = ends.nonzero()[0] if ends.any() else None
+        self.over = None if ended is None else _over(ends, infos)
+        same_step, valid, final_obs = self.mode is AutoresetMode.SAME_STEP, None, None
+        if self.has_dummy_steps:
             valid = ~self._dummy if self._dummy.any() else None
             self._dummy = ends
-            ended = ends.nonzero()[0] if any_end else None
-            self._read_masks(infos, any_choice=ends)  # the next action only resets, whatever it is
-            return Transition(obs, rewards, terminated, truncated, valid, ended, None if ended is None else obs[ended])
-        # With SAME_STEP the infos are of the new episode already.
-        self._read_masks(infos, any_choice=ends if self.mode is AutoresetMode.DISABLED else None)
-        if not any_end:
-            return Transition(obs, rewards, terminated, truncated, None, None, None)
-        ended = ends.nonzero()[0]
-        if self.mode is AutoresetMode.SAME_STEP:
-            final_obs = _rows(infos, ended, self.name)
-        else:
-            final_obs = obs[ended]
-            obs, infos = self._call(self.env.reset, options={"reset_mask": ends})
-            self._read_masks(infos, keep=~ends)
-        return Transition(obs, rewards, terminated, truncated, None, ended, final_obs)
+        # With SAME_STEP the infos are of the new episode already; else the next action, if any, only resets.
+        self._read_masks(infos, any_choice=None if same_step else ends)
+        if ended is not None:
+            final_obs = _rows(infos, ended, self.name) if same_step else obs[ended]
+            if self.mode is AutoresetMode.DISABLED:
+                obs, infos = self._call(self.env.reset, options={"reset_mask": ends})
+                self._read_masks(infos, keep=~ends)
+        return Transition(obs, rewards, terminated, truncated, valid, ended, final_obs)
 
     def _read_masks(
         self, infos: dict[str, Any], any_choice: np.ndarray | None = None, keep: np.ndarray | None = None
@@ -167,7 +148,13 @@ class Stepper:
             masks[any_choice] = True
         if keep is not None:
             masks[keep] = self.mask[keep]
-        check_masks(masks, self._sizes, self.name)
+        some = np.logical_or.reduceat(masks, [0, *accumulate(self._sizes[:-1])], axis=1)  # of each part of an action
+        if not some.all():
+            env, part = np.argwhere(~some)[0]
+            where = f"environment {env}" + (f", part {part}" if len(self._sizes) > 1 else "")
+            raise UsageError(
+                f"{self.name} allows no action at all in {where}: end the episode there, or allow one in info['{KEY}']"
+            )
         self.mask = masks
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

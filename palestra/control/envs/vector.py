@@ -16,18 +16,13 @@ from gymnasium.vector.utils import batch_space
 from palestra.control.envs.workers import Arrays, LocalWorker, Make, ProcessWorker
 from palestra.errors import UsageError
 
+Worker = LocalWorker | ProcessWorker
+
 
 class Copies(VectorEnv):
     """N copies of an environment that step together and reset themselves in the same step."""
 
-    def __init__(
-        self,
-        name: str,
-        workers: Sequence[LocalWorker | ProcessWorker],
-        arrays: Arrays,
-        obs: spaces.Box,
-        actions: gym.Space,
-    ):
+    def __init__(self, name: str, workers: Sequence[Worker], arrays: Arrays, obs: spaces.Box, actions: gym.Space):
         self.name, self._workers, self._arrays = name, workers, arrays
         self.num_envs = len(arrays.rewards)
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}

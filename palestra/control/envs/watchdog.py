@@ -85,11 +85,6 @@ class EnvWatchdog:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._caller = None
 
-    @property
-    def inside(self) -> bool:
-        """Whether a call is in progress."""
-        return self._caller is not None
-
     def close(self) -> None:
         """Stop watching."""
         self._over.set()
@@ -122,5 +117,5 @@ def _raise(signum: int, frame: object) -> None:
     """The signal handler, one for all watchdogs."""
     for watchdog in _watching:
         # The call may have returned just before the signal.
-        if watchdog.error is not None and watchdog.inside:
+        if watchdog.error is not None and watchdog._caller is not None:
             raise watchdog.error
