@@ -115,7 +115,7 @@ def test_variants_are_the_eight_texts_of_the_paper(text: str):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (google(("punctuation:no_coma", {})), "unknown instruction 'punctuation:no_coma': did you mean"),
+        (google(("punctuation:no_coma", {})), "unknown instruction 'punctuation:no_coma'. Did you mean"),
         (google(("count:word_count_range", {})), "unknown instruction 'count:word_count_range'"),
         (google(("keywords:existence", {})), "keywords:existence: keywords: Field required"),
         (google(("keywords:existence", {"keywords": ["a"], "keyword": "b"})), "keyword: Extra inputs"),

@@ -254,8 +254,10 @@ def test_instruction_that_is_followed_strictly_is_followed_loosely(name: str):
 
 
 @given(st.text(alphabet="[]ab\n", max_size=40))
-def test_count_placeholders_equals_the_pattern(text: str):
-    assert instructions.count_placeholders(text) == len(re.findall(r"\[.*?\]", text))
+def test_number_of_placeholders_is_that_of_the_pattern(text: str):
+    count = len(re.findall(r"\[.*?\]", text))
+    assert instructions.number_placeholders(text, num_placeholders=count)
+    assert not instructions.number_placeholders(text, num_placeholders=count + 1)
 
 
 @given(st.text(alphabet="<>a \n", max_size=40))

@@ -38,11 +38,9 @@ class Episode:
         self, prompt: tuple[int, ...], *, n: int = 1, turn: int = 0, sample: int = 0
     ) -> tuple[Generation, ...]:
         """Continue from tokens; each pair of `turn` and `sample` has a seed of its own."""
-        sampling = replace(
-            self.sampling,
-            seed=stream_key(self.seed, "turn", turn, sample) >> 1,
-            max_new_tokens=min(self.sampling.max_new_tokens, self.context - len(prompt)),
-        )
+        limit = min(self.sampling.max_new_tokens, self.context - len(prompt))
+        seed = stream_key(self.seed, "turn", turn, sample) >> 1
+        sampling = replace(self.sampling, seed=seed, max_new_tokens=limit)
         return (await self.generator.generate(Request(prompt, sampling, n))).generations
 
     async def verdict(self, generation: Generation, prompt: tuple[int, ...] | None = None) -> Verdict:
@@ -55,12 +53,10 @@ class Episode:
         """The verdicts on several completions of one prompt; those that take time are awaited together."""
         prompt = self.prompt if prompt is None else prompt
         text = self.tokenizer.decode(prompt, specials=True)
-        begun = [
-            self.verify(
-                self.problem, Completion(one.text or "", one.stop_reason == StopReason.LENGTH, text, prompt, one.tokens)
-            )
-            for one in generations
-        ]
+        begun = []
+        for one in generations:
+            completion = Completion(one.text or "", one.stop_reason == StopReason.LENGTH, text, prompt, one.tokens)
+            begun.append(self.verify(self.problem, completion))
         pending = [verdict for verdict in begun if not isinstance(verdict, Verdict)]
         ended = iter(await asyncio.gather(*pending) if pending else ())
         return [verdict if isinstance(verdict, Verdict) else next(ended) for verdict in begun]
@@ -151,13 +147,8 @@ class Transcript:
     def _with(
         self, tokens: tuple[int, ...], sampled: bool, logprobs: tuple[float, ...], versions: tuple[int, ...]
     ) -> "Transcript":
-        return Transcript(
-            self.tokens + tokens,
-            self.loss_mask + (sampled,) * len(tokens),
-            self.logprobs + logprobs,
-            self.versions + versions,
-            self.turns,
-        )
+        mask = self.loss_mask + (sampled,) * len(tokens)
+        return Transcript(self.tokens + tokens, mask, self.logprobs + logprobs, self.versions + versions, self.turns)
 
     def trajectory(
         self, prompt: int, verdict: Verdict, reward: float, stop_reason: str, tokenizer: Tokenizer
@@ -170,13 +161,9 @@ class Transcript:
 def trajectory(prompt: tuple[int, ...], generation: Generation, verdict: Verdict) -> Trajectory:
     """A prompt with one completion."""
     transcript = Transcript.of(prompt).with_sampled(generation)
-    return Trajectory(
-        **vars(replace(transcript, turns=((len(prompt), len(transcript.tokens)),))),
-        reward=verdict.score,
-        verdict=verdict,
-        stop_reason=str(generation.stop_reason),
-        completion=generation.text or "",
-    )
+    arrays = vars(replace(transcript, turns=((len(prompt), len(transcript.tokens)),)))
+    stop_reason, text = str(generation.stop_reason), generation.text or ""
+    return Trajectory(**arrays, reward=verdict.score, verdict=verdict, stop_reason=stop_reason, completion=text)
 
 
 async def sampled(episode: Episode, go_on: Callable[[int, Generation], Awaitable[Trajectory]]) -> list[Trajectory]:

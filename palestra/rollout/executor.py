@@ -48,10 +48,10 @@ class InFlight:
     version: int = 0
     """Of the weights at admission."""
     since: float = 0.0
-    ended: "asyncio.Task[list[Trajectory]] | None" = None
-    """The workflow, once it has ended."""
 
 
+Ended = asyncio.Task[list[Trajectory]]
+"""A workflow that has ended."""
 Start = Callable[[Problem, int, int], Awaitable[list[Trajectory]] | None]
 """Starts the workflow of a problem, given its number and attempt; None where its prompt is too long."""
 Filter = Callable[[Group], str | None]
@@ -90,7 +90,7 @@ class Executor:
         self._running: dict[int, InFlight] = {}
         self._ready: dict[int, Group] = {}
         self._settled: list[Group] = []  # filtered since the last batch, to be observed with the next one
-        self._finished: queue.SimpleQueue[InFlight] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[InFlight, Ended]] = queue.SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
         """Called, from any thread, when a workflow has ended."""
 
@@ -118,9 +118,18 @@ class Executor:
         """Start as many prompts as the bound allows; all send their requests before the first token is sampled."""
         started: list[InFlight] = []
         workflows = []
+
+        def hand_in(place: int, task: Ended) -> None:
+            self._finished.put((started[place], task))
+            self.wake()
+
         try:
             while self._room() > 0:
-                order = self._again.popleft() if self._again else self._sampled()
+                if self._again:
+                    order = self._again.popleft()
+                else:
+                    order = InFlight(self._next, self.prompts.sample(self._next))
+                    self._next += 1
                 workflow = self._start(order.problem, order.number, self._attempts[order.number])
                 if workflow is None:
                     self._too_long()
@@ -132,13 +141,13 @@ class Executor:
                 workflows.append(_limited(workflow, self.spec.timeout_seconds))
         finally:
             if started:
-                self._loop.start_all(workflows, lambda place, task: self._hand_in(started[place], task))
+                self._loop.start_all(workflows, hand_in)
 
     def collect(self) -> None:
         """Take in the results of finished workflows."""
         with contextlib.suppress(queue.Empty):
             while True:
-                self._settle(self._finished.get_nowait())
+                self._settle(*self._finished.get_nowait())
 
     def publish(self, version: int) -> None:
         """New weights generate from now on."""
@@ -198,11 +207,6 @@ class Executor:
         running = self.spec.running
         return room if running is None else min(room, running - len(self._running))
 
-    def _sampled(self) -> InFlight:
-        order = InFlight(self._next, self.prompts.sample(self._next))
-        self._next += 1
-        return order
-
     def _too_long(self) -> None:
         self.totals["too_long"] += 1
         self._long += 1
@@ -212,17 +216,11 @@ class Executor:
                 "rollout.max_new_tokens, or use a model with a longer context"
             )
 
-    def _hand_in(self, order: InFlight, task: asyncio.Task[list[Trajectory]]) -> None:
-        order.ended = task
-        self._finished.put(order)
-        self.wake()
-
-    def _settle(self, order: InFlight) -> None:
+    def _settle(self, order: InFlight, ended: Ended) -> None:
         """Decide the fate of a finished prompt."""
         del self._running[order.number]
         self.settled += 1
-        assert order.ended is not None
-        error = asyncio.CancelledError() if order.ended.cancelled() else order.ended.exception()
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
         if isinstance(error, RolloutTimeout):
             log.warning("the rollout of %s %s and was cancelled", order.problem.id, error)
             self._unusable("timeout", "timeout")
@@ -230,7 +228,7 @@ class Executor:
         if error is not None:
             self._fail(order, error)
             return
-        completed = [_finite(t, order.problem.id) for t in order.ended.result()]
+        completed = [_finite(t, order.problem.id) for t in ended.result()]
         left_out = {Status.ERROR, Status.TIMEOUT} if self.spec.on_timeout == "exclude" else {Status.ERROR}
         verified = tuple(t for t in completed if t.verdict.status not in left_out)
         if not verified and any(t.verdict.status == Status.TIMEOUT for t in completed):

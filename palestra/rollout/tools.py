@@ -21,20 +21,14 @@ from palestra.generate.types import Generation, StopReason
 from palestra.rollout.episode import Episode, Transcript, Workflow, sampled
 from palestra.rollout.types import Trajectory
 from palestra.spec.kinds.posttrain import ToolsSpec
+from palestra.tasks.sets.countdown import OPERATIONS
 
 LONGEST_EXPRESSION = 200  # characters
 BITS = 1024  # of numerator and denominator of every intermediate value: up to about 1e308
 UNDERSTOOD = "only numbers, parentheses and + - * / // % ** are supported"
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
-BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+BINARY = {**OPERATIONS, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
 
 
 class NotCalculable(PalestraError):
@@ -135,18 +129,14 @@ def _python() -> Tool:
 
     async def run(code: str) -> str:
         done = await asyncio.to_thread(sandbox.run_program, code, timeout=SECONDS)
-        lines = [_shortened(done.stdout.strip())]
-        match done.status:
-            case "error":
-                last = done.stderr.strip().rpartition("\n")[2]
-                lines.append(f"error: {_shortened(last) or f'it ended with code {done.code}'}")
-            case "timeout":
-                lines.append(f"error: it ran for more than {SECONDS:g} seconds")
-            case "output":
-                lines.append("error: it wrote too much")
-            case "killed":
-                lines.append("error: it was killed, as for using too much memory")
-        return "\n".join(line for line in lines if line)
+        output, last = _shortened(done.stdout.strip()), done.stderr.strip().rpartition("\n")[2]
+        errors = {
+            "error": _shortened(last) or f"it ended with code {done.code}",
+            "timeout": f"it ran for more than {SECONDS:g} seconds",
+            "output": "it wrote too much",
+            "killed": "it was killed, as for using too much memory",
+        }
+        return output if done.status == "ok" else f"{output}\nerror: {errors[done.status]}".lstrip("\n")
 
     weakref.finalize(run, sandbox.close)
     return run

@@ -109,9 +109,8 @@ def multi_turn(spec: MultiTurnSpec) -> Workflow:
                 verdict = await episode.verdict(completion, transcript.tokens)
                 transcript = transcript.with_sampled(completion)
                 # A completion that could not be verified must not be called wrong.
-                if verdict.status in (Status.CORRECT, Status.ERROR) or completion.stop_reason == StopReason.ABORT:
-                    break
-                if turn == spec.turns:
+                ended = verdict.status in (Status.CORRECT, Status.ERROR) or completion.stop_reason == StopReason.ABORT
+                if ended or turn == spec.turns:
                     break
                 longer = transcript.with_context(following(completion.tokens, feedback[turn - 1], tokenizer))
                 if len(longer.tokens) >= episode.context:
@@ -120,8 +119,7 @@ def multi_turn(spec: MultiTurnSpec) -> Workflow:
                 (completion,) = await episode.generate(transcript.tokens, turn=turn, sample=sample)
                 turn += 1
             reward = verdict.score * spec.discount ** (turn - 1)
-            stop_reason = str(completion.stop_reason)
-            return transcript.trajectory(len(episode.prompt), verdict, reward, stop_reason, tokenizer)
+            return transcript.trajectory(len(episode.prompt), verdict, reward, str(completion.stop_reason), tokenizer)
 
         return await sampled(episode, go_on)
 

@@ -114,11 +114,6 @@ class Walk:
                 raise PalestraError(f"the task {self.use.label} has problems with the same id; ids must differ")
         return self._indices.get(id)
 
-    def observe(self, id: str, rate: float) -> None:
-        """Note the pass rate of a prompt."""
-        if self.pool is not None:
-            self.pool.observe(self.index(id), rate)
-
     def state(self) -> dict[str, Any]:
         pool = None if self.pool is None else self.pool.state()
         return {"length": self.length, "passes": self.passes, "place": self._place, "pool": pool}
@@ -196,7 +191,8 @@ class Prompts:
         if not scores:
             return
         walk, rate = self._walk(problem.id), pass_rate(scores)
-        walk.observe(problem.id, rate)
+        if walk.pool is not None:
+            walk.pool.observe(walk.index(problem.id), rate)
         if isinstance(self._mix, Lessons):
             self._mix.observe(walk.use.label, rate)
 

@@ -3,14 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field
 
-from palestra.errors import UsageError
+from palestra.errors import UsageError, did_you_mean
 from palestra.spec.imports import load_named
 from palestra.spec.model import Model
 
@@ -160,14 +159,11 @@ TASKS: dict[str, str] = {
 
 def task_type(name: str) -> type[Task]:
     """The class of a task: a built-in one, an installed one, or `module:Class`."""
-    reference = name if ":" in name else (TASKS | _installed()).get(name)
+    known = TASKS | _installed()
+    reference = name if ":" in name else known.get(name)
     if reference is None:
-        near = get_close_matches(name, TASKS | _installed(), n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UsageError(
-            f"unknown task {name!r}.{hint} The tasks are: {', '.join(sorted(TASKS | _installed()))}; "
-            "your own is named as 'module:Class'"
-        )
+        names = f"The tasks are: {', '.join(sorted(known))}; your own is named as 'module:Class'"
+        raise UsageError(f"unknown task {name!r}. {did_you_mean(name, known)} {names}".replace("  ", " "))
     loaded = load_named(reference, "task", "class")
     if not (isinstance(loaded, type) and issubclass(loaded, Task)):
         raise UsageError(f"the task {name!r} is {reference}, which is not a subclass of palestra.tasks.task.Task")

@@ -50,7 +50,7 @@ class LlmJudge:
     def __init__(self, ask: Ask, template: str = PROMPT, *, close: Callable[[], None] = lambda: None):
         if "{completion}" not in template:
             raise UsageError("judge.prompt: expected {completion} in it, or every completion would get the same score")
-        self._ask, self._template, self._close = ask, template, close
+        self._ask, self._template, self.close = ask, template, close
 
     async def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """The score in the model's reply; `unparsable` where it has no number from 0 to 1."""
@@ -65,10 +65,6 @@ class LlmJudge:
             return Verdict(0.0, Status.UNPARSABLE, note=f"the judge gave no score: {reply!r:.200}")
         status = Status.CORRECT if score >= 0.5 else Status.WRONG
         return Verdict(score, status, {"judge": score}, note=f"the judge said {reply!r:.200}")
-
-    def close(self) -> None:
-        """Close the model."""
-        self._close()
 
 
 def make_judge(spec: JudgeSpec, root: Path, opened: OpenGenerator) -> LlmJudge:
@@ -154,13 +150,8 @@ class OpenAiChat:
 
     async def ask(self, text: str) -> str:
         """The greedy reply to a message."""
-        name = self._name or await self._only_model()
-        body = {
-            "model": name,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0,
-            "max_tokens": self.max_new_tokens,
-        }
+        name, messages = self._name or await self._only_model(), [{"role": "user", "content": text}]
+        body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": self.max_new_tokens}
         reply = await self._call("POST", "/chat/completions", json=body)
         try:
             return reply["choices"][0]["message"]["content"] or ""

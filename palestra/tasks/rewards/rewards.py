@@ -62,16 +62,18 @@ def open_generator(ref: str, root: Path) -> "LocalGenerator":
     return LocalGenerator(engine)
 
 
-def make_reward(spec: RewardSpec, root: Path, *, opened: OpenGenerator = open_generator) -> Reward:
-    """The reward of a spec; `root` is the folder of runs, `opened` finds and opens a judge's language model."""
+def make_reward(spec: RewardSpec, root: Path) -> Reward:
+    """The reward of a spec; `root` is the folder of runs."""
     if spec.function is not None:
         return FunctionReward(spec.function)
     if spec.judge is not None:
         from palestra.tasks.rewards.llm_judge import make_judge  # these need torch, which functions do without
 
-        return make_judge(spec.judge, root, opened)
+        return make_judge(spec.judge, root, open_generator)
     if spec.model is not None:
-        return RewardModel.load(spec.model, root)
+        from palestra.lm.scorer import Scorer
+
+        return RewardModel(Scorer.load(whole_model(spec.model, root)))
     raise UsageError("reward: expected one of function, judge and model")
 
 
@@ -170,13 +172,6 @@ class RewardModel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         self._waiting: deque[Waiting] = deque()
         self._lock = threading.Lock()
-
-    @classmethod
-    def load(cls, ref: str, root: Path) -> "RewardModel":
-        """The reward model of a run, a checkpoint or a folder."""
-        from palestra.lm.scorer import Scorer
-
-        return cls(Scorer.load(whole_model(ref, root)))
 
     async def verify(self, problem: Problem, completion: Completion) -> Verdict:
         messages = [*problem.messages, {"role": "assistant", "content": completion.text}]

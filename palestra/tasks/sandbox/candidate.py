@@ -45,9 +45,8 @@ def serve_calls(code: int, channel: int) -> None:
             name, args, kwargs = tests.receive()
         except EOFError:
             return
-        answer = _answer(module, name, args, kwargs)
         try:
-            tests.send(answer)
+            tests.send(_answer(module, name, args, kwargs))
         except NotLiteral as error:
             tests.send(failure(error))
 

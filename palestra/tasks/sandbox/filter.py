@@ -72,11 +72,8 @@ def available() -> bool:
 def program(own: int) -> bytes:
     """The filter for a process with id `own`: signals and limits are its own only."""
     assert MACHINE is not None
-    refuse, again, allow = (
-        (RETURN, 0, 0, ERRNO | errno.EPERM),
-        (RETURN, 0, 0, ERRNO | errno.EAGAIN),
-        (RETURN, 0, 0, ALLOW),
-    )
+    refuse, again = (RETURN, 0, 0, ERRNO | errno.EPERM), (RETURN, 0, 0, ERRNO | errno.EAGAIN)
+    allow = (RETURN, 0, 0, ALLOW)
     steps: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (RETURN, 0, 0, KILL_PROCESS)]
     steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), refuse]
 

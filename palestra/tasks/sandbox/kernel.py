@@ -88,11 +88,6 @@ def pivot_root(new: str) -> None:
     os.chdir("/")
 
 
-def drop_capabilities() -> None:
-    """Give up every right of root."""
-    call(CAPSET, THIS_PROCESS, NO_CAPABILITIES, what="capset")
-
-
 def prctl(option: int, *values: int) -> None:
     """Set a property of this process."""
     wide = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]

@@ -53,12 +53,6 @@ def enter_root(folder: str, paths: Sequence[str]) -> str:
     return scratch
 
 
-def mount_scratch(folder: str, mebibytes: int) -> None:
-    """Mount a folder in memory, of this process alone, over another."""
-    options = f"size={mebibytes}m,nr_inodes={INODES},mode=1777"
-    kernel.mount("tmpfs", folder, "tmpfs", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, options)
-
-
 def _show(path: str, root: str, others: Sequence[str]) -> None:
     """Show a path under a new root at its own place; a link stays one where its target is there too."""
     target = root + path
@@ -160,8 +154,9 @@ def prepare(way: Way, folder: str, paths: Sequence[str]) -> Isolation:
 
 def isolate(level: Isolation, limits: Limits, seconds: float, *, role: int, scratch: str, server: int | None) -> None:
     """Take every right from this process, for good. `server` is a pidfd of the process whose death ends this one."""
-    if level.level == "namespaces" and role == CANDIDATE:
-        mount_scratch(scratch, limits.files)
+    if level.level == "namespaces" and role == CANDIDATE:  # a folder in memory, of this process alone
+        options = f"size={limits.files}m,nr_inodes={INODES},mode=1777"
+        kernel.mount("tmpfs", scratch, "tmpfs", kernel.NOSUID | kernel.NODEV | kernel.NOEXEC, options)
     os.chdir(scratch)
     os.setpgid(0, 0)
     os.umask(0o077)
@@ -176,7 +171,7 @@ def isolate(level: Isolation, limits: Limits, seconds: float, *, role: int, scra
             raise OSError(f"user {os.getuid()} cannot read {path}, which Python needs: make it accessible (chmod o+x)")
     if sys.platform != "linux":
         return
-    kernel.drop_capabilities()
+    kernel.call(kernel.CAPSET, kernel.THIS_PROCESS, kernel.NO_CAPABILITIES, what="capset")
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which undoes it
     if server is not None:
         if select.select([server], [], [], 0)[0]:
@@ -196,11 +191,10 @@ def set_limits(limits: Limits, seconds: float, *, count_threads: bool) -> None:
 
     Threads are counted over all processes of a user, so `count_threads` suits a dedicated user only.
     """
-    # A second more than the wall clock, which is the actual limit; this is for a server that is gone.
-    processor = math.ceil(seconds) + 1
     wanted = {
         "RLIMIT_AS": limits.memory * MIB,
-        "RLIMIT_CPU": processor,
+        # A second more than the wall clock, which is the actual limit; this is for a server that is gone.
+        "RLIMIT_CPU": math.ceil(seconds) + 1,
         "RLIMIT_FSIZE": limits.files * MIB,
         "RLIMIT_NOFILE": limits.open_files,
         "RLIMIT_STACK": limits.stack * MIB,
@@ -222,24 +216,18 @@ def set_limits(limits: Limits, seconds: float, *, count_threads: bool) -> None:
 
 def unused_uids() -> tuple[int, int]:
     """Two user ids that own no process and have no name."""
+    import pwd
+
+    taken = {entry.pw_uid for entry in pwd.getpwall()}
+    for name in [name for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(OSError):
+            taken.add(os.stat(f"/proc/{name}").st_uid)
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     many = any(first <= FIRST_UID and first + count > FIRST_UID + (1 << 24) for first, _, count in ranges)
     first, span = (FIRST_UID, 1 << 23) if many else (FEW_UIDS, 12000)
-    taken = set(_owners())
     for step in range(span):
         user = first + 2 * ((os.getpid() + step) % span)
         if user not in taken and user + 1 not in taken:
             return user, user + 1
     raise OSError("every user id is taken")
-
-
-def _owners() -> list[int]:
-    import pwd
-
-    owners = [entry.pw_uid for entry in pwd.getpwall()]
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                owners.append(os.stat(f"/proc/{name}").st_uid)
-    return owners

@@ -131,9 +131,7 @@ class Sandbox:
     @contextlib.contextmanager
     def _client(self) -> Generator[Client]:
         if self._owner != os.getpid():
-            raise PalestraError(
-                "a sandbox belongs to the process that made it; a process forked from that makes its own"
-            )
+            raise PalestraError("a sandbox belongs to the process that made it; a process forked from it makes its own")
         with self._free:
             if self._closed:
                 raise PalestraError("the sandbox is closed")

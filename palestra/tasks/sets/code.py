@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from palestra.errors import UsageError
-from palestra.tasks.dataset import load_rows, text_of
+from palestra.tasks.dataset import files_of, load_rows, text_of
 from palestra.tasks.sandbox.sandbox import Sandbox
 from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
@@ -89,14 +89,9 @@ class CodeTask(Task[C]):
         outcome = shared_sandbox(self.args.sandbox).run_tests(
             code, row["tests"], row["entry_points"], self.args.timeout, setup=row["setup"], together=bool(row["weak"])
         )
-        return Verdict(
-            score=float(outcome.status == "passed"),
-            status=STATUSES[outcome.status],
-            parts={"tests": sum(outcome.passed) / len(outcome.passed)},
-            seconds=outcome.seconds,
-            sandbox=outcome.level,
-            note=outcome.note,
-        )
+        score, status = float(outcome.status == "passed"), STATUSES[outcome.status]
+        parts = {"tests": sum(outcome.passed) / len(outcome.passed)}
+        return Verdict(score, status, parts, seconds=outcome.seconds, sandbox=outcome.level, note=outcome.note)
 
     def warm_up(self) -> None:
         """Start the sandbox, or raise where there is none, before the first completion."""
@@ -239,9 +234,8 @@ def _row(source: Mapping[str, Any], place: int) -> dict[str, Any]:
     try:
         needs = inspect_tests(tests, setup, code)
     except SyntaxError as error:
-        raise UsageError(
-            f"row {place}, task_id {source['task_id']}: its tests or code are not Python: {error}"
-        ) from error
+        where = f"row {place}, task_id {source['task_id']}"
+        raise UsageError(f"{where}: its tests or code are not Python: {error}") from error
     return {
         "task_id": source["task_id"],
         "text": text,
@@ -253,14 +247,7 @@ def _row(source: Mapping[str, Any], place: int) -> dict[str, Any]:
     }
 
 
-HUMANEVAL_FILES = (
-    "HumanEval.jsonl",
-    "HumanEval.jsonl.gz",
-    "test-*.parquet",
-    "*/test-*.parquet",
-    "*.jsonl",
-    "*.parquet",
-)
+HUMANEVAL_FILES = ("HumanEval.jsonl", "HumanEval.jsonl.gz", *files_of("test"), "*.jsonl", "*.parquet")
 
 
 class HumanEval(CodeTask[CodeArgs]):
@@ -290,19 +277,16 @@ class HumanEval(CodeTask[CodeArgs]):
         prompt, test, entry_point, number = (
             text_of(source, column, place, self.name) for column in ("prompt", "test", "entry_point", "task_id")
         )
-        check = f"{test}\ncheck({entry_point})"
         # The tests may use the prompt's other functions, which come from the prompt, not from the completion.
         setup = f"{prompt}    pass\n"
         try:
             syntax_tree(setup)
             weak = why_weak(syntax_tree(test), ["candidate"])
         except SyntaxError as error:
-            raise UsageError(
-                f"{self.name}, row {place + 1}: its prompt or test is not valid Python: {error}"
-            ) from error
+            raise UsageError(f"{self.name}, row {place + 1}: its prompt or test is not Python: {error}") from error
         row = {
             "prompt": prompt,
-            "tests": [check],
+            "tests": [f"{test}\ncheck({entry_point})"],
             "setup": setup,
             "entry_points": [entry_point],
             "weak": weak,

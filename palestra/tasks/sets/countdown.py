@@ -127,9 +127,8 @@ def parse(text: str) -> tuple[Fraction | None, Counter[int]] | None:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
         return None
-    numbers = Counter(
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int)
-    )
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    numbers = Counter(value for value in constants if isinstance(value, int))
     try:
         return _value(tree), numbers
     except ZeroDivisionError:

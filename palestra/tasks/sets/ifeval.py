@@ -75,11 +75,8 @@ class IfEval(Task[IfEvalArgs]):
         if self.args.system is not None:
             rest = [one for one in prompt if one["role"] != "system"]
             prompt = ({"role": "system", "content": self.args.system}, *rest)
-        if self.args.format == "chat":
-            text: str | tuple[Message, ...] = prompt
-        else:
-            text = "\n\n".join(message["content"] for message in prompt) + "\n\n"
-        return Problem(self.id(split, row.get("key", number)), text, row)
+        plain = "\n\n".join(message["content"] for message in prompt) + "\n\n"
+        return Problem(self.id(split, row.get("key", number)), prompt if self.args.format == "chat" else plain, row)
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -174,10 +174,8 @@ class Answers(Questions[AnswersArgs]):
             question = " ".join(text_of(row, column, number, where).strip() for column in args.question)
             answer = "" if args.answer is None else text_of(row, args.answer, number, where).strip()
             if args.answer is not None and self.compare == "number" and number_of(answer) is None:
-                raise UsageError(
-                    f"{where}, row {number + 1}: the answer {answer!r:.60} is not a number; `compare` can be math or "
-                    "words"
-                )
+                why = f"the answer {answer!r:.60} is not a number; `compare` can be math or words"
+                raise UsageError(f"{where}, row {number + 1}: {why}")
             id = number if args.id is None else text_of(row, args.id, number, where)
             if id in ids:
                 raise UsageError(f"{where}: two rows have the same {args.id!r}; leave `id` out")
@@ -223,18 +221,15 @@ class Math(Questions[MathArgs]):
             counts[subject] += 1
 
     def problems(self, split: str) -> Sequence[Problem]:
-        problems, levels, subjects = super().problems(split), self.args.levels, self.args.subjects
+        problems = super().problems(split)
         known = {problem.row["subject"] for problem in problems}
-        if unknown := set(subjects or ()) - known:
+        subjects = set(self.args.subjects or known)
+        levels = self.args.levels or {problem.row["level"] for problem in problems}
+        if unknown := subjects - known:
             raise UsageError(
                 f"{self.name}: there is no subject {', '.join(sorted(unknown))}; there is {', '.join(sorted(known))}"
             )
-        return [
-            problem
-            for problem in problems
-            if (levels is None or problem.row["level"] in levels)
-            and (subjects is None or problem.row["subject"] in subjects)
-        ]
+        return [one for one in problems if one.row["level"] in levels and one.row["subject"] in subjects]
 
 
 class AimeArgs(QuestionArgs):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import cache, cached_property
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from palestra.errors import MissingExtra, UsageError
+from palestra.errors import MissingExtra, UsageError, did_you_mean
 from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 HELD_OUT_PART = 10
@@ -146,9 +145,8 @@ def _write_entries(task: str, seed: str, size: str, config: str, to: str) -> Non
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        near = get_close_matches(task, DATASETS, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        sys.exit(f"it has no such task.{hint} It has: {', '.join(sorted(DATASETS))}")
+        names = f"It has: {', '.join(sorted(DATASETS))}"
+        sys.exit(f"it has no such task. {did_you_mean(task, DATASETS)} {names}".replace("  ", " "))
     try:
         made = _dataset(task, int(seed), int(size), json.loads(config))
         # From the first on, because some sample each from a generator that they keep.

@@ -21,13 +21,12 @@ def extract_code(text: str, entry_points: Collection[str] = ()) -> str | None:
     Code that parses is not truncated: helpers may follow the function that they help. What does not parse counts
     up to the line where it stops being code.
     """
-    text = _between_marks(text)
+    before, mark, after = text.partition(BEGIN)
+    text = (after if mark else before).partition(DONE)[0]
     blocks = [code for block in fenced(text) if (code := _longest(textwrap.dedent(block))) is not None]
-    if not blocks:
-        blocks = list(_plain(_before_fence(text)))
+    blocks = blocks or list(_plain(_before_fence(text)))
     for wanted in (entry_points, ()):
-        whole = [block for block in blocks if defines(block, wanted)]
-        if whole:
+        if whole := [block for block in blocks if defines(block, wanted)]:
             return whole[-1]
     return None
 
@@ -95,11 +94,6 @@ def top_level_names(tree: ast.Module) -> set[str]:
         else:
             names.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     return names
-
-
-def _between_marks(text: str) -> str:
-    before, mark, after = text.partition(BEGIN)
-    return (after if mark else before).partition(DONE)[0]
 
 
 def _before_fence(text: str) -> str:

@@ -58,11 +58,7 @@ def verify_words(reference: str, text: str, extraction: Extraction, question: st
     return _compared(strict, strict or (lines[-1] if lines else None), extraction, _words, plain_text(reference))
 
 
-VERIFIERS: dict[Comparison, Callable[[str, str, Extraction, str], Verdict]] = {
-    "number": verify_number,
-    "math": verify_math,
-    "words": verify_words,
-}
+VERIFIERS = {"number": verify_number, "math": verify_math, "words": verify_words}
 """Of the reference, the completion's text, the extraction and the question."""
 
 

@@ -2,8 +2,8 @@
 
 Each does what Google's published checker does, with these exceptions. Words are words, never patterns. A "letter" such
 as "#" is counted, not replaced by a random one. English in capitals is detected in lower case, because the detector
-takes it for German. A text whose language cannot be detected is in none. Sentences are counted by
-`palestra.tasks.verify.text`. Time is linear in the length of the text.
+takes it for German. A text whose language cannot be detected is in none. Sentences and words in capitals are counted by
+rules of our own. Time is linear in the length of the text.
 
 In AllenAI's functions "the word X should appear 3 times" means exactly 3. Where a function and the instruction that the
 model reads differ, the instruction counts: letters count in either case, a completion may have blanks around it,
@@ -12,17 +12,17 @@ options are whole words.
 
 import inspect
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, partial
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from palestra.data.languages import known_languages, language_of
-from palestra.errors import PalestraError
+from palestra.errors import PalestraError, did_you_mean
 
 
 def _words(text: str) -> frozenset[str]:
@@ -133,7 +133,7 @@ def forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
 
 def letter_frequency(text: str, *, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
     """A letter occurs that often, in either case."""
-    return compare(count_letter(text, letter), let_relation, let_frequency)
+    return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def response_language(text: str, *, language: Language) -> bool:
@@ -168,8 +168,8 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: Count, nth_paragraph:
 
 
 def number_placeholders(text: str, *, num_placeholders: Count) -> bool:
-    """It has at least that many placeholders, such as [name]."""
-    return count_placeholders(text) >= num_placeholders
+    """It has at least that many placeholders, such as [name]: pairs of square brackets, each on one line."""
+    return sum("[" in piece for line in text.split("\n") for piece in line.split("]")[:-1]) >= num_placeholders
 
 
 def postscript(text: str, *, postscript_marker: Text) -> bool:
@@ -178,8 +178,9 @@ def postscript(text: str, *, postscript_marker: Text) -> bool:
 
 
 def number_bullet_lists(text: str, *, num_bullets: Count) -> bool:
-    """It has exactly that many bullet points."""
-    return count_bullets(text) == num_bullets
+    """It has exactly that many bullet points, lines that begin with a hyphen or one asterisk."""
+    beginnings = [line.lstrip()[:2] for line in text.split("\n")]
+    return sum(b[:1] == "-" or (b[:1] == "*" and b[1:] not in ("", "*")) for b in beginnings) == num_bullets
 
 
 def constrained_response(text: str) -> bool:
@@ -188,8 +189,9 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, *, num_highlights: Count) -> bool:
-    """It has at least that many *highlighted* or **highlighted** parts."""
-    return count_highlights(text) >= num_highlights
+    """It has at least that many *highlighted* or **highlighted** parts, each on one line and not empty."""
+    parts = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(inside.strip()) for inside in parts) >= num_highlights
 
 
 def multiple_sections(text: str, *, section_spliter: Text, num_sections: Count) -> bool:
@@ -280,47 +282,19 @@ INSTRUCTIONS = {f"{group}:{check.__name__}": check for group, checks in GROUPS.i
 """By Google's names, such as `keywords:existence`."""
 
 
+RELATIONS = {"at least": operator.ge, "less than": operator.lt, "at most": operator.le, "exactly": operator.eq}
+
+
 def compare(count: int, relation: Relation | Quantifier, wanted: int, around: int = 0) -> bool:
     """Whether a count is as it should be; `around` is the tolerance of the relation of that name."""
-    match relation.replace("_", " "):
-        case "at least":
-            return count >= wanted
-        case "less than":
-            return count < wanted
-        case "at most":
-            return count <= wanted
-        case "around":
-            return abs(count - wanted) <= around
-        case _:
-            return count == wanted
+    name = relation.replace("_", " ")
+    return abs(count - wanted) <= around if name == "around" else RELATIONS[name](count, wanted)
 
 
 def occurrences(text: str, words: str, *, whole: bool = False) -> int:
     """How often words occur, in either case; `whole` leaves out those inside longer words."""
     pattern = re.escape(words)
     return len(re.findall(rf"(?<!\w){pattern}(?!\w)" if whole else pattern, text, re.IGNORECASE))
-
-
-def count_letter(text: str, letter: str) -> int:
-    """How often a character occurs, in either case."""
-    return text.lower().count(letter.lower())
-
-
-def count_placeholders(text: str) -> int:
-    """How many pairs of square brackets there are, each on one line."""
-    return sum("[" in piece for line in text.split("\n") for piece in line.split("]")[:-1])
-
-
-def count_bullets(text: str) -> int:
-    """How many lines begin with a hyphen or one asterisk."""
-    beginnings = [line.lstrip()[:2] for line in text.split("\n")]
-    return sum(two[:1] == "-" or (two[:1] == "*" and two[1:] not in ("", "*")) for two in beginnings)
-
-
-def count_highlights(text: str) -> int:
-    """How many parts are in single or double asterisks, each on one line and not empty."""
-    parts = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(bool(inside.strip()) for inside in parts)
 
 
 # The sentence that asks for a repetition. Rows count it to what is to be repeated, although it says of itself not to.
@@ -347,7 +321,7 @@ def validate_forbidden_words(text: str, *, forbidden_words: Texts) -> bool:
 
 def verify_letter_frequency(text: str, *, letter: Letter, N: Count) -> bool:
     """A letter occurs exactly that often."""
-    return count_letter(text, letter) == N
+    return text.lower().count(letter.lower()) == N
 
 
 def verify_paragraph_count(text: str, *, N: Count) -> bool:
@@ -382,12 +356,12 @@ def verify_postscript(text: str, *, postscript_marker: Text) -> bool:
 
 def validate_placeholders(text: str, *, N: Count) -> bool:
     """It has at least that many placeholders."""
-    return count_placeholders(text) >= N
+    return number_placeholders(text, num_placeholders=N)
 
 
 def verify_bullet_points(text: str, *, N: Count) -> bool:
     """It has exactly that many bullet points."""
-    return count_bullets(text) == N
+    return number_bullet_lists(text, num_bullets=N)
 
 
 def validate_choice(text: str, *, options: Texts | Text) -> bool:
@@ -398,7 +372,7 @@ def validate_choice(text: str, *, options: Texts | Text) -> bool:
 
 def validate_highlighted_sections(text: str, *, N: Count) -> bool:
     """It has at least that many highlighted parts."""
-    return count_highlights(text) >= N
+    return number_highlighted_sections(text, num_highlights=N)
 
 
 def validate_sections(text: str, *, N: Count, section_splitter: Text) -> bool:
@@ -411,16 +385,6 @@ def validate_repeat_prompt(text: str, *, original_prompt: Text) -> bool:
     without = original_prompt.replace(REPEAT, "").strip()
     wanted = [original_prompt, without] if without else [original_prompt]
     return any(repeat_prompt(text, prompt_to_repeat=one) for one in wanted)
-
-
-def validate_uppercase(text: str) -> bool:
-    """It is in capitals."""
-    return text.isupper()
-
-
-def validate_lowercase(text: str) -> bool:
-    """It is in lower case."""
-    return text.islower()
 
 
 def validate_frequency_capital_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
@@ -436,6 +400,8 @@ def validate_end(text: str, *, end_phrase: Text) -> bool:
 FUNCTIONS: dict[str, Check] = {
     **{name: check for name, check in globals().items() if name.startswith(("verify_", "validate_"))},
     "validate_response_language": response_language,
+    "validate_uppercase": str.isupper,
+    "validate_lowercase": str.islower,
     "validate_title": title,
     "validate_json_format": json_format,
     "validate_two_responses": two_responses,
@@ -476,7 +442,7 @@ def instructions_of(row: Mapping[str, Any]) -> list[Instruction]:
     """The instructions of a row: Google's `instruction_id_list` and `kwargs`, or AllenAI's `ground_truth`."""
     if "instruction_id_list" in row:
         names, arguments = row["instruction_id_list"], row.get("kwargs")
-        if not _is_list(names) or not _is_list(arguments) or len(names) != len(arguments):
+        if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
             raise BadInstruction("expected `instruction_id_list` and `kwargs` to be two lists of the same length")
         instructions = [_bound(INSTRUCTIONS, *pair) for pair in zip(names, arguments, strict=True)]
     elif "ground_truth" in row:
@@ -496,7 +462,7 @@ def _ground_truths(value: Any) -> Sequence[Any]:
             value = json.loads(value)
         except ValueError as error:
             raise BadInstruction(f"`ground_truth` is not valid JSON ({error}): {value!r:.80}") from error
-    return value if _is_list(value) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _of_function(value: Any) -> Instruction:
@@ -509,8 +475,7 @@ def _of_function(value: Any) -> Instruction:
 def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction:
     """An instruction with its arguments; null ones are ignored."""
     if not isinstance(name, str) or name not in table:
-        near = get_close_matches(str(name), table, n=1)
-        raise BadInstruction(f"unknown instruction {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+        raise BadInstruction(f"unknown instruction {name!r}. {did_you_mean(name, table)}".rstrip())
     if not isinstance(arguments, Mapping | None):
         raise BadInstruction(f"{name}: expected its arguments as a record, got {arguments!r:.80}")
     present = {key: value for key, value in (arguments or {}).items() if value is not None}
@@ -525,10 +490,6 @@ def _bound(table: Mapping[str, Check], name: Any, arguments: Any) -> Instruction
 @cache
 def _arguments_of(check: Check) -> type[BaseModel]:
     """The arguments of a check besides the text, as a model that refuses all others."""
-    parameters = inspect.signature(check).parameters
-    fields = {name: (parameter.annotation, ...) for name, parameter in parameters.items() if name != "text"}
+    named = [one for one in inspect.signature(check).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    fields = {one.name: (one.annotation, ...) for one in named}
     return create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)  # pyrefly: ignore
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)

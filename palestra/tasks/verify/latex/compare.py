@@ -87,7 +87,7 @@ def _same(gold: Form, answer: Form) -> bool | None:
         return _same(*(one.parts[0] if one.kind == "assignment" else one for one in (gold, answer)))
     if set(kinds) <= {"number", "percent"}:
         return _same_number(gold, answer)
-    if answer.kind == "list" and gold.kind in ("number", "percent", *VALUES):  # one value, written in several ways
+    if answer.kind == "list" and gold.kind in VALUES:  # one value, written in several ways
         return all(_same(gold, part) for part in answer.parts)
     if "text" in kinds:  # also `\text{AB}` and `AB`, never an anagram
         return _words(gold) == _words(answer) != ""
@@ -95,7 +95,7 @@ def _same(gold: Form, answer: Form) -> bool | None:
         digits = [str(one.value).split("_") for one in (gold, answer)]
         return digits[0][0] == digits[1][0] and kinds[0] != kinds[1]  # the base may be left out
     if set(kinds) <= set(VALUES):
-        return _same_value(gold, answer)
+        return _computed(lambda values: values.equal(gold.value, answer.value, _tolerance(answer)))
     if kinds[0] == kinds[1] and kinds[0] in ("list", "union"):
         return _same_set(gold.parts, answer.parts)
     if kinds[0] == kinds[1] and gold.value == answer.value:  # sequences with the same brackets, matrices of one shape
@@ -133,7 +133,7 @@ def _same_number(gold: Form, answer: Form) -> bool:
     right, actual = _meant(gold), _meant(answer)
     if gold.kind == answer.kind == "percent":
         right, actual = right[:1], actual[:1]
-    return any(one == other or _rounded(one, other, answer.places) for one in right for other in actual)
+    return any(abs(one - other) <= _tolerance(answer) for one in right for other in actual)
 
 
 def _meant(number: Form) -> tuple[Fraction, ...]:
@@ -141,8 +141,9 @@ def _meant(number: Form) -> tuple[Fraction, ...]:
     return (number.value, number.value / 100) if number.kind == "percent" else (number.value,)
 
 
-def _rounded(value: Fraction, actual: Fraction, places: int) -> bool:
-    return places >= PLACES and 2 * abs(value - actual) * 10**places <= 1
+def _tolerance(answer: Form) -> Fraction:
+    """How far a value may be from the right one: by half of its last place where it has `PLACES` and more."""
+    return Fraction(1, 2 * 10**answer.places) if answer.places >= PLACES else Fraction(0)
 
 
 def _same_relation(gold: Form, answer: Form) -> bool | None:
@@ -160,11 +161,6 @@ def _sides(one: Form) -> tuple[str, tuple[str | Fraction, str | Fraction]] | Non
     if one.kind not in ("assignment", "relation") or len(sides) != 2 or any(side.kind not in VALUES for side in sides):
         return None
     return str(one.value) if one.kind == "relation" else "=", (sides[0].value, sides[1].value)
-
-
-def _same_value(gold: Form, answer: Form) -> bool | None:
-    tolerance = Fraction(1, 2 * 10**answer.places) if answer.places >= PLACES else Fraction(0)
-    return _computed(lambda values: values.equal(gold.value, answer.value, tolerance))
 
 
 def _computed(compare: Callable[[ModuleType], bool | None]) -> bool | None:

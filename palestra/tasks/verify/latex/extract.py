@@ -71,7 +71,8 @@ def final_answer(text: str, *, flexible: bool = True) -> str | None:
     stated = stated_answer(text)
     if stated is not None or not flexible:
         return stated
-    return _last_formula_or_number(text)
+    last = deque(_FORMULA.finditer(text), maxlen=1)
+    return last_number(text[last[0].end() :]) or _inside(last[0]) if last else last_number(text)
 
 
 def formulas(text: str) -> list[str]:
@@ -93,13 +94,6 @@ def number_in(text: str) -> str | None:
 def cut(text: str, stops: tuple[str, ...]) -> str:
     """A text up to the first stop string: what follows is the next question."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
-
-
-def _last_formula_or_number(text: str) -> str | None:
-    formulas = deque(_FORMULA.finditer(text), maxlen=1)
-    if not formulas:
-        return last_number(text)
-    return last_number(text[formulas[0].end() :]) or _inside(formulas[0])
 
 
 def _inside(formula: re.Match[str]) -> str:

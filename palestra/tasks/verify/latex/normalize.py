@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from palestra.tasks.verify.numbers import parse_number, tidy
@@ -89,7 +90,8 @@ class Form:
 @lru_cache(maxsize=4096)
 def form(answer: str) -> Form:
     """The normal form of an answer, in LaTeX or as people type."""
-    if len(answer) > LONGEST or _depth(answer) > DEEPEST:
+    depths = accumulate((sign in "([{") - (sign in ")]}") for sign in answer)
+    if len(answer) > LONGEST or max(depths, default=0) > DEEPEST:
         return Form("text", answer)
     return _number(answer) or _read(cleaned(answer))
 
@@ -180,11 +182,9 @@ def _words(text: str) -> Form | None:
         return Form("text", plain_text(clock[0]))
     if re.search(r"\d|\\[a-z]|[a-z]", rest) and not _DIGITS.fullmatch(whole):
         return None
-    return _list(whole) if re.fullmatch(r"[A-Z](?:[,;][A-Z])+", whole) else _number(whole) or _text(whole)
-
-
-def _text(words: str) -> Form:
-    return _digits(words) or Form("text", plain_text(words))
+    if re.fullmatch(r"[A-Z](?:[,;][A-Z])+", whole):
+        return _list(whole)
+    return _number(whole) or _digits(whole) or Form("text", plain_text(whole))
 
 
 def _digits(text: str) -> Form | None:
@@ -209,9 +209,7 @@ def _equality(text: str) -> Form | None:
         parts = _split(text, (sign,))[0]
         if len(parts) > 1 and (sides := [part for part in parts if part]):
             first, last = sides[0], sides[-1]
-            if len(sides) == 1:
-                return _read(last)
-            if _TUPLE_OF_NAMES.fullmatch(first):
+            if len(sides) == 1 or _TUPLE_OF_NAMES.fullmatch(first):
                 return _read(last)
             if _VARIABLE.fullmatch(first) or _RATIO_OF_NAMES.fullmatch(first):
                 return Form("assignment", first, (_chain(sides[1:]),))
@@ -262,15 +260,14 @@ def _inequality(text: str) -> Form | None:
 
 def _union(text: str) -> Form | None:
     parts, _ = _split(text, (r"\cup",))
-    if len(parts) > 1 and all(parts):
-        return Form("union", "", tuple(map(_read, parts)))
-    return None
+    return Form("union", "", tuple(map(_read, parts))) if len(parts) > 1 and all(parts) else None
 
 
 def _bracketed(text: str) -> Form | None:
     """What brackets hold that go around everything: a tuple, an interval, a set; or one thing, as it is."""
     tokens = _TOKEN.findall(text)
-    if len(tokens) < 3 or tokens[0] not in _OPEN or tokens[-1] not in _CLOSE or not _encloses(tokens):
+    depths = list(accumulate((token in _OPEN) - (token in _CLOSE) for token in tokens))
+    if len(tokens) < 3 or tokens[0] not in _OPEN or depths[-1] != 0 or 0 in depths[:-1]:
         return None
     inside = "".join(tokens[1:-1])
     parts = [part for part in _split(inside, (",", ";"))[0] if part]
@@ -282,7 +279,7 @@ def _bracketed(text: str) -> Form | None:
 
 
 def _matrix(text: str) -> Form:
-    rows = [re.split("&", row) for row in text.split(r"\\") if row.strip()]
+    rows = [row.split("&") for row in text.split(r"\\") if row.strip()]
     shape = "x".join(map(str, (len(rows), *sorted({len(row) for row in rows}))))
     return Form("matrix", shape, tuple(_read(cell) for row in rows for cell in row))
 
@@ -290,9 +287,8 @@ def _matrix(text: str) -> Form:
 def _atom(text: str) -> Form:
     if (digits := _digits(text)) is not None:
         return digits
-    if _RATIO.fullmatch(text) or _CLOCK.fullmatch(text):
-        return Form("text", plain_text(text))
-    if re.fullmatch(r"[A-Z]", text) or (_WORDS.fullmatch(text) and re.search(r"[A-Za-z]{3}", text)):
+    words = _WORDS.fullmatch(text) and re.search(r"[A-Za-z]{3}", text)
+    if words or re.fullmatch(r"[A-Z]", text) or _RATIO.fullmatch(text) or _CLOCK.fullmatch(text):
         return Form("text", plain_text(text))
     if r"\pm" in text or r"\mp" in text:
         both = [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in (("+", "-"), ("-", "+"))]
@@ -311,21 +307,3 @@ def _split(text: str, separators: tuple[str, ...]) -> tuple[list[str], list[str]
         else:
             parts[-1] += token
     return [part.strip() for part in parts], used
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "([{") - (sign in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _encloses(tokens: list[str]) -> bool:
-    """Whether the first bracket is closed by the last."""
-    depth = 0
-    for at, token in enumerate(tokens):
-        depth += (token in _OPEN) - (token in _CLOSE)
-        if depth == 0:
-            return at == len(tokens) - 1
-    return False
