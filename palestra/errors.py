@@ -1,6 +1,7 @@
 """The errors that users see: one paragraph each, with the exit code of the command."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -27,6 +28,15 @@ class MissingExtra(UsageError):
 
     def __init__(self, what: str, extra: str):
         super().__init__(f"{what} needs an optional dependency: pip install 'palestra[{extra}]'")
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Around imports of optional dependencies: one that fails is a `MissingExtra`."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(what, extra) from error
 
 
 class Interrupted(PalestraError):

@@ -14,7 +14,7 @@ import torch
 from palestra.control.envs.stepping import EnvironmentFailed, Stepper, random_allowed
 from palestra.control.episodes import Episodes
 from palestra.control.policy import Policy
-from palestra.errors import MissingExtra, UsageError
+from palestra.errors import UsageError, needs_extra
 
 Act = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of observations and where episodes start, bool (N,)
 
@@ -142,10 +142,8 @@ def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
         # Viewers slow a GIF down whose frames last under 20 ms.
         images[0].save(out, save_all=True, append_images=images[1:], duration=max(20, round(1000 / fps)), loop=0)
         return
-    try:
+    with needs_extra(f"writing {out.name}", "video"):
         import imageio_ffmpeg
-    except ImportError as error:
-        raise MissingExtra(f"writing {out.name}", "video") from error
     height, width = frames[0].shape[:2]
     writer = imageio_ffmpeg.write_frames(str(out), (width, height), fps=fps, macro_block_size=2)
     writer.send(None)

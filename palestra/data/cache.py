@@ -88,14 +88,12 @@ class RemoteSource(Protocol):
 
     def list(self) -> CacheRecord:
         """Its files; raises `Miss`."""
-        ...
 
     def fetch(self, listed: CacheRecord, file: File, folder: Path) -> Path:
         """Download a listed file into a folder of its own and return its path; raises `Miss`.
 
         The folder holds what an earlier attempt at the same version left there.
         """
-        ...
 
 
 def cache_root() -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -76,10 +77,10 @@ def encode_chat(
     messages = _plain(messages)
     hidden = _Hidden(tokenizer, [messages, tools, variables])
     safe_messages, safe_tools, safe_variables = hidden.messages(messages), hidden(tools), hidden(variables)
-    marks = (hidden.fresh(), hidden.fresh())
+    marks = safe_variables[GENERATION_MARKS] = (hidden.fresh(), hidden.fresh())
 
     def written(count: int, prompt: bool) -> str:
-        return _rendered(tokenizer, safe_messages[:count], prompt, safe_tools, safe_variables, marks)
+        return _rendered(tokenizer, safe_messages[:count], prompt, safe_tools, safe_variables)
 
     text = written(len(messages), add_generation_prompt)
     parts, spans = hidden.parts(text, marks)
@@ -161,7 +162,7 @@ class _Hidden:
         taken = json.dumps(texts, ensure_ascii=False, default=str) + _template_of(tokenizer)
         self._free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in taken)
         self._border = self.fresh()
-        self._stand_ins: dict[str, str] = {}
+        self._stand_ins: defaultdict[str, str] = defaultdict(self._free.__next__)
 
     def fresh(self) -> str:
         """A character that occurs nowhere yet."""
@@ -205,12 +206,7 @@ class _Hidden:
         return len(text) - text.count(self._border) + longer
 
     def _hide(self, text: str) -> str:
-        return self._find.sub(self._stand_in, text)
-
-    def _stand_in(self, match: re.Match[str]) -> str:
-        if match[0] not in self._stand_ins:
-            self._stand_ins[match[0]] = self.fresh()
-        return self._stand_ins[match[0]]
+        return self._find.sub(lambda match: self._stand_ins[match[0]], text)
 
     def _apart(self, text: str) -> str:
         heads, tails, longest = _edges(self._strings)
@@ -237,18 +233,14 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _rendered(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    prompt: bool,
-    tools: Any,
-    variables: Mapping[str, Any],
-    marks: tuple[str, str] = ("", ""),
+    tokenizer: Tokenizer, messages: Sequence[Message], prompt: bool, tools: Any, variables: Mapping[str, Any]
 ) -> str:
     template = _template_of(tokenizer)
-    values = {**tokenizer.named_specials, "documents": None, **variables, "tools": tools, "messages": messages}
+    values = {**tokenizer.named_specials, "documents": None, GENERATION_MARKS: ("", ""), **variables}
+    values |= {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
     try:
         _steps_left.set(STEPS)
-        return compile_template(template).render({**values, "add_generation_prompt": prompt, GENERATION_MARKS: marks})
+        return compile_template(template).render(values)
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"the chat template of {tokenizer.name} is not valid, line {error.lineno}: {error}") from error
     except Exception as error:  # a template is a program of somebody else's: it can fail in any way
@@ -411,8 +403,8 @@ def compile_template(template: str) -> jinja2.Template:
     environment.filters = {name: _bounded(one) for name, one in environment.filters.items()}
     environment.globals.pop("lipsum")  # unlimited text
     environment.filters["tojson"] = _to_json
-    functions = {"raise_exception": _raise, "strftime_now": _now, "namespace": _Namespace}
-    return environment.from_string(template, globals=functions)
+    now = {"strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(template, globals={"raise_exception": _raise, "namespace": _Namespace, **now})
 
 
 def _to_json(
@@ -426,10 +418,6 @@ def _to_json(
         raise SecurityError(f"tojson(indent={indent}) is wider than 100")
     # Jinja's own filter writes < as \u003c, for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _raise(message: str) -> str:

@@ -73,22 +73,10 @@ def inspect(
         return TokenStore.open(path)
     files = shards(where if "://" in where else str(path), split=split)
     counts = read_json(path / COUNTS) if (path / COUNTS).is_file() else None
-    return _inspect_rows(files, rows, samples, counts)
-
-
-def percentiles(values: Sequence[float] | np.ndarray) -> dict[int, float]:
-    """Percentiles of values, by the value itself: 50 is the median; empty where there are none."""
-    if not len(values):
-        return {}
-    nearest = np.percentile(np.asarray(values), PERCENTILES, method="nearest")
-    return {percent: value.item() for percent, value in zip(PERCENTILES, nearest, strict=True)}
-
-
-def _inspect_rows(files: list[Shard], limit: int, samples: int, counts: dict[str, Any] | None) -> Inspection:
     columns: dict[str, Column] = {}
     shown: list[Row] = []
     read, complete = 0, True
-    of_each = max(1, limit // len(files)) if limit else None
+    of_each = max(1, rows // len(files)) if rows else None
     for number, shard in enumerate(files):
         for here, row in enumerate(islice(read_rows(shard), None if of_each is None else of_each + 1)):
             if here == of_each:
@@ -105,3 +93,11 @@ def _inspect_rows(files: list[Shard], limit: int, samples: int, counts: dict[str
                 shown.append(row)
             read += 1
     return Inspection(files, read, complete, columns, shown, counts)
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[int, float]:
+    """Percentiles of values, by the value itself: 50 is the median; empty where there are none."""
+    if not len(values):
+        return {}
+    nearest = np.percentile(np.asarray(values), PERCENTILES, method="nearest")
+    return {percent: value.item() for percent, value in zip(PERCENTILES, nearest, strict=True)}

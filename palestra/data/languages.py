@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from palestra.errors import MissingExtra
+from palestra.errors import needs_extra
 
 if TYPE_CHECKING:
     from langdetect.detector_factory import DetectorFactory
@@ -31,10 +31,8 @@ def known_languages() -> list[str]:
 
 @cache
 def _detectors() -> "DetectorFactory":
-    try:
+    with needs_extra("Telling languages apart", "data"):
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
-    except ImportError as error:
-        raise MissingExtra("Telling languages apart", "data") from error
     # A factory of our own: langdetect samples from a seed that is a setting of the factory, and loads its profiles in
     # the order of the file system.
     factory = DetectorFactory()

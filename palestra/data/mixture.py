@@ -248,8 +248,7 @@ class Mixture(Generic[Item]):
 
 def _shares(weights: Weights, datasets: Mapping[str, Any], what: str) -> dict[str, float]:
     """The positive weights, scaled to sum to 1."""
-    unknown = sorted(set(weights) - set(datasets))
-    if unknown:
+    if unknown := sorted(set(weights) - set(datasets)):
         raise UsageError(f"mixture: {what} name {', '.join(unknown)}; the datasets are {', '.join(datasets)}")
     for name, weight in weights.items():
         if not (math.isfinite(weight) and weight >= 0):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from palestra.data.cache import MARKER
 from palestra.data.remote import open_filesystem, version_of
-from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.errors import PalestraError, UsageError, needs_extra
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -285,8 +285,6 @@ def _arrow(shard: Shard, stream: io.BufferedReader) -> Iterator[Row]:
 
 
 def _pyarrow(shard: Shard) -> Any:
-    try:
+    with needs_extra(f"reading {shard.path}", "train"):
         import pyarrow
-    except ImportError as error:
-        raise MissingExtra(f"reading {shard.path}", "train") from error
     return pyarrow

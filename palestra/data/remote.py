@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from palestra.data.cache import MARKER, CacheRecord, File, Miss
-from palestra.errors import MissingExtra, UsageError
+from palestra.errors import MissingExtra, UsageError, needs_extra
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -46,11 +46,8 @@ class Bucket:
                 return CacheRecord(self.url, None, (only,), single=True)
             # Keys that end with a slash are empty: folders, as browsers of object stores make them.
             prefix, listed = f"{self.path}/", cast(Any, self.files.find(self.path, detail=True))
-            keys = [key for key in listed if key.startswith(prefix) and key[-1] != "/"]
-            files = {
-                name: File(name, listed[key]["size"], version_of(listed[key]))
-                for name, key in ((key[len(prefix) :], key) for key in keys)
-            }
+            infos = {key[len(prefix) :]: listed[key] for key in listed if key.startswith(prefix) and key[-1] != "/"}
+            files = {name: File(name, info["size"], version_of(info)) for name, info in infos.items()}
             text = self.files.cat_file(f"{self.path}/{MARKER}") if MARKER in files else None
             marker = None if text is None else CacheRecord.read(json.loads(text))
         except FileNotFoundError as error:
@@ -143,11 +140,6 @@ class Web:
         return urlopen(request, timeout=TIMEOUT)
 
 
-def at_url(url: str) -> Bucket | Web:
-    """What lies at a URL."""
-    return Web(url) if url.lower().startswith(("http://", "https://")) else Bucket(url)
-
-
 def _receive(part: Path, file: File, rest: Callable[[int], AbstractContextManager[tuple[IO[bytes], int]]]) -> Path:
     """Append the rest of a download: `rest` opens the bytes from an offset on and says from which it really does."""
     with part.open("ab") as target:
@@ -169,9 +161,7 @@ class Hub:
     """A model or a dataset of the Hugging Face Hub, or of a server that speaks like it (`HF_ENDPOINT`)."""
 
     def __init__(self, name: str, kind: Kind, revision: str | None):
-        self.name = name
-        self.kind: Kind = kind
-        self.revision = revision
+        self.name, self.kind, self.revision = name, kind, revision
         # huggingface_hub reads the variable when it is imported, which other libraries do at a time of their own.
         self.endpoint = (os.environ.get("HF_ENDPOINT") or _hub().constants.ENDPOINT).rstrip("/")
         self.page = f"{self.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"
@@ -234,10 +224,8 @@ class Hub:
 def open_filesystem(url: str) -> tuple["AbstractFileSystem", str]:
     """The fsspec file system of a URL and the path in it."""
     scheme = url.partition("://")[0]
-    try:
+    with needs_extra(f"reading {url}", "train"):
         import fsspec
-    except ImportError as error:
-        raise MissingExtra(f"reading {url}", "train") from error
     try:
         # Neither this object nor its listings are shared: what others have written since must be seen.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -257,10 +245,8 @@ def version_of(info: dict[str, Any]) -> str | None:
 
 
 def _hub() -> Any:
-    try:
+    with needs_extra("the Hugging Face Hub", "train"):
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
-    except ImportError as error:
-        raise MissingExtra("the Hugging Face Hub", "train") from error
     return huggingface_hub

@@ -17,20 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from palestra.data.cache import (
-    MARKER,
-    CacheRecord,
-    Miss,
-    RemoteSource,
-    cached_refs,
-    describe_file,
-    entry_folder,
-    entry_path,
-    fill,
-    read_entry,
-    sole_writer,
-)
-from palestra.data.remote import Bucket, Hub, Kind, at_url, open_filesystem
+from palestra.data import cache
+from palestra.data.cache import MARKER, CacheRecord, Miss, RemoteSource
+from palestra.data.remote import Bucket, Hub, Kind, Web, open_filesystem
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import ROOT, open_run
 from palestra.runs.store import read_json
@@ -73,20 +62,20 @@ def resolve(
         return Path(local)
     if URL.fullmatch(ref) and revision is not None:
         raise UsageError(f"{ref} has no revisions: leave {revision!r} out, or give the URL of that version")
-    entry = entry_folder(ref.rstrip("/"), kind, revision, allow)
-    if not refresh and (record := read_entry(entry)) is not None:
-        return entry_path(entry, record)
+    entry = cache.entry_folder(ref.rstrip("/"), kind, revision, allow)
+    if not refresh and (record := cache.read_entry(entry)) is not None:
+        return cache.entry_path(entry, record)
     tried = [] if URL.fullmatch(ref) else [("local", f"no file or folder {local} in {Path.cwd()}")]
     places = places_of(ref, kind, revision)
     if not places:
         raise _not_found(ref, kind, root, [*tried, ("elsewhere", "not a URL and not a name of the form owner/name")])
-    with sole_writer(entry):
-        if not refresh and (record := read_entry(entry)) is not None:  # another process was faster
-            return entry_path(entry, record)
+    with cache.sole_writer(entry):
+        if not refresh and (record := cache.read_entry(entry)) is not None:  # another process was faster
+            return cache.entry_path(entry, record)
         tried.append(("cache", "not used, because of refresh" if refresh else f"nothing complete at {entry}"))
         for place, source_of in places:
             try:
-                return entry_path(entry, _update(entry, source_of(), kind, allow))
+                return cache.entry_path(entry, _update(entry, source_of(), kind, allow))
             except Miss as miss:
                 tried.append((place, str(miss)))
                 if place == "mirror" and os.environ.get("PALESTRA_MIRROR"):
@@ -134,11 +123,8 @@ def push(source: Path, url: str) -> CacheRecord:
     if not names:
         raise UsageError(f"there are no files in {folder} to push")
     known = read_json(source / MARKER) if (source / MARKER).is_file() else {}
-    record = CacheRecord(
-        where=known.get("where", source.name),
-        revision=known.get("revision"),
-        files=tuple(describe_file(folder / name, name) for name in names),
-    )
+    described = tuple(cache.describe_file(folder / name, name) for name in names)
+    record = CacheRecord(known.get("where", source.name), known.get("revision"), described)
     files, path = open_filesystem(url.rstrip("/"))
     try:
         # Readers before the end, or after an interrupted push, see by this that it is incomplete.
@@ -157,7 +143,7 @@ def push(source: Path, url: str) -> CacheRecord:
 def places_of(ref: str, kind: Kind, revision: str | None) -> list[tuple[str, Callable[[], RemoteSource]]]:
     """Where to look after the disk, in order; each source is created only when its turn comes."""
     if URL.fullmatch(ref):
-        return [("URL", lambda: at_url(ref))]
+        return [("URL", lambda: Web(ref) if ref.lower().startswith(("http://", "https://")) else Bucket(ref))]
     if not NAME.fullmatch(ref):
         return []
     return [("mirror", lambda: _mirror(ref, kind, revision)), ("Hub", lambda: Hub(ref, kind, revision))]
@@ -184,10 +170,10 @@ def _update(entry: Path, source: RemoteSource, kind: Kind, allow: Sequence[str] 
             raise UsageError(f"no file of {listed.where} matches {', '.join(allow)}")
     elif kind == "model" and any(file.name.endswith(".safetensors") for file in files):
         files = tuple(file for file in files if not _matches(file.name, OTHER_WEIGHTS))
-    wanted, there = replace(listed, files=files), read_entry(entry)
+    wanted, there = replace(listed, files=files), cache.read_entry(entry)
     if there is not None and there.content() == wanted.content():
         return there
-    return fill(entry, wanted, source)
+    return cache.fill(entry, wanted, source)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -199,7 +185,7 @@ def _not_found(ref: str, kind: Kind, root: Path, tried: list[tuple[str, str]]) -
     lines = [f"found no {kind} {ref!r}. These places were tried:"]
     lines += [f"  {place:{width}}  {reason}" for place, reason in tried]
     # What has a similar name: files in its folder, runs, names in the cache. A run is often meant by its last name.
-    names = [*_children(Path(ref).expanduser().parent), *_children(root), *cached_refs(kind)]
+    names = [*_children(Path(ref).expanduser().parent), *_children(root), *cache.cached_refs(kind)]
     by_last_name = {Path(name).name: name for name in names}
     close = difflib.get_close_matches(ref, names, n=3)
     close += [by_last_name[name] for name in difflib.get_close_matches(Path(ref).name, by_last_name, n=3)]

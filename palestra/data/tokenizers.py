@@ -105,9 +105,7 @@ class Tokenizer:
     def __init__(
         self, document: dict[str, Any], config: dict[str, Any], *, name: str, chat_template: str | None = None
     ):
-        self.name = name
-        self.config = config
-        self.chat_template = chat_template
+        self.name, self.config, self.chat_template = name, config, chat_template
         self.named_specials = named_tokens(config)
         self._serialized = json.dumps(document, ensure_ascii=False)
         added = document["added_tokens"]
@@ -132,6 +130,8 @@ class Tokenizer:
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self._spelling = Spelling(document.get("decoder"))
         self._pieces: dict[int, bytes] = {}
+        self.bos, self.eos, self.pad = (self._named(name) for name in ("bos_token", "eos_token", "pad_token"))
+        """The ids that begin a text, end one and fill up a batch, where the tokenizer has them."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -159,11 +159,6 @@ class Tokenizer:
         twin.chat_template = template
         return twin
 
-    @property
-    def bos(self) -> int | None:
-        """The id that begins a text, where the tokenizer has one."""
-        return self._named("bos_token")
-
     @cached_property
     def beginning(self) -> tuple[int, ...]:
         """The ids that stand before every plain text the model has seen, such as Llama's BOS; often none.
@@ -181,16 +176,6 @@ class Tokenizer:
         tokens = [*self.beginning, *self.encode(text)]
         first = self.bos if self.bos is not None else self.eos
         return tokens or ([] if first is None else [first])
-
-    @property
-    def eos(self) -> int | None:
-        """The id that ends a text, where the tokenizer has one."""
-        return self._named("eos_token")
-
-    @property
-    def pad(self) -> int | None:
-        """The id that fills up a batch, where the tokenizer has one."""
-        return self._named("pad_token")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -319,12 +304,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence
             f"a byte-level vocabulary of {vocab_size} is too small: bytes and special tokens take {smallest}"
         )
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(GPT4_SHORT_DIGITS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(tokenizers.Regex(GPT4_SHORT_DIGITS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -186,16 +186,13 @@ async def evaluate_tasks(
 
     async def worker() -> None:
         for questions, question, mode in todo:  # one iterator for all workers: a free one takes the next
+            temperature = 0.0 if mode == "greedy" else settings.temperature
             episode = Episode(
                 problem=question.problem,
                 prompt=question.prompt,
                 samples=1 if mode == "greedy" else settings.samples,
                 seed=stream_key(seed, "evaluate", mode, question.problem.id),
-                sampling=Sampling(
-                    temperature=0.0 if mode == "greedy" else settings.temperature,
-                    max_new_tokens=max_new_tokens,
-                    stop=questions.stops,
-                ),
+                sampling=Sampling(temperature=temperature, max_new_tokens=max_new_tokens, stop=questions.stops),
                 generator=generator,
                 verify=judge,
                 tokenizer=tokenizer,
@@ -244,7 +241,8 @@ async def _answered(
             f"weights were published during an evaluation: its completions are of versions {sorted(versions)}, so the "
             "score belongs to none of them. Publish when the evaluation has ended"
         )
-    return EvaluationRecord(*known, answers=tuple(VerifiedCompletion.of(one) for one in trajectories))
+    verified = (VerifiedCompletion(one.completion, one.sampled, one.stop_reason, one.verdict) for one in trajectories)
+    return EvaluationRecord(*known, answers=tuple(verified))
 
 
 def _evaluation(
@@ -299,18 +297,13 @@ def evaluate_model(
     look: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """`evaluate_tasks` by an engine with a copy of the model on the device; `look` is that of `pumped`."""
-    longest_sequence = model.shape.context
-    prompts = [len(question.prompt) for questions in asked for question in questions.questions]
-    longest = max((length for length in prompts if length < longest_sequence), default=0)
-    single = settings.workflow.name == "single_turn"
+    context, rows = model.shape.context, ROWS[device.type]
+    if settings.workflow.name == "single_turn":
+        prompts = [len(question.prompt) for questions in asked for question in questions.questions]
+        longest = max((length for length in prompts if length < context), default=0)
+        context = min(context, longest + settings.max_new_tokens)
     engine = Engine(
-        model,
-        eos=frozenset(eos),
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        context=min(longest_sequence, longest + settings.max_new_tokens) if single else longest_sequence,
-        max_running=ROWS[device.type],
+        model, eos=frozenset(eos), tokenizer=tokenizer, dtype=dtype, device=device, context=context, max_running=rows
     )
     generator = LocalGenerator(engine, drive="caller")
     work = evaluate_tasks(
@@ -323,7 +316,7 @@ def evaluate_model(
         max_new_tokens=settings.max_new_tokens,
         seed=seed,
         workflow=make_workflow(settings.workflow),
-        running=ROWS[device.type],
+        running=rows,
         done=done,
         keep=keep,
     )

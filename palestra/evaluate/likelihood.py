@@ -278,18 +278,10 @@ def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, num
         logprobs = tuple(logprob for logprob, _ in scored)
         if not all(map(math.isfinite, logprobs)):
             raise PalestraError(f"{choices.label}, item {number}: the model gives non-finite log-probabilities")
-        results.append(
-            ScoredChoice(
-                suite=choices.label,
-                item=number,
-                gold=item.gold,
-                logprobs=logprobs,
-                tokens=tuple(len(option.tokens) - option.start for option in options),
-                bytes=_sizes(tokenizer, choices, item, options),
-                written=None if item.choice else scored[0][1],
-                cut=any(option.cut for option in options),
-            )
-        )
+        tokens = tuple(len(option.tokens) - option.start for option in options)
+        sizes, cut = _sizes(tokenizer, choices, item, options), any(option.cut for option in options)
+        written = None if item.choice else scored[0][1]
+        results.append(ScoredChoice(choices.label, number, item.gold, logprobs, tokens, sizes, written, cut))
     return results
 
 

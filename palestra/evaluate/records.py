@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from palestra.rollout.types import Trajectory
-from palestra.runs.store import read_lines, written
+from palestra.runs.store import read_lines, write_bytes
 from palestra.tasks.task import Status, Verdict
 
 Mode = Literal["greedy", "samples"]
@@ -29,11 +28,6 @@ class VerifiedCompletion:
     stop_reason: str
     """eos, stop or length."""
     verdict: Verdict
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> "VerifiedCompletion":
-        """Of a workflow's trajectory."""
-        return cls(trajectory.completion, trajectory.sampled, trajectory.stop_reason, trajectory.verdict)
 
     @property
     def correct(self) -> bool:
@@ -84,9 +78,7 @@ def line(record: EvaluationRecord) -> str:
 
 def write_records(path: Path, records: Iterable[EvaluationRecord]) -> None:
     """Write a file of records atomically."""
-    with written(path) as file:
-        for record in records:
-            file.write(line(record).encode())
+    write_bytes(path, "".join(map(line, records)).encode())
 
 
 def read_records(path: Path) -> list[EvaluationRecord]:
@@ -207,11 +199,12 @@ def outcome(records: Sequence[EvaluationRecord], k: Sequence[int]) -> ProblemOut
     statuses = Counter(str(answer.verdict.status) for answer in answers)
     without = sum(not record.answers for record in records)
     names = dict.fromkeys(name for answer in answers for name in answer.verdict.parts)
+    tried = [(len(record.answers), record.right) for record in records]  # n completions, c of them correct
     return ProblemOutcome(
         problems=len(records),
         answers=len(answers),
-        accuracy=estimate([record.right / max(1, len(record.answers)) for record in records]),
-        pass_at={each: estimate([_passed(record, each) for record in records]) for each in k},
+        accuracy=estimate([c / max(1, n) for n, c in tried]),
+        pass_at={each: estimate([pass_at_k(n, c, each) if n else 0.0 for n, c in tried]) for each in k},
         score=fmean(_mean([answer.verdict.score for answer in record.answers]) for record in records),
         truncated=_mean([float(answer.truncated) for answer in answers]),
         tokens=_mean([float(answer.tokens) for answer in answers]),
@@ -241,10 +234,6 @@ def overall(metrics: Mapping[str, float], tasks: Sequence[str]) -> dict[str, flo
     return {f"eval/{name}": fmean(metrics[f"eval/{task}/{name}"] for task in tasks) for name in shown}
 
 
-def _passed(record: EvaluationRecord, k: int) -> float:
-    return pass_at_k(len(record.answers), record.right, k) if record.answers else 0.0
-
-
 def estimated(name: str, estimate: Estimate) -> dict[str, float]:
     """The metrics of an estimate: its mean and, under `…_se`, its standard error."""
     return {name: estimate.mean} | ({} if estimate.error is None else {f"{name}_se": estimate.error})
@@ -269,8 +258,7 @@ def growing(path: Path, kept: Iterable[str]) -> Iterator[Callable[[str], None]]:
 
     `kept` is what an earlier process left, without its truncated last line and what has to be done again.
     """
-    with written(path) as file:
-        file.writelines(line.encode() for line in kept)
+    write_bytes(path, "".join(kept).encode())
     with path.open("a", encoding="utf-8") as file:
 
         def append(line: str) -> None:

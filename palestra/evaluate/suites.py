@@ -9,19 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from palestra.data.cache import file_sha256
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
+from palestra.evaluate import likelihood
 from palestra.evaluate.completions import EvalTask, Evaluation, ask, evaluate_model
-from palestra.evaluate.likelihood import (
-    LikelihoodOutcome,
-    TextOutcome,
-    encode_item,
-    likelihood_outcome,
-    naming,
-    score_set,
-    text_outcome,
-    windows,
-)
+from palestra.evaluate.likelihood import LikelihoodOutcome, TextOutcome, likelihood_outcome, naming, text_outcome
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
 from palestra.lm.model import Transformer
 from palestra.rollout.episode import Verify
@@ -81,11 +74,11 @@ def check_suite(suite: Suite, tokenizer: Tokenizer, context: int) -> None:
         bare = load_choices(choices.use.model_copy(update={"shots": 0, "items": None}), suite.spec.seed)
         for number, item in enumerate((choices.items[0], *bare.items)):
             with naming(f"suite {suite.label}: {choices.label}, row {max(1, number)}"):
-                encode_item(tokenizer, item, context, choices.use.border)
+                likelihood.encode_item(tokenizer, item, context, choices.use.border)
     for texts in suite.texts:
         for number, document in enumerate(texts.items, 1):
             with naming(f"suite {suite.label}: {texts.label}, document {number}"):
-                windows(tokenizer, document, context)
+                likelihood.windows(tokenizer, document, context)
 
 
 def measure(
@@ -104,10 +97,10 @@ def measure(
     """
     tasks: dict[str, Any] = {}
     for choices in suite.choices:
-        scored = likelihood_outcome(choices, score_set(model, tokenizer, choices, keep=lambda _: look()))
+        scored = likelihood_outcome(choices, likelihood.score_set(model, tokenizer, choices, keep=lambda _: look()))
         tasks[choices.label] = {"type": "likelihood", "value": scored.accuracy.mean, **asdict(scored)}
     for texts in suite.texts:
-        of_texts = text_outcome(texts, score_set(model, tokenizer, texts, keep=lambda _: look()))
+        of_texts = text_outcome(texts, likelihood.score_set(model, tokenizer, texts, keep=lambda _: look()))
         tasks[texts.label] = {"type": "texts", "value": of_texts.bits_per_byte, **asdict(of_texts)}
     if suite.questions:
         settings, device = suite.spec.eval, model.embed.device
@@ -171,11 +164,7 @@ SETUP, REPORT = "setup.json", "evaluation.json"
 
 def files_sha256(paths: Iterable[Path]) -> str:
     """One SHA-256 of the contents of files."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(file_sha256(path)) for path in paths)).hexdigest()
 
 
 def check_setup(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:

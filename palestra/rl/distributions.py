@@ -109,9 +109,8 @@ class Bernoulli:
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Log-probability of actions `(..., D)`, summed to `(...)`."""
-        return -F.binary_cross_entropy_with_logits(self.logits, action.to(self.logits.dtype), reduction="none").sum(
-            dim=-1
-        )
+        action = action.to(self.logits.dtype)
+        return -F.binary_cross_entropy_with_logits(self.logits, action, reduction="none").sum(dim=-1)
 
     def entropy(self) -> Tensor:
         """Entropy of the joint distribution in nats, `(...)`."""

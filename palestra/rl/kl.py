@@ -84,13 +84,15 @@ def forward_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def reverse_kl_slope(student: Tensor, teacher: Tensor) -> Tensor:
-    """∂ KL(p‖q) / ∂z = p (log p - log q - KL(p‖q))."""
-    return _centred(student, teacher)
+    """∂ KL(p‖q) / ∂z = p (log p - log q - KL(p‖q)), which add up to 0."""
+    p = student.exp()
+    terms = _terms(p, student, teacher)
+    return terms - p * terms.sum(-1, keepdim=True)
 
 
 def jensen_shannon_slope(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """∂ JSD(β) / ∂z = (1-β) p (log p - log m - KL(p‖m)): what m changes by cancels."""
-    return (1 - beta) * _centred(student, log_mixture(student, teacher, beta))
+    return (1 - beta) * reverse_kl_slope(student, log_mixture(student, teacher, beta))
 
 
 def log_mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -98,13 +100,6 @@ def log_mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     if not 0 < beta < 1:
         raise ValueError(f"expected a β between 0 and 1, where the mixture has both in it; got {beta}")
     return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-
-
-def _centred(student: Tensor, other: Tensor) -> Tensor:
-    """p (log p - log o - KL(p‖o)): gradients in p's logits, which add up to 0."""
-    p = student.exp()
-    terms = _terms(p, student, other)
-    return terms - p * terms.sum(-1, keepdim=True)
 
 
 def _terms(probabilities: Tensor, above: Tensor, below: Tensor) -> Tensor:

@@ -261,13 +261,8 @@ def dpo_terms(
     else:
         raise ValueError(f"unknown DPO loss {loss!r}: expected sigmoid, ipo or hinge")
     margin = beta * delta.detach()
-    return DpoTerms(
-        loss=losses,
-        chosen_reward=beta * chosen_ratio.detach(),
-        rejected_reward=beta * rejected_ratio.detach(),
-        margin=margin,
-        accuracy=_accuracy(margin),
-    )
+    rewards = (beta * chosen_ratio.detach(), beta * rejected_ratio.detach())
+    return DpoTerms(losses, *rewards, margin, _accuracy(margin))
 
 
 def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0.0, center: float = 0.0) -> RewardTerms:
@@ -278,7 +273,7 @@ def reward_terms(chosen: Tensor, rejected: Tensor, *, margin: float | Tensor = 0
     """
     lead = chosen - rejected
     loss = -F.logsigmoid(lead - margin) + center * (chosen + rejected).square()
-    return RewardTerms(loss=loss, margin=lead.detach(), accuracy=_accuracy(lead.detach()))
+    return RewardTerms(loss, lead.detach(), _accuracy(lead.detach()))
 
 
 def _accuracy(margin: Tensor) -> Tensor:

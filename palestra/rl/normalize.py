@@ -117,12 +117,7 @@ def group_std(rewards: Tensor, group_ids: Tensor, *, correction: int = 0) -> Ten
 
 
 def group_normalize(
-    rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    scale: Literal["none", "std"] = "std",
-    correction: int = 0,
-    eps: float = 1e-6,
+    rewards: Tensor, group_ids: Tensor, *, scale: Literal["none", "std"] = "std", correction: int = 0, eps: float = 1e-6
 ) -> Tensor:
     """Rewards `(B,)` less their group's mean, and with "std" divided by (`group_std` + eps) of their group.
 

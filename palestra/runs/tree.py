@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.errors import MissingExtra, PalestraError
+from palestra.errors import PalestraError, needs_extra
 
 # safetensors' names for element types, and the NumPy type that carries their bits in memory and on disk.
 CARRIERS = {
@@ -182,10 +182,8 @@ def _torch_carrier(torch: Any, tensor: Any, path: tuple[str, ...]) -> tuple[str,
 
 
 def _torch_from(carrier: np.ndarray, dtype: str) -> Any:
-    try:
+    with needs_extra("A checkpoint with torch tensors", "train"):
         import torch
-    except ImportError as error:
-        raise MissingExtra("A checkpoint with torch tensors", "train") from error
     if dtype in TORCH_ONLY:
         return torch.from_numpy(carrier).view(getattr(torch, dtype))
     if dtype == "complex128":

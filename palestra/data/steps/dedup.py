@@ -19,17 +19,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from palestra.data.duplicates import (
-    Hashes,
-    MinHash,
-    Shingles,
-    Unit,
-    candidates,
-    first_of_equal,
-    first_of_similar,
-    jaccard,
-    normalized,
-)
+from palestra.data import duplicates
+from palestra.data.duplicates import Hashes, MinHash, Shingles, Unit, normalized
 from palestra.data.mixture import Indices, Keys
 from palestra.data.readers import Row
 from palestra.data.steps.shards import (
@@ -41,6 +32,7 @@ from palestra.data.steps.shards import (
     Drop,
     ShardSource,
     Where,
+    batches,
     each_shard,
     forget,
     map_documents,
@@ -81,7 +73,7 @@ def dedup_exact(
         raise UsageError(f"dedup_exact: of is {of!r}; it can be {', '.join(get_args(Of))}")
 
     def decide(hashed: HashedShards, first: Indices) -> dict[str, Any]:
-        first_of_equal(lambda: (chunk.view("<u8") for chunk in hashed.chunks()), len(first), first)
+        duplicates.first_of_equal(lambda: (chunk.view("<u8") for chunk in hashed.chunks()), len(first), first)
         return {of: len(first), "unique": int(np.count_nonzero(first == np.arange(len(first))))}
 
     reading = {"text_key": text_key, "split": split, "compression": compression}
@@ -115,8 +107,8 @@ def dedup_fuzzy(
 
     def decide(hashed: HashedShards, first: Indices) -> dict[str, Any]:
         keys = _keys_by_band(hashed, bands)
-        similarity = None if threshold is None else _similarity(hashed, shingles, candidates(keys))
-        roots, compared = first_of_similar(keys, similarity, threshold or 0.0)
+        similarity = None if threshold is None else _similarity(hashed, shingles, duplicates.candidates(keys))
+        roots, compared = duplicates.first_of_similar(keys, similarity, threshold or 0.0)
         first[:] = roots
         alone = roots == np.arange(len(roots))
         counts = {"documents": len(roots), "unique": int(alone.sum()), "groups": len(np.unique(roots[~alone]))}
@@ -255,18 +247,11 @@ def _digests(of: Of, texts: Iterator[str]) -> Iterator[np.ndarray]:
 
 def _band_keys(shingles: Shingles, minhash: MinHash, texts: Iterator[str]) -> Iterator[np.ndarray]:
     """The keys of the bands of each text, (texts, bands), for batches of texts."""
-    pieces: list[str] = []
-    begins: list[int] = []
-    characters = 0
-    for text in chain(texts, [None]):  # None ends the last batch
-        if begins and (text is None or len(begins) == BATCH_ROWS or characters >= BATCH_CHARACTERS):
-            signatures = np.minimum.reduceat(minhash.signatures(*shingles(pieces)), begins, axis=0)
-            yield minhash.keys(signatures).astype("<u8")
-            pieces, begins, characters = [], [], 0
-        if text is not None:
-            begins.append(len(pieces))
-            pieces += shingles.pieces(normalized(text))
-            characters += len(text)
+    for batch in batches(texts, len, BATCH_ROWS, BATCH_CHARACTERS):
+        of_text = [shingles.pieces(normalized(text)) for text in batch]
+        counts = np.array([len(pieces) for pieces in of_text])
+        signatures = minhash.signatures(*shingles(list(chain.from_iterable(of_text))))
+        yield minhash.keys(np.minimum.reduceat(signatures, np.cumsum(counts) - counts, axis=0)).astype("<u8")
 
 
 def _keys_by_band(hashed: HashedShards, bands: int) -> Keys:
@@ -299,7 +284,7 @@ def _similarity(hashed: HashedShards, shingles: Shingles, chosen: np.ndarray) ->
         rank = int(np.searchsorted(numbers, number))
         return np.fromfile(_file(folder, shard[rank]), "<u4", length[rank], offset=4 * starts[rank])
 
-    return lambda left, right: jaccard(shingles_of(left), shingles_of(right))
+    return lambda left, right: duplicates.jaccard(shingles_of(left), shingles_of(right))
 
 
 def _write_sets(

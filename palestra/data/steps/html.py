@@ -6,7 +6,7 @@ its own Markdown loses empty lines in code, the code's language and the signs of
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 from palestra.data.readers import Row
 from palestra.data.steps.shards import Compression, Drop, Where, map_documents
-from palestra.errors import MissingExtra
+from palestra.errors import needs_extra
 from palestra.spec.model import Execution
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def markdown_of(html: str, *, base_url: str | None = None, links: bool = True) -
     except etree.ParserError:  # nothing in it
         return Page("", None)
     title = SPACES.sub(" ", tree.findtext(".//title") or "").strip() or None
-    writer = _Writer()
-    writer.prepare(tree, base_url)
+    writer = _Writer(tree, base_url)
     options = trafilatura.settings.Extractor(comments=False, formatting=True, links=links, tables=True)
     if PAGE.search(html):
         document = trafilatura.bare_extraction(tree, options=options)
@@ -89,15 +88,13 @@ def markdown_of(html: str, *, base_url: str | None = None, links: bool = True) -
     return Page("" if body is None else "\n\n".join(writer.blocks(body)), title)
 
 
-@dataclass
 class _Writer:
     """Writes a tree of trafilatura as Markdown."""
 
-    code: list[tuple[str, str]] = field(default_factory=list)
-    """Language and text of each block of code as it stood in the page: trafilatura trims those in lists."""
-
-    def prepare(self, tree: "HtmlElement", base_url: str | None) -> None:
-        """Make the tree shallow enough for recursion, complete the links and number the blocks of code."""
+    def __init__(self, tree: "HtmlElement", base_url: str | None) -> None:
+        """Make the page's tree shallow enough for recursion, complete the links and number the blocks of code."""
+        self.code: list[tuple[str, str]] = []
+        """Language and text of each block of code as it stood in the page: trafilatura trims those in lists."""
         for element in tree.xpath(LEFT_OUT):
             element.drop_tree()
         for element in tree.xpath("/*" * DEEPEST + "//*"):
@@ -129,7 +126,7 @@ class _Writer:
             inline.clear()
 
         for child in parent:
-            if BLOCKS.fullmatch(child.tag) or self._is_code_block(child) or self._holds_blocks(child):
+            if any(BLOCKS.fullmatch(part.tag) or self._is_code_block(part) for part in child.iter()):
                 end()
                 blocks += self._block(child)
             else:
@@ -137,9 +134,6 @@ class _Writer:
             inline.append(child.tail or "")
         end()
         return blocks
-
-    def _holds_blocks(self, element: "HtmlElement") -> bool:
-        return any(BLOCKS.fullmatch(part.tag) or self._is_code_block(part) for part in element.iterdescendants())
 
     def _is_code_block(self, element: "HtmlElement") -> bool:
         return element.tag == "code" and (element.get("rend") or "").startswith("#")
@@ -217,12 +211,10 @@ def _prefixed(text: str, first: str, others: str) -> str:
 
 
 def _trafilatura() -> Any:
-    try:
+    with needs_extra("html_to_markdown", "data"):
         import trafilatura
         import trafilatura.htmlprocessing
         import trafilatura.settings
-    except ImportError as error:
-        raise MissingExtra("html_to_markdown", "data") from error
     return trafilatura
 
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from typing import IO, Any, Literal, TypeVar
 
 from palestra.data.readers import COUNTS, STEP_FOLDERS, Row, Shard, numbered_rows, shards
 from palestra.data.store import check_same
-from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.errors import PalestraError, UsageError, needs_extra
 from palestra.runs.store import read_json, write_json, written
 from palestra.work.pool import Pool, TaskFailed, WorkerDied, as_completed
 from palestra.work.redact import redact, redacted
@@ -103,7 +103,7 @@ def each_shard(
     done: dict[int, dict[str, Any]] = {}
     for shard in shards:
         note = read_json(notes[shard.number]) if notes[shard.number].exists() else None
-        if note is not None and note["source"] == json.loads(json.dumps(shard.stamp())):
+        if note is not None and note["source"] == shard.stamp():
             done[shard.number] = note["said"]
     missing = [shard for shard in shards if shard.number not in done]
     for shard, result in carried_out(
@@ -129,7 +129,7 @@ def forget(out: Path, phase: str) -> None:
     shutil.rmtree(out / LEDGER / phase, ignore_errors=True)
 
 
-def write_counts(out: Path, step: str, results: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+def write_counts(out: Path, step: str, results: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """`counts.json`: the sums over shards of rows in and out, drop reasons and seconds, and `more`.
 
     Seconds are those of work on shards, all workers and attempts together.
@@ -147,7 +147,6 @@ def write_counts(out: Path, step: str, results: Sequence[Mapping[str, Any]], **m
         **more,
     }
     write_json(out / COUNTS, redacted(counts))
-    return counts
 
 
 def _labels(paths: Sequence[str]) -> list[str]:
@@ -186,6 +185,20 @@ def carried_out(
                 raise PalestraError(f"{died} It was working on {place(tasks[task])}.") from died
 
 
+def batches(jobs: Iterable[Job], size: Callable[[Job], int], most: int, largest: int) -> Iterator[list[Job]]:
+    """The jobs in lists, each as soon as it has `most` of them or their sizes add up to `largest`."""
+    batch: list[Job] = []
+    total = 0
+    for job in jobs:
+        batch.append(job)
+        total += size(job)
+        if len(batch) == most or total >= largest:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
 Compression = Literal["none", "gz", "zst"]
 
 NO_TEXT, NOT_UNICODE = "no text", "not valid Unicode"
@@ -221,7 +234,7 @@ def map_documents(
     compression: Compression = "none",
     *,
     counts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Send the documents of a source through `work` into `out/docs`, and write `counts.json`; resumes after a kill.
 
     With a `text_key` rows are documents, whose text is under that key and comes under `text`: one without is an error,
@@ -234,7 +247,7 @@ def map_documents(
         ours = {shard_path(out, folder, shard.number, form) for shard in shards}
         for left_over in {*(out / folder).glob("*")} - ours:  # of a kill, or of a source with more shards
             left_over.unlink()
-    return write_counts(out, step, results, **(counts or {}))
+    write_counts(out, step, results, **(counts or {}))
 
 
 def documents(source: ShardSource, text_key: str = "text") -> Iterator[Row | Drop]:
@@ -364,10 +377,8 @@ def _compressed(file: IO[bytes], compression: Compression) -> Iterator[Any]:
         with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as stream:  # no time: the same bytes
             yield stream
     else:
-        try:
+        with needs_extra("writing .zst", "train"):
             import pyarrow
-        except ImportError as error:
-            raise MissingExtra("writing .zst", "train") from error
         # A handle of its own, since closing the stream, which ends the frame, closes what is below it.
         with (
             os.fdopen(os.dup(file.fileno()), "wb") as below,

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,9 +22,9 @@ from pydantic import TypeAdapter
 
 from palestra.data.cache import held_alone
 from palestra.data.readers import Row, Shard, numbered_rows, shards
-from palestra.data.steps.shards import Where, carried_out, same_recipe, sources, texts, write_counts
+from palestra.data.steps.shards import Where, batches, carried_out, same_recipe, sources, texts, write_counts
 from palestra.data.store import END, ENDS, FLAG, LOSS, PARTS, TOKENS, Ledger, ShardRecord, TokenStore, token_dtype
-from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.errors import PalestraError, UsageError, needs_extra
 from palestra.runs.lease import Lease
 from palestra.runs.store import LocalStore, read_json, write_json, written
 from palestra.spec.model import Execution
@@ -64,9 +63,8 @@ def tokenize(
         _refuse_held_out([file.path for file in files])
     began = time.perf_counter()
     folder = resolve(str(tokenizer), kind="model", allow=("*.json", "*.jinja", "*.txt", "*.model"))
-    _tokenizers()
-    from palestra.data.encoders import ChatEncoder, TextEncoder
-
+    with needs_extra("tokenizing", "train"):
+        from palestra.data.encoders import ChatEncoder, TextEncoder
     if format == "text":
         encoder = TextEncoder.load(folder, text_key=text_key)
     else:
@@ -89,7 +87,8 @@ def train_tokenizer(
     """A byte-level BPE of documents, as a Hugging Face tokenizer in `out`; of the first `max_documents` where given."""
     began = time.perf_counter()
     same_recipe(out, {"vocab_size": vocab_size, "text_key": text_key, "split": split, "max_documents": max_documents})
-    train_bpe = _tokenizers().train_bpe
+    with needs_extra("tokenizing", "train"):
+        from palestra.data.tokenizers import train_bpe
     read = 0
 
     def counted() -> Iterator[str]:
@@ -105,14 +104,6 @@ def train_tokenizer(
     tokenizer.save(out)
     counts = [{"rows_in": read, "seconds": time.perf_counter() - began}]
     write_counts(out, "train_tokenizer", counts, vocab_size=tokenizer.vocab_size)
-
-
-def _tokenizers() -> ModuleType:
-    try:
-        from palestra.data import tokenizers
-    except ImportError as error:
-        raise MissingExtra("tokenizing", "train") from error
-    return tokenizers
 
 
 def _refuse_held_out(paths: Sequence[str]) -> None:
@@ -217,7 +208,8 @@ def _build_part(parts: Path, encoder: "Encoder", job: tuple[int, Shard]) -> Shar
     with ExitStack() as stack:
         tokens_file, ends_file = (stack.enter_context(written(_part(parts, number, name))) for name in (TOKENS, ENDS))
         loss_file = stack.enter_context(written(_part(parts, number, LOSS))) if encoder.masked else None
-        for batch in _batches(shard, encoder.text_key):
+        rows = numbered_rows(shard, text_key=encoder.text_key)
+        for batch in batches(rows, _characters, BATCH_ROWS, BATCH_CHARACTERS):
             encoded = _encode(encoder, shard, batch)
             arrays = [np.asarray(row.tokens, np.int64) for row in encoded]
             ends = tokens + np.cumsum([len(array) for array in arrays])
@@ -249,17 +241,8 @@ def _part(parts: Path, number: int, name: str) -> Path:
     return parts / f"{number:06}.{name}"
 
 
-def _batches(shard: Shard, text_key: str) -> Iterator[list[tuple[int, Row]]]:
-    batch: list[tuple[int, Row]] = []
-    characters = 0
-    for number, row in numbered_rows(shard, text_key=text_key):
-        batch.append((number, row))
-        characters += sum(len(value) for value in row.values() if isinstance(value, str))
-        if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _characters(numbered: tuple[int, Row]) -> int:
+    return sum(len(value) for value in numbered[1].values() if isinstance(value, str))
 
 
 def _encode(encoder: "Encoder", shard: Shard, batch: list[tuple[int, Row]]) -> "list[EncodedRow]":
