@@ -41,7 +41,7 @@ from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import UsageError
 from palestra.runs.store import write_bytes
 from palestra.spec.kinds.pipeline import STEP_NAME
-from palestra.spec.model import Execution, is_execution
+from palestra.spec.model import Execution
 from palestra.spec.renames import original
 from palestra.work.redact import redacted
 
@@ -164,7 +164,7 @@ def execution_fields(config: Any, function: Callable[..., Any]) -> frozenset[str
             f"the types of {owner.__module__}:{owner.__qualname__} cannot be resolved ({error}): "
             "import the names at run time"
         ) from error
-    return frozenset(name for name, hint in hints.items() if is_execution(hint))
+    return frozenset(name for name, hint in hints.items() if Execution in getattr(hint, "__metadata__", ()))
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from os import PathLike
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import core_schema
@@ -75,11 +75,6 @@ class Execution:
 
     def __class_getitem__(cls, item: Any) -> Any:
         return Annotated[item, cls]
-
-
-def is_execution(hint: Any) -> bool:
-    """Whether a type is `Execution[…]`."""
-    return get_origin(hint) is Annotated and Execution in hint.__metadata__
 
 
 @dataclass(frozen=True)

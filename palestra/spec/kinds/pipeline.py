@@ -148,24 +148,17 @@ def _step_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
     if (step.use is None) == (step.spec is None):
         yield (), "expected either `use`, a function, or `spec`"
     elif step.use is not None:
-        yield from _use_problems(step)
+        if step.set:
+            yield ("set",), "expected nothing, because it changes a `spec`: write arguments under `with`"
+        try:
+            problems = argument_problems(step_function(step.use), step.arguments)
+            yield from ((("with", *path), reason) for path, reason in problems)
+        except UsageError as error:
+            yield ("use",), str(error).removeprefix("use: ")
     elif isinstance(step.spec, str) or step.set:  # loading has put the file and `set` into the spec by now
         yield ("spec",), "an override comes too late for a file and for `set`: override keys of the spec itself"
     else:
         yield from _spec_problems(step)
-
-
-def _use_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
-    assert step.use is not None
-    if step.set:
-        yield ("set",), "expected nothing, because it changes a `spec`: write arguments under `with`"
-    try:
-        function = step_function(step.use)
-        problems = argument_problems(function, step.arguments)
-    except UsageError as error:
-        yield ("use",), str(error).removeprefix("use: ")
-        return
-    yield from ((("with", *path), reason) for path, reason in problems)
 
 
 def _spec_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
