@@ -226,7 +226,7 @@ def stable_baselines3(case: Case, seed: int, frames: int) -> dict[str, float]:
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    from palestra.spec import load
+    from palestra.spec.load import load
 
     class Tick(BaseCallback):
         def _on_step(self) -> bool:

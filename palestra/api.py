@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from palestra.runs.store import write_bytes
 from palestra.spec.compose import parse
 from palestra.spec.imports import OBJECT, known_objects
 from palestra.spec.kinds import loader, runner, spec_type
-from palestra.spec.load import Loaded, Source, read, resolved
+from palestra.spec.load import Loaded, Overrides, Source, read, resolved
 from palestra.spec.load import load as load_spec
-from palestra.spec.model import plain
+from palestra.spec.model import mapped, plain
 from palestra.spec.validate import SpecError
 from palestra.work.redact import REDACTED
 from palestra.work.worker import pack
@@ -35,7 +36,7 @@ def run(
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Overrides = (),
     reward: Callable[..., Any] | str | None = None,
     data: Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
     hooks: Sequence[Callable[..., Any] | str] = (),
@@ -62,7 +63,7 @@ def run(
     allow = [allow] if isinstance(allow, str) else list(allow)
     given = dict(parse(overrides)) | {path.replace("__", "."): value for path, value in fields.items()}
     spec, given, objects = _without_env(spec, given)
-    spec, given, reward, hooks = (_named(value, objects) for value in (spec, given, reward, hooks))
+    spec, given, reward, hooks = mapped([spec, given, reward, hooks], partial(_named, objects=objects))
     trial = None
     with known_objects(objects):
         if resume is not None:
@@ -185,11 +186,7 @@ def _missing_extra(what: str = "training") -> Iterator[None]:
 
 
 def _named(value: Any, objects: dict[str, Any]) -> Any:
-    """The value with its functions and classes replaced by names, under which `objects` gets them."""
-    if isinstance(value, Mapping):
-        return {key: _named(item, objects) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_named(item, objects) for item in value]
+    """The name of a function or class, under which `objects` gets it; other values as they are."""
     if not callable(value):
         return value
     name = OBJECT + re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__))

@@ -25,7 +25,7 @@ from palestra.control.nets.values import (
 )
 from palestra.control.optim import FunctionalNet, Trained, copied, gradient, pace, products, restore
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import NetSpec
+from palestra.spec.shape import NetSpec
 
 BOX = ActionHead.of(gym.spaces.Box(-2, 2, (2,), np.float32))
 DISCRETE = ActionHead.of(gym.spaces.Discrete(3))

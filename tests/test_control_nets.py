@@ -16,7 +16,7 @@ from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import FlatNet
 from palestra.control.policy import Policy
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import NetSpec
+from palestra.spec.shape import NetSpec
 
 torch.set_num_threads(1)
 

@@ -22,7 +22,8 @@ from palestra.control.nets.actor_critic import Cell, Recurrent, unroll
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import ControlSpec, EnvSpec, NetSpec, RecurrentSpec
+from palestra.spec.kinds.control import ControlSpec, EnvSpec
+from palestra.spec.shape import NetSpec, RecurrentSpec
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from probe_envs import policy_for
 from palestra.control.nets.trunks import Images, Trunk
 from palestra.control.scaling import ObsScale
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import NetSpec
+from palestra.spec.shape import NetSpec
 
 torch.set_num_threads(1)
 

@@ -83,7 +83,7 @@ def test_runs_lists_state_step_headline_and_age(finished):
     )
     unknown = finished.here("runs", "shart")
     assert unknown.returncode == 2
-    assert "no runs named shart in runs. Did you mean short?" in unknown.stderr
+    assert "no runs named shart in runs. Did you mean 'short'?" in unknown.stderr
 
 
 def test_runs_in_an_empty_folder_says_so(scratch):

@@ -126,7 +126,10 @@ steps:
 def test_all_problems_come_at_once_with_their_lines(folder):
     with pytest.raises(SpecError) as caught:
         load(written(folder, WRONG.replace("prefx: out\n", "prefix: out\n")))
-    found = {(problem.path, int(problem.where.rpartition(":")[2])): problem.reason for problem in caught.value.problems}
+    found = {
+        (problem.path, int(problem.origin.where.rpartition(":")[2])): problem.reason
+        for problem in caught.value.problems
+    }
     assert {where: reason[:24] for where, reason in found.items()} == {
         ("steps.a.with.row", 6): "unknown argument of writ",
         ("steps.a.with.text", 6): "expected text, got 5",

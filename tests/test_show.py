@@ -82,7 +82,7 @@ def test_runs_filters_sorts_and_prints_json(root: Path, capsys: pytest.CaptureFi
     assert row["step"] == 7
     assert row["headline"] == {"return": 3.0}
     assert Path(row["path"]).is_dir()
-    with pytest.raises(UsageError, match=r"no runs named ppo_tow in .* Did you mean ppo_two"):
+    with pytest.raises(UsageError, match=r"no runs named ppo_tow in .* Did you mean 'ppo_two'"):
         printed(capsys, "runs", "--runs", str(root), "ppo_tow")
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.spec import differences, load, plain, spec_hash
-from palestra.spec.load import ABSENT, Difference
+from palestra.spec.load import ABSENT, Difference, differences, load, spec_hash
+from palestra.spec.model import plain
 
 BASE = {
     "kind": "control",

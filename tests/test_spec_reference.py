@@ -12,7 +12,9 @@ import pytest
 import typer
 from example_specs import FILES, ROOT, specs_of
 
-from palestra.spec import load, plain, spec_type
+from palestra.spec.kinds import spec_type
+from palestra.spec.load import load
+from palestra.spec.model import plain
 from palestra.spec.schema import json_schema
 from palestra.spec.source import read_file
 from palestra.spec.validate import models

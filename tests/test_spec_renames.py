@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from palestra.runs.run import Run
-from palestra.spec import SpecError, load, spec_hash
-from palestra.spec.load import resolved
+from palestra.spec.load import load, resolved, spec_hash
 from palestra.spec.model import plain
 from palestra.spec.renames import FORWARD, original, translated
+from palestra.spec.validate import SpecError
 
 CONTROL = {
     "kind": "control",

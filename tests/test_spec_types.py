@@ -7,9 +7,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from palestra.errors import UsageError
 from palestra.rl.schedules import value
-from palestra.spec import Cadence, Model, kinds, load, spec_type
+from palestra.spec.kinds import kinds, spec_type
 from palestra.spec.kinds.control import ControlSpec, PPOSpec
-from palestra.spec.model import CountCadence
+from palestra.spec.load import load
+from palestra.spec.model import Cadence, CountCadence, Model
 from palestra.spec.schedule import Schedule, ScheduleSpec, in_fractions
 from palestra.spec.validate import models
 

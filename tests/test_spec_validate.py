@@ -8,10 +8,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from palestra.errors import UsageError
-from palestra.spec import SpecError, kinds, load, loader, runner, spec_type
-from palestra.spec.kinds import _installed_kinds
+from palestra.spec.kinds import _installed_kinds, kinds, loader, runner, spec_type
+from palestra.spec.load import load
 from palestra.spec.source import read_text
-from palestra.spec.validate import validate
+from palestra.spec.validate import SpecError, validate
 
 VALID = {
     "kind": "control",
@@ -175,7 +175,9 @@ def test_validate_long_value_is_shortened():
 KIND = '''
 from typing import Annotated, Literal
 from pydantic import Field, field_validator
-from palestra.spec import ExperimentSpec, Kind, Model
+from palestra.spec.base import ExperimentSpec
+from palestra.spec.kinds import Kind
+from palestra.spec.model import Model
 
 class Greedy(Model):
     """Greedy."""

@@ -3,11 +3,11 @@
 import itertools
 import json
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 import palestra
-from palestra.errors import UsageError
+from palestra.cli.show import console, table
+from palestra.errors import UsageError, did_you_mean
 
 STARTERS = {
     "control": "control/ppo_cartpole_fast",
@@ -44,14 +44,30 @@ def summary(name: str) -> str:
     return re.split(r"(?<=[a-z])[.:]\s", f"{text} ")[0].strip(" .:")
 
 
+def show_examples() -> None:
+    """The starter of each kind, then all examples with a line about each."""
+    rows = [(name, f"the same as {starter}") for name, starter in STARTERS.items()]
+    rows += [(name, summary(name)) for name in examples()]
+    console().print(table(("palestra new …", "what it is"), rows))
+
+
+def show_new(name: str, to: Path, schema: bool) -> None:
+    """Write an example, then print the files and the commands that its comments name."""
+    written = write_example(name, to, schema=schema)
+    for path in written:
+        print(f"wrote {path}")
+    commands = [line[1:].strip() for line in written[0].read_text().splitlines() if line.startswith("#   ")]
+    for command in commands or [f"palestra train {written[0]}"]:
+        print(f"  {command}")
+
+
 def write_example(name: str, to: Path, *, schema: bool = False) -> list[Path]:
     """Write an example, or the starter of a kind, and the files it needs into a folder; returns the spec first."""
     known = examples()
     name = STARTERS.get(name, name.removeprefix("examples/").removesuffix(".yaml"))
     if name not in known:
-        near = get_close_matches(name, [*STARTERS, *known, *(Path(path).name for path in known)], n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"no kind or example {name!r}.{hint} `palestra new --list` shows all")
+        hint = did_you_mean(name, [*STARTERS, *known, *(Path(path).name for path in known)])
+        raise UsageError(f"no kind or example {name!r}. {hint} `palestra new --list` shows all".replace("  ", " "))
     sources = _with_needed(folder() / f"{name}.yaml")
     texts = {to / path.name: _relocated(_text(path), to) for path in sources}
     if schema:

@@ -19,6 +19,7 @@ from palestra.cli import options
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
+from palestra.cli.sweeps import show_search
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.work.redact import Terminal
 
@@ -31,8 +32,7 @@ class Grouped(TyperGroup):
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
             if not command.hidden:
-                about = command.get_short_help_str(300)
-                groups[command.rich_help_panel].append((name, about))
+                groups[command.rich_help_panel].append((name, command.get_short_help_str(300)))
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -71,7 +71,7 @@ def new(
     list_all: Annotated[bool, Option("--list", help="List kinds and examples; write nothing.")] = False,
 ) -> None:
     """Write a commented spec to start from: the starter of a kind, or any example with the files it needs."""
-    from palestra.cli.show import show_examples, show_new
+    from palestra.cli.examples import show_examples, show_new
 
     if list_all or example is None:
         show_examples()
@@ -124,7 +124,6 @@ def search(
 ) -> None:
     """Search hyperparameters over the `search:` block of a spec: parallel trials, early stopping of bad ones."""
     settings = options.parsed(locals())
-    from palestra.cli.show import show_search
     from palestra.search.experiment import search as start
 
     show_search(start(**settings))
@@ -304,10 +303,10 @@ def evaluate(
     if not quiet:
         options.announce(model)
     from palestra.api import evaluate as start
-    from palestra.cli.show import numbers, pairs, show_evaluation
+    from palestra.cli.show import show_evaluation
 
-    settings |= {"tasks": tasks or (), "likelihood": likelihood or (), "args": pairs(args or ())}
-    show_evaluation(start(**settings | {"k": None if k is None else numbers(k)}))
+    settings |= {"tasks": tasks or (), "likelihood": likelihood or (), "args": options.parse_args(args or ())}
+    show_evaluation(start(**settings | {"k": None if k is None else options.parse_numbers(k)}))
 
 
 models = typer.Typer(help="Download models and convert them to the Hugging Face format.", no_args_is_help=True)

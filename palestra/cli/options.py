@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from palestra.errors import UsageError
+
 GROUPS = EXPERIMENTS, RESULTS, MODELS, DATA, SHARING = (
     "Experiments",
     "Results",
@@ -60,3 +62,21 @@ def parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("resume") is not None and spec is not None and "=" in spec:
         spec, overrides = None, [spec, *overrides]
     return {**arguments, "spec": spec, "overrides": overrides, "variables": parse_set(arguments["variables"])}
+
+
+def parse_numbers(text: str) -> list[int]:
+    """Integers separated by commas, such as 1,8."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--k {text}: expected whole numbers separated by commas, such as 1,8") from error
+
+
+def parse_args(texts: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts as a mapping, with YAML typing."""
+    from palestra.spec.compose import parse  # here, because the help needs no YAML
+
+    for text in texts:
+        if "=" not in text:
+            raise UsageError(f"--arg {text}: expected KEY=VALUE, such as digits=3")
+    return dict(parse(texts))

@@ -22,14 +22,7 @@ Overrides = Annotated[
     Texts, Argument(help="Override fields, such as steps.sft.spec.optim.lr=1e-3.", metavar="KEY=VALUE")
 ]
 Prefix = Annotated[str | None, Option(metavar="PREFIX", help="Folder or URL of outputs; by default the pipeline's.")]
-COLORS = {
-    "ran": "green",
-    "done": "green",
-    "running": "cyan",
-    "elsewhere": "cyan",
-    "failed": "red",
-    "blocked": "yellow",
-}
+COLORS = {"ran": "green", "done": "green", "running": "cyan", "elsewhere": "cyan", "failed": "red", "blocked": "yellow"}
 WORDS = {"done": "done before", "elsewhere": "running elsewhere", "blocked": "not run"}
 
 

@@ -1,6 +1,5 @@
 """What the commands print: specs, results, runs and their differences, datasets, evaluations, rollouts."""
 
-import difflib
 import fnmatch
 import itertools
 import json
@@ -19,16 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.api import check
-from palestra.cli.examples import STARTERS, examples, summary, write_example
 from palestra.data.inspect import PERCENTILES, Column, Inspection, inspect, percentiles
 from palestra.data.store import TokenStore
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import PalestraError, UsageError, did_you_mean
 from palestra.rollout.records import FILE, RolloutRecord, newest
 from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
-from palestra.search.results import Experiment
-from palestra.spec.compose import parse
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
 from palestra.tasks.task import Problem, Status
@@ -66,23 +62,6 @@ def print_pairs(pairs: Iterable[tuple[str, object]]) -> None:
         print(f"{label:<15}{value}")
 
 
-def show_examples() -> None:
-    """The starter of each kind, then all examples with a line about each."""
-    rows = [(name, f"the same as {starter}") for name, starter in STARTERS.items()]
-    rows += [(name, summary(name)) for name in examples()]
-    console().print(table(("palestra new …", "what it is"), rows))
-
-
-def show_new(name: str, to: Path, schema: bool) -> None:
-    """Write an example, then print the files and the commands that its comments name."""
-    written = write_example(name, to, schema=schema)
-    for path in written:
-        print(f"wrote {path}")
-    commands = [line[1:].strip() for line in written[0].read_text().splitlines() if line.startswith("#   ")]
-    for command in commands or [f"palestra train {written[0]}"]:
-        print(f"  {command}")
-
-
 def show_check(spec: str, variables: Mapping[str, str], overrides: list[str]) -> None:
     """The resolved spec with the origin of every value, then the derived quantities."""
     loaded = check(spec, variables=variables, overrides=overrides)
@@ -106,19 +85,19 @@ def _leaves(data: dict, path: tuple, indent: str) -> Iterator[tuple[tuple, str]]
             for index, item in enumerate(value):
                 at = (*path, key, index)
                 lines = list(_leaves(item, at, f"{indent}    ")) if item and isinstance(item, dict) else []
-                (first, text), *rest = lines or [(at, _inline(item))]
+                (first, text), *rest = lines or [(at, inline(item))]
                 yield first, f"{indent}  - {text.strip()}"
                 yield from rest
         else:
-            yield (*path, key), f"{indent}{key}: {_inline(value)}"
+            yield (*path, key), f"{indent}{key}: {inline(value)}"
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_inline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {inline(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
+        return "[" + ", ".join(map(inline, value)) + "]"
     if isinstance(value, str):
         text = write_text({"v": value}).removeprefix("v:").strip()
         return json.dumps(value, ensure_ascii=False) if "\n" in text or set(",[]{}") & set(value) else text
@@ -149,32 +128,6 @@ def show_result(run: Run) -> None:
     print_pairs([*lines, (label, f"{command} {f'{run.name}/{run.id}' if in_default_root else run.path}")])
 
 
-def show_search(experiment: Experiment) -> None:
-    """Every trial of a search with its values, score and state, then the best one, the cost and the folder."""
-    summary = experiment.summary()
-    keys = list(summary["trials"][0]["values"])
-    rows = []
-    for trial in summary["trials"]:
-        state = trial["state"] + ("" if trial["reason"] is None else f": {trial['reason'].strip().splitlines()[-1]}")
-        mark = "*" if trial["trial"] == summary["best"] else ""
-        values = [f"{v:.4g}" if isinstance(v, float) else _inline(v) for v in (trial["values"][key] for key in keys)]
-        rows.append((f"{mark}{trial['trial']}", *values, _number(trial["score"]), f"{trial['counted']:,}", state))
-    numbers = ("trial", *keys, summary["metric"], summary["by"])
-    console().print(table((*numbers, "state"), rows, right=numbers))
-    cost, whole = f"{summary['counted']:,} {summary['by']}", summary["counted_if_all_ran"]
-    if whole:
-        cost += f", {summary['counted'] / whole:.0%} of the {whole:,} of running every trial to its end"
-    print_pairs(
-        [
-            ("best", f"trial {summary['best']}, {summary['metric']} {summary['score']:.6g}"),
-            ("cost", cost),
-            ("folder", experiment.path),
-            *(("plot", path) for path in sorted((experiment.path / "plots").glob("*.png"))),
-            ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
-        ]
-    )
-
-
 def show_runs(root: Path, *, as_json: bool, watch: float | None, **wanted: Any) -> None:
     """The runs that are `wanted`, as a table or as JSON; again every `watch` seconds until Ctrl-C."""
     if as_json:
@@ -197,9 +150,7 @@ def _run_rows(root: Path, *, name: str | None, states: Sequence[str], sort: str,
     runs = list_runs(root)
     names = sorted({run.name for run in runs})
     if name is not None and not fnmatch.filter(names, name):
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise UsageError(f"no runs named {name} in {root}.{hint}")
+        raise UsageError(f"no runs named {name} in {root}. {did_you_mean(name, names)}".rstrip())
     rows = [_run_row(run) for run in runs if name is None or fnmatch.fnmatch(run.name, name)]
     rows = [row for row in rows if not states or row["state"] in states]
     if sort in ("name", "state"):
@@ -235,14 +186,15 @@ def show_diff(a: str, b: str, root: Path) -> None:
     """The spec fields and the results in which two runs differ, side by side."""
     left, right = open_run(a, root), open_run(b, root)
     difference = diff(left, right)
-    spec = [(field.path, _inline(field.before), _inline(field.after)) for field in difference.spec]
-    results = [(metric, _number(a), _number(b)) for metric, (a, b) in difference.results.items()]
+    spec = [(field.path, inline(field.before), inline(field.after)) for field in difference.spec]
+    results = [(metric, number(a), number(b)) for metric, (a, b) in difference.results.items()]
     for what, rows in (("spec", spec), ("results", results)):
         columns = (what, f"{left.name}/{left.id}", f"{right.name}/{right.id}")
         console().print(table(columns, rows) if rows else f"{what}: no difference")
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A score, or a dash."""
     return "–" if value is None else f"{value:,.6g}"
 
 
@@ -373,7 +325,9 @@ def _tasks(report: Mapping[str, Any]) -> Rows:
         cells = [label, task["split"], f"{task['problems']:,} of {task['of']:,}"]
         if decoding["greedy"]:
             cells += [_percent(task["greedy"]["accuracy"]["mean"]), _interval(task["greedy"]["accuracy"])]
-        cells += [_with_error(task["samples"][f"pass@{k}"]) for k in ks]
+        for of in (task["samples"][f"pass@{k}"] for k in ks):
+            error = "" if of["error"] is None else f" ± {100 * of['error']:.1f}"
+            cells.append(f"{100 * of['mean']:.1f}{error} %")
         cells += [_percent(shares[label][name]) for name in shown]
         rows.append([*cells, f"{task['greedy' if 'greedy' in task else 'samples']['tokens']:.0f}"])
     return ["task", "split", "problems", *greedy, *(f"pass@{k}" for k in ks), *shown, "tokens"], rows
@@ -421,11 +375,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _with_error(estimate: Mapping[str, Any]) -> str:
-    error = "" if estimate["error"] is None else f" ± {100 * estimate['error']:.1f}"
-    return f"{100 * estimate['mean']:.1f}{error} %"
-
-
 def _interval(estimate: Mapping[str, Any]) -> str:
     if estimate["interval"] is None:
         return "–"
@@ -433,29 +382,7 @@ def _interval(estimate: Mapping[str, Any]) -> str:
     return f"{100 * low:.1f} – {100 * high:.1f} %"
 
 
-def numbers(text: str) -> list[int]:
-    """Integers separated by commas, such as 1,8."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--k {text}: expected whole numbers separated by commas, such as 1,8") from error
-
-
-def pairs(texts: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` texts as a mapping, with YAML typing."""
-    for text in texts:
-        if "=" not in text:
-            raise UsageError(f"--arg {text}: expected KEY=VALUE, such as digits=3")
-    return dict(parse(texts))
-
-
-COLORS = {
-    Status.CORRECT: "green",
-    Status.WRONG: "red",
-    Status.UNPARSABLE: "yellow",
-    Status.TIMEOUT: "magenta",
-    Status.ERROR: "bold red",
-}
+COLORS = {"correct": "green", "wrong": "red", "unparsable": "yellow", "timeout": "magenta", "error": "bold red"}
 LONGEST_PROMPT = 1000
 """Characters of a prompt; of a longer one only the end is shown."""
 # What a terminal would execute instead of print: control characters, lone surrogates, bidirectional overrides.
@@ -479,7 +406,8 @@ def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None,
         if len(files) > 1:
             screen.print(Text(f"seed {seed}", "bold"))
         wanted = (r for r in newest(path) if task in (None, r.group.problem.task) and step in (None, r.step))
-        matching = ((record, index) for record in wanted for index in _with_status(record, status))
+        every = ((record, *each) for record in wanted for each in enumerate(record.group.trajectories))
+        matching = ((record, index) for record, index, of in every if status in (None, of.verdict.status))
         chosen = list(itertools.islice(matching, limit + 1))
         groups = itertools.groupby(chosen[:limit], key=lambda pair: id(pair[0]))
         for of in reversed([list(pairs) for _, pairs in groups]):
@@ -488,13 +416,6 @@ def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None,
             screen.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
         elif len(chosen) > limit:
             screen.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
-
-
-def _with_status(record: RolloutRecord, status: str | None) -> Iterator[int]:
-    """The indices of the completions with this status."""
-    for index, trajectory in enumerate(record.group.trajectories):
-        if status in (None, trajectory.verdict.status):
-            yield index
 
 
 def _show_record(screen: Console, record: RolloutRecord, indices: list[int]) -> None:

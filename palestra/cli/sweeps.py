@@ -1,4 +1,4 @@
-"""The commands that compare many runs: `palestra sweep`, `palestra speedrun` and `palestra bench`."""
+"""The commands that compare many runs: `palestra sweep`, `speedrun` and `bench`, and what `search` prints."""
 
 import json
 import os
@@ -73,6 +73,34 @@ def show_sweep(summary: dict[str, Any], folder: Path) -> None:
     print_pairs([("folder", folder), *(("plot", path) for path in sorted((folder / "plots").glob("*.png")))])
 
 
+def show_search(experiment: Any) -> None:
+    """Every trial of a search with its values, score and state, then the best one, the cost and the folder."""
+    from palestra.cli.show import console, inline, number, print_pairs, table
+
+    summary = experiment.summary()
+    keys = list(summary["trials"][0]["values"])
+    rows = []
+    for trial in summary["trials"]:
+        state = trial["state"] + ("" if trial["reason"] is None else f": {trial['reason'].strip().splitlines()[-1]}")
+        mark = "*" if trial["trial"] == summary["best"] else ""
+        values = [f"{v:.4g}" if isinstance(v, float) else inline(v) for v in (trial["values"][key] for key in keys)]
+        rows.append((f"{mark}{trial['trial']}", *values, number(trial["score"]), f"{trial['counted']:,}", state))
+    numbers = ("trial", *keys, summary["metric"], summary["by"])
+    console().print(table((*numbers, "state"), rows, right=numbers))
+    cost, whole = f"{summary['counted']:,} {summary['by']}", summary["counted_if_all_ran"]
+    if whole:
+        cost += f", {summary['counted'] / whole:.0%} of the {whole:,} of running every trial to its end"
+    print_pairs(
+        [
+            ("best", f"trial {summary['best']}, {summary['metric']} {summary['score']:.6g}"),
+            ("cost", cost),
+            ("folder", experiment.path),
+            *(("plot", path) for path in sorted((experiment.path / "plots").glob("*.png"))),
+            ("train it", f"palestra train {experiment.best} seed={max(summary['seeds']) + 1} max_session=4"),
+        ]
+    )
+
+
 speedruns = typer.Typer(help="Speedruns: submissions, leaderboard, Pareto frontier.", no_args_is_help=True)
 app.add_typer(speedruns, name="speedrun", rich_help_panel=options.EXPERIMENTS)
 BOARD = {
@@ -144,10 +172,7 @@ def leaderboard(
 
 
 @speedruns.command()
-def pareto(
-    folder: Submissions,
-    out: Annotated[Path, Option(help="The PNG to write.")] = Path("pareto.png"),
-) -> None:
+def pareto(folder: Submissions, out: Annotated[Path, Option(help="The PNG to write.")] = Path("pareto.png")) -> None:
     """Plot bits per byte over hardware FLOPs, with the Pareto frontier."""
     from palestra.speedrun.leaderboard import draw, read_rows
 

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -17,7 +17,7 @@ from palestra.runs.run import open_run
 from palestra.runs.store import write_bytes
 from palestra.spec.imports import typed_arguments
 from palestra.spec.kinds.pipeline import REFERENCE, PipelineSpec, step_function
-from palestra.spec.load import Source, resolved
+from palestra.spec.load import Overrides, Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import Execution, SpecParts, plain, split
 from palestra.spec.source import read_value
@@ -75,12 +75,7 @@ class Pipeline:
     steps: list[Step]
 
 
-def load_pipeline(
-    source: Source,
-    *,
-    variables: Mapping[str, Any] | None = None,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
-) -> Pipeline:
+def load_pipeline(source: Source, *, variables: Mapping[str, Any] | None = None, overrides: Overrides = ()) -> Pipeline:
     """The pipeline of a YAML file, a dict or a spec, or of `file.py` or `file.py:name`."""
     file, name = _python_file(source)
     if file is not None:

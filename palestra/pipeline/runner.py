@@ -198,24 +198,22 @@ class PipelineRun:
             return
         with lease.fenced():  # a step that another process took over is not ours to finish or to fail
             if outcome.error is None:
-                self.outputs.commit(address, lease.token, self._status(node, outcome) | outcome.value)
+                status = {
+                    "name": node.step.name,
+                    "address": address,
+                    "identity": node.identity,
+                    "inputs": list(node.inputs),
+                    "started": self.started[address],
+                    "finished": _now(),
+                    "seconds": round(outcome.seconds, 3),
+                    "tries": outcome.attempts,
+                    "owner": asdict(Owner.here()),
+                }
+                self.outputs.commit(address, lease.token, status | outcome.value)
         try:
             self.outputs.publish_log(address)
         except (OSError, PalestraError) as error:
             log.warning("the log of %s could not be uploaded: %s", address, error)
-
-    def _status(self, node: Node, outcome: WorkOutcome) -> dict[str, Any]:
-        return {
-            "name": node.step.name,
-            "address": node.address,
-            "identity": node.identity,
-            "inputs": list(node.inputs),
-            "started": self.started[node.address],
-            "finished": _now(),
-            "seconds": round(outcome.seconds, 3),
-            "tries": outcome.attempts,
-            "owner": asdict(Owner.here()),
-        }
 
     def _end(self, outcome: WorkOutcome) -> None:
         address, error, states = outcome.item.name, outcome.error, self.states

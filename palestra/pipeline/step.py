@@ -21,7 +21,6 @@ import enum
 import functools
 import glob
 import hashlib
-import importlib
 import inspect
 import json
 import math
@@ -32,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from pkgutil import resolve_name
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -40,11 +40,11 @@ from pydantic import BaseModel
 from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import UsageError
 from palestra.runs.store import write_bytes
-from palestra.spec.model import Execution, is_execution
+from palestra.spec.kinds.pipeline import STEP_NAME
+from palestra.spec.model import Execution
 from palestra.spec.renames import original
 from palestra.work.redact import redacted
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 LONGEST_NAME = 120
 
 
@@ -63,7 +63,7 @@ class Step:
     """Whether the function resumes from what a killed attempt left in `out`; else `out` is empty."""
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name) or len(self.name) > LONGEST_NAME:
+        if not STEP_NAME.fullmatch(self.name) or len(self.name) > LONGEST_NAME:
             raise UsageError(
                 f"{self.name!r} cannot name a step: use letters, digits, '_', '-' and '.', folders with '/', "
                 f"at most {LONGEST_NAME} characters"
@@ -127,7 +127,7 @@ def step(function: Callable[..., Any] | None = None, *, name: str | None = None,
 def call(function: Callable[..., Any] | str, config: Any, out: Path) -> Any:
     """Run a step whose inputs are paths by now; the function may be a result of `portable`."""
     if isinstance(function, str):
-        function = _imported(*function.split(":"))
+        function = _imported(function)
     return function(**config, out=out) if isinstance(config, Mapping) else function(config, out)
 
 
@@ -140,15 +140,13 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any] | str:
     if module in (None, "__main__") or name is None or "<" in name or module not in sys.modules:
         return function
     try:
-        return f"{module}:{name}" if _imported(module, name) is function else function
+        return f"{module}:{name}" if _imported(f"{module}:{name}") is function else function
     except AttributeError:
         return function
 
 
-def _imported(module: str, name: str) -> Callable[..., Any]:
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
+def _imported(path: str) -> Callable[..., Any]:
+    value = resolve_name(path)
     return getattr(value, "__wrapped__", value)  # of a function decorated with @step the function itself
 
 
@@ -166,7 +164,7 @@ def execution_fields(config: Any, function: Callable[..., Any]) -> frozenset[str
             f"the types of {owner.__module__}:{owner.__qualname__} cannot be resolved ({error}): "
             "import the names at run time"
         ) from error
-    return frozenset(name for name, hint in hints.items() if is_execution(hint))
+    return frozenset(name for name, hint in hints.items() if Execution in getattr(hint, "__metadata__", ()))
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.records import group_state, load_group
 from palestra.rollout.types import Group, Trajectory
 from palestra.spec.algorithm import FiltersSpec
-from palestra.spec.imports import load_function
+from palestra.spec.imports import load_named
 from palestra.spec.kinds.posttrain import RolloutSpec
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Status
@@ -347,7 +347,7 @@ class FilterFailed(PalestraError):
 
 def make_filter(spec: FiltersSpec) -> Filter:
     """The filter of a spec. Reasons: zero_variance, too_short, too_long, and the name of the user's function."""
-    keep = None if spec.function is None else load_function(spec.function, "algorithm.filters.function")
+    keep = None if spec.function is None else load_named(spec.function, "algorithm.filters.function")
 
     def reason(group: Group) -> str | None:
         if spec.zero_variance and max(group.rewards) - min(group.rewards) <= SAME:

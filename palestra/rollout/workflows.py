@@ -10,7 +10,7 @@ from palestra.errors import UsageError
 from palestra.generate.types import Generation, StopReason
 from palestra.rollout.episode import Episode, Transcript, Workflow, sampled, trajectory
 from palestra.rollout.types import Trajectory
-from palestra.spec.imports import load_function
+from palestra.spec.imports import load_named
 from palestra.spec.kinds.posttrain import MultiTurnSpec, ToolsSpec, WorkflowSpec
 from palestra.tasks.task import Problem, Status
 
@@ -25,7 +25,7 @@ async def single_turn(episode: Episode) -> list[Trajectory]:
 def make_workflow(spec: WorkflowSpec) -> Workflow:
     """The workflow of a spec."""
     if spec.name == "custom":
-        return load_function(spec.function, "rollout.workflow.function")
+        return load_named(spec.function, "rollout.workflow.function")
     if isinstance(spec, MultiTurnSpec):
         return multi_turn(spec)
     if isinstance(spec, ToolsSpec):

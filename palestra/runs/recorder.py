@@ -10,7 +10,7 @@ from typing import Any
 from palestra.errors import PalestraError
 from palestra.runs.session import Session
 from palestra.spec.base import ExperimentSpec
-from palestra.spec.imports import load_function
+from palestra.spec.imports import load_named
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
 from palestra.track.sinks import SinkPlace, Tracker
@@ -109,7 +109,7 @@ Hook = Callable[[HookContext], dict[str, float] | None]
 
 def load_hooks(names: list[str]) -> dict[str, Hook]:
     """The functions that a spec names, by name."""
-    return {name: load_function(name, "hooks") for name in names}
+    return {name: load_named(name, "hooks") for name in names}
 
 
 def call_hooks(hooks: dict[str, Hook], context: HookContext) -> None:

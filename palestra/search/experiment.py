@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.blocks import SearchSpec
 from palestra.spec.compose import escape, parse
 from palestra.spec.grid import given_data
-from palestra.spec.load import Source, differences
+from palestra.spec.load import Overrides, Source, differences
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
@@ -45,7 +45,7 @@ def search(
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Overrides = (),
 ) -> Experiment:
     """Run the search of a spec's `search:` block to its end, or continue one that was stopped or killed.
 
@@ -64,7 +64,11 @@ def search(
             raise UsageError("a search is resumed with its own spec: leave the spec out, or start a new search")
         experiment = find_experiment(resume, Path(root))
         loaded = load_spec(escape(experiment.info["spec"]), overrides=given).spec
-        _check_changes(experiment, loaded)
+        before, after = (whole.model_dump(mode="json") for whole in (experiment.spec, loaded))
+        refused = "\n".join(f"  {change}" for change in differences(before, after) if change.path not in FREE)
+        if refused:
+            message = f"a search cannot be resumed with these changes of its spec:\n{refused}\nStart a new search."
+            raise UsageError(message)
         experiment.amend(loaded)
     else:
         if spec is None:
@@ -77,14 +81,6 @@ def search(
     assert loaded.search is not None
     with kept(Lease(LocalStore(experiment.path))):
         return Search(experiment, loaded, loaded.search, show=not quiet).run()
-
-
-def _check_changes(experiment: Experiment, loaded: ExperimentSpec) -> None:
-    before, after = (spec.model_dump(mode="json") for spec in (experiment.spec, loaded))
-    refused = [f"  {change}" for change in differences(before, after) if change.path not in FREE]
-    if refused:
-        lines = "\n".join(refused)
-        raise UsageError(f"a search cannot be resumed with these changes of its spec:\n{lines}\nStart a new search.")
 
 
 class Search:

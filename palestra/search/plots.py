@@ -84,7 +84,10 @@ def _parallel_coordinates(
             alpha=1.0 if complete else 0.65,
             zorder=3 if complete else 2,
         )
-    marks = [(column, *mark) for column, axis in enumerate(space.values()) for mark in _marks(axis)]
+    marks = []
+    for column, axis in enumerate(space.values()):
+        text = json.dumps if axis.form == "choice" else "{:g}".format
+        marks += [(column, _height(axis, value), text(value).strip('"')) for value in axis.values]
     marks += [(len(space), 1.0, f"{high:.4g}"), *([(len(space), 0.0, f"{low:.4g}")] if high > low else [])]
     box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
     style: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
@@ -109,12 +112,6 @@ def _height(axis: Axis, value: Any) -> float:
     if axis.form == "loguniform":
         low, high, value = math.log(low), math.log(high), math.log(value)
     return (value - low) / (high - low)
-
-
-def _marks(axis: Axis) -> list[tuple[float, str]]:
-    if axis.form == "choice":
-        return [(_height(axis, value), json.dumps(value).strip('"')) for value in axis.values]
-    return [(0.0, f"{axis.values[0]:g}"), (1.0, f"{axis.values[1]:g}")]
 
 
 def _importance_bars(axes: "Axes", importance: Mapping[str, float], order: Sequence[TrialRecord], metric: str) -> None:

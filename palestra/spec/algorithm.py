@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from palestra.spec.base import Function
-from palestra.spec.lm import Rate
 from palestra.spec.model import Conflict, Model
-from palestra.spec.schedule import Schedule
+from palestra.spec.schedule import Rate, constant
 
 _CLIP = {"type": "clip", "low": 0.2, "high": 0.2}
+_CISPO = {"type": "clipped_weight", "high": 5.0}
 _GRPO = {"baseline": "group", "scale": "group_std", "trust": _CLIP, "aggregation": "token"}
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, Shao et al. 2024, arXiv 2402.03300, with its β. It names no ε: PPO's.
@@ -29,18 +29,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": _GRPO
     | {"ratio": "sequence", "trust": {"type": "clip", "low": 3e-4, "high": 4e-4}, "aggregation": "sequence"},
     # MiniMax-M1, 2025, arXiv 2506.13585: no lower bound; the upper one is not given: ScaleRL's.
-    "cispo": _GRPO | {"trust": {"type": "clipped_weight", "high": 5.0}},
+    "cispo": _GRPO | {"trust": _CISPO},
     # Back to basics, Ahmadian et al. 2024, arXiv 2402.14740: REINFORCE over whole completions, so every token has the
     # same weight whatever the completion's length. For learned rewards it also subtracts β·k1 from the reward (`kl`).
     "rloo": {"baseline": "leave_one_out", "scale": "none", "trust": {"type": "none"}, "aggregation": "constant"},
     # REINFORCE++, Hu et al. 2025, arXiv 2501.03262: normalized over the whole batch; β for mathematics.
-    "reinforce_pp": {
-        "baseline": "batch",
-        "scale": "batch_std",
-        "trust": _CLIP,
-        "aggregation": "token",
-        "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001},
-    },
+    "reinforce_pp": _GRPO
+    | {"baseline": "batch", "scale": "batch_std", "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.001}},
     # Tricks or traps, Liu et al. 2025, arXiv 2508.08221: the group's mean, the batch's std, token mean.
     "lite_ppo": _GRPO | {"scale": "batch_std"},
     # SAPO, Qwen team 2025, arXiv 2511.20347: a sigmoid in place of the clip.
@@ -51,14 +46,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dppo": _GRPO | {"scale": "none", "trust": {"type": "tv_mask", "threshold": 0.2}},
     # The art of scaling RL compute, Khatri et al. 2025, arXiv 2510.13786: CISPO, each prompt weighs the same.
     "scalerl": _GRPO
-    | {
-        "scale": "advantage_std",
-        "trust": {"type": "clipped_weight", "high": 5.0},
-        "aggregation": "prompt",
-        "filters": {"zero_variance": True},
-    },
+    | {"scale": "advantage_std", "trust": _CISPO, "aggregation": "prompt", "filters": {"zero_variance": True}},
     # PPO, Schulman et al. 2017, arXiv 1707.06347, with γ = λ = 1 as for a reward at the end of a completion.
-    "ppo": {"baseline": "critic", "scale": "batch_std", "trust": _CLIP, "aggregation": "token"},
+    "ppo": _GRPO | {"baseline": "critic", "scale": "batch_std"},
 }
 """What each preset sets; everything else has the default of its field."""
 
@@ -242,7 +232,7 @@ class FiltersSpec(Model):
 class CriticSpec(Model):
     """Value model, which predicts the return at each token."""
 
-    lr: Rate = Schedule(shape="constant", start=1e-5)
+    lr: Rate = constant(1e-5)
     """Learning rate (AdamW)."""
     clip: float | None = Field(default=None, gt=0)
     """Value clipping range, as PPO2; null: no clipping."""

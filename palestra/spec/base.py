@@ -6,34 +6,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from palestra.spec.blocks import SearchSpec, SweepSpec
+from palestra.spec.blocks import Name, SearchSpec, SweepSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.words import Words
 
-Name = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100),
-    Words("a name of letters, digits, '_', '-' and '.' that begins with a letter or digit"),
-]
 Module = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"),
-    Words("an import path such as 'package.module'"),
+    str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"), Words("an import path such as 'package.module'")
 ]
 Function = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
-    Words("a function as 'module:function'"),
+    str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"), Words("a function as 'module:function'")
 ]
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """A single value as a list of it."""
     return value if isinstance(value, list) else [value]
 
 
 Cadences = Annotated[
     list[Cadence],
-    BeforeValidator(_listed, json_schema_input_type=Cadence | list[Cadence]),
+    BeforeValidator(listed, json_schema_input_type=Cadence | list[Cadence]),
     Words("a cadence such as '5 minutes' or '1e4 frames', or a list of them"),
 ]
 
@@ -121,10 +113,8 @@ class ExperimentSpec(NamedSpec):
 
     def all_conflicts(self) -> list[Conflict]:
         """Conflicts of the kind, its cadences, its search and its sweep."""
-        from palestra.spec.grid import (
-            search_conflicts,
-            sweep_conflicts,  # both validate specs, and so build on this module
-        )
+        # Here, because both validate specs, and so build on this module.
+        from palestra.spec.grid import search_conflicts, sweep_conflicts
 
         conflicts = [*super().all_conflicts(), *_uncounted(self.every, self.counts), *search_conflicts(self)]
         return conflicts or sweep_conflicts(self)  # a conflict of the spec would repeat for every run of the sweep

@@ -1,14 +1,18 @@
 """The blocks `search:` and `sweep:` of a spec."""
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_serializer, model_validator
-from pydantic_core import PydanticCustomError
 
 from palestra.spec.model import Model
 from palestra.spec.words import Words
 
+Name = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100),
+    Words("a name of letters, digits, '_', '-' and '.' that begins with a letter or digit"),
+]
 Direction = Literal["maximize", "minimize"]
 METRICS: dict[str, tuple[str, Direction]] = {
     "control": ("eval/return", "maximize"),
@@ -24,11 +28,30 @@ METRICS: dict[str, tuple[str, Direction]] = {
 Ends = Annotated[list[float], Field(min_length=2, max_length=2), Words("two numbers, the smaller first")]
 WholeEnds = Annotated[list[int], Field(min_length=2, max_length=2), Words("two whole numbers, the smaller first")]
 Options = Annotated[list[JsonValue], Field(min_length=2), Words("a list with at least 2 values")]
-SEARCH_FORMS = ("uniform", "loguniform", "int", "choice")
 
 
-class Axis(Model):
+class OneForm(Model):
+    """A block of which exactly one form is given."""
+
+    forms: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def form(self) -> str:
+        """Which of the forms it is."""
+        return next(form for form in self.forms if getattr(self, form) is not None)
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [form for form in self.forms if getattr(self, form) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected exactly one of {', '.join(self.forms)}; got {' and '.join(given) or 'none'}")
+        return self
+
+
+class Axis(OneForm):
     """Range of one field: exactly one of these."""
+
+    forms: ClassVar[tuple[str, ...]] = ("uniform", "loguniform", "int", "choice")
 
     uniform: Ends | None = None
     """Uniform over [a, b]."""
@@ -40,30 +63,20 @@ class Axis(Model):
     """Integers from a to b, inclusive."""
 
     @property
-    def form(self) -> str:
-        """Which of the four it is."""
-        return next(form for form in SEARCH_FORMS if getattr(self, form) is not None)
-
-    @property
     def values(self) -> list[Any]:
         """Its ends or choices, which are validated before anything runs."""
         return list(getattr(self, self.form))
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        given = [form for form in SEARCH_FORMS if getattr(self, form) is not None]
-        if len(given) != 1:
-            raise _range_problem(
-                f"expected exactly one of {', '.join(SEARCH_FORMS)}; got {' and '.join(given) or 'none'}"
-            )
+    def _is_range(self) -> Self:
         values = self.values
-        if given[0] == "choice":
+        if self.form == "choice":
             if any(value in values[:index] for index, value in enumerate(values)):
-                raise _range_problem("expected choices that differ from each other")
+                raise ValueError("expected choices that differ from each other")
         elif values[0] >= values[1]:
-            raise _range_problem(f"expected the smaller end first, got {values[0]:g} and {values[1]:g}")
-        elif given[0] == "loguniform" and values[0] <= 0:
-            raise _range_problem(f"expected ends above 0, which have logarithms; got {values[0]:g}")
+            raise ValueError(f"expected the smaller end first, got {values[0]:g} and {values[1]:g}")
+        elif self.form == "loguniform" and values[0] <= 0:
+            raise ValueError(f"expected ends above 0, which have logarithms; got {values[0]:g}")
         return self
 
     @model_serializer(mode="plain")
@@ -123,31 +136,21 @@ class SearchSpec(Model):
         return metric, direction
 
 
-def _range_problem(reason: str) -> PydanticCustomError:
-    return PydanticCustomError("search", "{reason}", {"reason": reason})
-
-
-AXIS_FORMS = ("values", "multiply", "points")
 Values = Annotated[list[JsonValue], Field(min_length=1), Words("a list of values")]
 Factors = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1), Words("a list of factors above 0")]
 Points = Annotated[
     dict[str, dict[str, JsonValue]], Field(min_length=1), Words("a mapping of names to parts of the spec")
 ]
 Paths = Annotated[list[str], Field(min_length=1), Words("a list of key.path")]
-FolderName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100),
-    Words("a name of letters, digits, '_', '-' and '.' that begins with a letter or digit"),
-]
 Suffix = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=24),
-    Words("at most 24 letters, digits, '_', '-' and '.'"),
+    str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=24), Words("at most 24 letters, digits, '_', '-' and '.'")
 ]
 
 
-class SweepAxis(Model):
+class SweepAxis(OneForm):
     """An axis: exactly one of values, multiply and points. A bare list means values."""
+
+    forms: ClassVar[tuple[str, ...]] = ("values", "multiply", "points")
 
     values: Values | None = None
     """Values of the axis's fields."""
@@ -157,11 +160,6 @@ class SweepAxis(Model):
     """Named parts of a spec, merged over it as by `extends`: a size sets width, layers and learning rate."""
     of: Paths | None = None
     """Fields that `values` or `multiply` apply to; null: the one the axis is named after."""
-
-    @property
-    def form(self) -> str:
-        """Which of the three it is."""
-        return next(form for form in AXIS_FORMS if getattr(self, form) is not None)
 
     @property
     def settings(self) -> list[Any]:
@@ -174,15 +172,12 @@ class SweepAxis(Model):
         return [label(setting) for setting in self.settings]
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
-        given = [form for form in AXIS_FORMS if getattr(self, form) is not None]
-        if len(given) != 1:
-            raise _axis_problem(f"expected exactly one of {', '.join(AXIS_FORMS)}; got {' and '.join(given) or 'none'}")
+    def _differs(self) -> Self:
         if self.points is not None and self.of is not None:
-            raise _axis_problem("expected no 'of' with 'points', which name the fields they set")
+            raise ValueError("expected no 'of' with 'points', which name the fields they set")
         twice = sorted({text for text in self.labels if self.labels.count(text) > 1})
         if twice:
-            raise _axis_problem(f"expected {given[0]} that differ from each other; duplicate: {', '.join(twice)}")
+            raise ValueError(f"expected {self.form} that differ from each other; duplicate: {', '.join(twice)}")
         return self
 
     @model_serializer(mode="plain")
@@ -212,7 +207,7 @@ class SweepSpec(Model):
     """Combinations to skip, such as `{size: l, lr: 4}`; an axis not named matches all of its settings."""
     tokens_per_parameter: float | None = Field(default=None, gt=0)
     """Set `train.steps` to train on this many tokens per active parameter; null: the spec's steps."""
-    group: FolderName | None = None
+    group: Name | None = None
     """Folder under runs/ of all runs; null: `<name of the spec>_<short commit>`."""
     suffix: Suffix | None = None
     """Suffix of all run names, before their hash; null: none."""
@@ -225,13 +220,13 @@ class SweepSpec(Model):
     def _excludes_what_is_there(self) -> Self:
         for combination in self.exclude:
             if not combination:
-                raise _axis_problem("exclude: expected at least one axis; an empty combination excludes every run")
+                raise ValueError("exclude: expected at least one axis; an empty combination excludes every run")
             for axis, value in combination.items():
                 if axis not in self.axes:
-                    raise _axis_problem(f"exclude: there is no axis '{axis}'; the axes are: {', '.join(self.axes)}")
+                    raise ValueError(f"exclude: there is no axis '{axis}'; the axes are: {', '.join(self.axes)}")
                 known = self.axes[axis].labels
                 if label(value) not in known:
-                    raise _axis_problem(f"exclude: axis '{axis}' has no {label(value)}; it has: {', '.join(known)}")
+                    raise ValueError(f"exclude: axis '{axis}' has no {label(value)}; it has: {', '.join(known)}")
         return self
 
 
@@ -242,7 +237,3 @@ def label(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
-
-
-def _axis_problem(reason: str) -> PydanticCustomError:
-    return PydanticCustomError("sweep", "{reason}", {"reason": reason})

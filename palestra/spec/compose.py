@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import UsageError, did_you_mean
+from palestra.spec.model import mapped
 from palestra.spec.source import DataPath, Origin, SourceError, Tree, dotted, read_file, read_value
 
 
@@ -82,7 +83,7 @@ def merge(base: Tree, top: Tree) -> Tree:
     return Tree(data, origins | top.origins)
 
 
-def _inside(path: DataPath, others: list[DataPath]) -> bool:
+def _inside(path: DataPath, others: Iterable[DataPath]) -> bool:
     return any(path[: len(other)] == other for other in others)
 
 
@@ -134,13 +135,8 @@ class Filled:
 
     def require_values(self, given: Mapping[str, Any], replaced: Iterable[DataPath] = ()) -> None:
         """Raise if a variable has no value, naming all of them; one inside a `replaced` path needs none."""
-        missing = [
-            (path, name)
-            for path, name in self.variables
-            if name not in given
-            and name not in self.defaults
-            and not any(path[: len(other)] == other for other in replaced)
-        ]
+        known = {*given, *self.defaults}
+        missing = [(path, name) for path, name in self.variables if name not in known and not _inside(path, replaced)]
         if not missing:
             return
         lines = [f"  {self.tree.where(path)}  {dotted(path)}: ${{{name}}}" for path, name in missing]
@@ -180,12 +176,7 @@ def fill(tree: Tree, given: Mapping[str, Any]) -> Filled:
         if _WHOLE.fullmatch(value) and names[0] in values:
             whole = values[names[0]]
             return read_value(whole, f"-s {names[0]}") if isinstance(whole, str) else whole
-        return _TOKEN.sub(lambda match: literal(match[0], match[1]), value)
-
-    def literal(token: str, name: str | None) -> str:
-        if name is None:
-            return "${"
-        return str(values[name]) if name in values else token
+        return _TOKEN.sub(lambda token: str(values.get(token[1], token[0])) if token[1] else "${", value)
 
     return Filled(Tree(visit(tree.data, ()), origins), uses, defaults)
 
@@ -200,18 +191,20 @@ def _defaults(data: Any) -> Iterator[tuple[str, str]]:
 
 def escape(data: Any) -> Any:
     """The tree with every `${` written `$${`, so that filling gives it back."""
-    if isinstance(data, Mapping):
-        return {key: escape(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [escape(value) for value in data]
-    return data.replace("${", "$${") if isinstance(data, str) else data
+    return mapped(data, lambda value: value.replace("${", "$${") if isinstance(value, str) else value)
 
 
 def parse(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The dotted paths and values of `path=value` texts (with YAML typing) or of a mapping (values as they are)."""
     if isinstance(overrides, Mapping):
         return list(overrides.items())
-    return [_parse(text) for text in overrides]
+    pairs = []
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"override '{text}': expected path=value, for example algorithm.lr=3e-4")
+        pairs.append((path.strip(), read_value(value, f"override {path.strip()}")))
+    return pairs
 
 
 def apply(tree: Tree, overrides: Iterable[tuple[str, Any]]) -> tuple[Tree, list[DataPath]]:
@@ -227,13 +220,6 @@ def apply(tree: Tree, overrides: Iterable[tuple[str, Any]]) -> tuple[Tree, list[
         tree = Tree(data, origins | {path[:length]: Origin(how="override") for length in made})
         paths.append(path)
     return tree, paths
-
-
-def _parse(text: str) -> tuple[str, Any]:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"override '{text}': expected path=value, for example algorithm.lr=3e-4")
-    return path.strip(), read_value(value, f"override {path.strip()}")
 
 
 def _depth(here: Any, path: DataPath) -> int:

@@ -97,7 +97,7 @@ def _problem_with(data: Mapping[str, Any], values: Mapping[str, Any], key: str) 
     except UsageError as error:
         return str(error).partition(": ")[2]
     error = _error(changed)
-    if error is None or _is_conflict(error):
+    if error is None or all(details["type"] == "conflicts" for details in error.errors()):
         return None
     return _words(changed, key)
 
@@ -134,19 +134,11 @@ def _error(data: Mapping[str, Any]) -> ValidationError | None:
     return None
 
 
-def _is_conflict(error: ValidationError) -> bool:
-    return all(details["type"] == "conflicts" for details in error.errors())
-
-
 def _words(data: Mapping[str, Any], key: str) -> str:
     try:
         validate(dict(data), {(): Origin(how="python")})
     except SpecError as error:
-        lines = []
-        for problem in error.problems:
-            place = "" if problem.path == key else f"{problem.path}: "
-            lines.append(f"{place}{problem.reason}" + (f". {problem.hint}" if problem.hint else ""))
-        return "; ".join(lines)
+        return "; ".join(p.advice if p.path == key else f"{p.path}: {p.advice}" for p in error.problems)
     raise AssertionError("valid after all")
 
 
@@ -175,7 +167,8 @@ def points(spec: ExperimentSpec) -> list[Point]:
     sweep = spec.sweep
     if sweep is None:
         raise UsageError(f"{spec.name} has no block 'sweep': say there what to vary, sweep.axes")
-    made = [Point(at, _named(run, sweep, at)) for at, run in _runs(spec, sweep)]
+    runs = _runs(spec, sweep)
+    made = [Point(at, run.model_copy(update={"name": run_name(run, sweep, at)})) for at, run in runs]
     if not made:
         raise UsageError(f"{spec.name}: sweep.exclude leaves out every run")
     return made
@@ -254,14 +247,11 @@ def _runs(
             run = resolved(_laid(base, sweep, at))
             if sweep.tokens_per_parameter is not None:
                 run = _with_tokens(run, sweep.tokens_per_parameter)
-        except SpecError as error:
-            if reasons is None:
-                raise
-            reasons.update(f"{problem.path}: {problem.reason}" for problem in error.problems)
         except UsageError as error:
             if reasons is None:
                 raise
-            reasons.add(str(error))
+            problems = error.problems if isinstance(error, SpecError) else ()
+            reasons.update([f"{problem.path}: {problem.reason}" for problem in problems] or [str(error)])
         else:
             yield at, run
 
@@ -309,16 +299,13 @@ def _with_tokens(run: ExperimentSpec, ratio: float) -> ExperimentSpec:
     return resolved(with_values(given_data(run), {"train.steps": max(1, steps)}))
 
 
-def _named(run: ExperimentSpec, sweep: SweepSpec, at: Mapping[str, Any]) -> ExperimentSpec:
-    return run.model_copy(update={"name": run_name(run, sweep, at)})
-
-
 def run_name(run: ExperimentSpec, sweep: SweepSpec, at: Mapping[str, Any]) -> str:
     """Where the run is on the axes, the suffix, and a hash of all that comes of it depends on: at most 64 characters.
 
     The hash keeps names apart whatever is cut off, and gives a run whose spec was changed another name.
     """
-    words = [_word(name, sweep.axes[name], value) for name, value in at.items()]
+    # Texts by themselves, numbers and all else after the axis.
+    words = [v if isinstance(v, str) else f"{name.rpartition('.')[2]}{label(v)}" for name, v in at.items()]
     tail = f"{f'-{sweep.suffix}' if sweep.suffix else ''}-{identity(run)[:DIGITS]}"
     body = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(words)).lstrip("._-")
     return f"{(body or 'run')[: LENGTH - len(tail)].rstrip('._-')}{tail}"
@@ -328,11 +315,6 @@ def identity(run: ExperimentSpec) -> str:
     """The sha256 of all that comes of a run depends on: neither its name nor where and how it is carried out."""
     known = {key: value for key, value in split(run, plain(run)).counted.items() if key != "name"}
     return hashlib.sha256(json.dumps(original(known), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _word(name: str, axis: SweepAxis, value: Any) -> str:
-    """A setting in a run's name: texts by themselves, numbers and all else after the axis."""
-    return value if isinstance(value, str) else f"{name.rpartition('.')[2]}{label(value)}"
 
 
 def _where(at: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ def import_named(module: str, field: str) -> ModuleType:
         raise UsageError(f"{field}: {module} cannot be imported from {os.getcwd()}: {error}") from error
 
 
-def load_named(name: str, field: str, what: str) -> Any:
+def load_named(name: str, field: str, what: str = "function") -> Any:
     """The function or class (`what`) that `field` of a spec names as module:name or object:name."""
     module, _, attribute = name.partition(":")
     if not name.startswith(OBJECT):
@@ -65,14 +65,9 @@ def load_named(name: str, field: str, what: str) -> Any:
     return _objects[name]
 
 
-def load_function(name: str, field: str) -> Callable[..., Any]:
-    """The function that `field` of a spec names as module:function."""
-    return load_named(name, field, "function")
-
-
-def argument_problems(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> list[Conflict]:
+def argument_problems(function: Callable[..., Any], given: Mapping[str, Any]) -> list[Conflict]:
     """Arguments that a function does not take, does not get, or gets as something else than it is annotated with."""
-    parameters, hints, open_ended = _parameters(function, besides)
+    parameters, hints, open_ended = _parameters(function)
     conflicts = []
     for name, value in given.items():
         if name in parameters:
@@ -86,18 +81,16 @@ def argument_problems(function: Callable[..., Any], given: Mapping[str, Any], be
     return conflicts
 
 
-def typed_arguments(function: Callable[..., Any], given: Mapping[str, Any], besides: str = "out") -> dict[str, Any]:
+def typed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments as the function's annotations have them: paths, tuples, dataclasses."""
-    _, hints, _ = _parameters(function, besides)
+    _, hints, _ = _parameters(function)
     return {name: _typed(hints.get(name, Any), value) for name, value in given.items()}
 
 
-def _parameters(
-    function: Callable[..., Any], besides: str
-) -> tuple[dict[str, inspect.Parameter], dict[str, Any], bool]:
-    """The parameters by name, their types, and whether any other name is taken too."""
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, Any], bool]:
+    """The parameters besides `out` by name, their types, and whether any other name is taken too."""
     plain = inspect.unwrap(function)
-    listed = [p for p in inspect.signature(plain).parameters.values() if p.name != besides]
+    listed = [p for p in inspect.signature(plain).parameters.values() if p.name != "out"]
     taken = {p.name: p for p in listed if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     return taken, get_type_hints(plain), any(p.kind is p.VAR_KEYWORD for p in listed)
 

@@ -5,13 +5,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from palestra.spec.base import Every, ExperimentSpec
+from palestra.spec.base import Every, ExperimentSpec, listed
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
+from palestra.spec.schedule import Rate, constant, warmup_conflicts
 from palestra.spec.shape import Shape, described
 from palestra.spec.tasks import SuiteUse, suite_conflicts
 
-Rate = Annotated[ScheduleSpec, Bounds(at_least=0)]
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 
 
@@ -20,7 +19,7 @@ class AdamWSpec(Model):
 
     name: Literal["adamw"]
     """Optimizer."""
-    lr: Rate = Schedule(shape="constant", start=3e-4)
+    lr: Rate = constant(3e-4)
     """Learning rate. The default is for pretraining; kinds that fine-tune `model.init` have lower ones."""
     betas: Betas = Field(default=[0.9, 0.95])
     """β₁ and β₂."""
@@ -37,9 +36,9 @@ class MuonSpec(Model):
 
     name: Literal["muon"]
     """Optimizer."""
-    lr: Rate = Schedule(shape="constant", start=0.02)
+    lr: Rate = constant(0.02)
     """Learning rate of the matrices; an update has singular values around lr · √max(1, rows / columns)."""
-    adam_lr: Rate = Schedule(shape="constant", start=3e-4)
+    adam_lr: Rate = constant(3e-4)
     """Learning rate of AdamW, for everything else; kinds that fine-tune `model.init` have lower defaults."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum μ."""
@@ -65,10 +64,6 @@ Matrix = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 Target = Literal["all"] | Matrix
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class LoraSpec(Model):
     """LoRA (Hu et al. 2021): W + alpha / rank · B · A with frozen W."""
 
@@ -77,9 +72,7 @@ class LoraSpec(Model):
     alpha: float = Field(default=32.0, gt=0)
     """Scale: an adapter's output is multiplied by alpha / rank."""
     targets: Annotated[
-        list[Target],
-        Field(min_length=1),
-        BeforeValidator(_listed, json_schema_input_type=Target | list[Target]),
+        list[Target], Field(min_length=1), BeforeValidator(listed, json_schema_input_type=Target | list[Target])
     ] = Field(default=["all"])
     """Matrices that get an adapter in every layer, or `all`; routed experts and routers never do."""
 
@@ -105,7 +98,7 @@ COMPOSITES: dict[str, dict[str, tuple[float, dict[str, float]]]] = {
         ),
         "dclm": (0.5, {"dclm_baseline": 3.8, "starcoder": 0.25, "proofpile_2": 0.055}),
         "fineweb_edu": (0.1, {"fineweb_edu_10b": 1.0}),
-    },
+    }
 }
 """By name: groups, each with its share of all examples and the relative weights of its parts."""
 

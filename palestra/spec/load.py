@@ -15,7 +15,7 @@ from palestra.spec import compose
 from palestra.spec.algorithm import PRESETS
 from palestra.spec.base import ExperimentSpec, NamedSpec
 from palestra.spec.compose import Reference, extend, read_spec
-from palestra.spec.model import plain
+from palestra.spec.model import mapped, plain
 from palestra.spec.renames import original
 from palestra.spec.source import DataPath, Origin, Origins, Tree, write_text
 from palestra.spec.validate import validate
@@ -57,30 +57,21 @@ def _compare(path: str, a: Any, b: Any) -> Iterator[Difference]:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in (*a, *(key for key in b if key not in a)):
             yield from _compare(f"{path}.{key}" if path else str(key), a.get(key, ABSENT), b.get(key, ABSENT))
-    elif _lists_of_mappings(a, b):
+    elif _are_mappings(a) and _are_mappings(b) and len(a) == len(b):
         for index, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from _compare(f"{path}.{index}", left, right)
     elif a is ABSENT or b is ABSENT or _canonical(a) != _canonical(b):
         yield Difference(path, a, b)
 
 
-def _lists_of_mappings(a: Any, b: Any) -> bool:
-    if not isinstance(a, list) or not isinstance(b, list) or len(a) != len(b):
-        return False
-    return all(isinstance(item, Mapping) for item in (*a, *b))
+def _are_mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _canonical(value: Any) -> str:
-    return json.dumps(_numbers(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-
-
-def _numbers(value: Any) -> Any:
-    """The value with whole floats as integers, so that 1 and 1.0 are written alike."""
-    if isinstance(value, Mapping):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """The value as JSON, with whole floats as integers, so that 1 and 1.0 are written alike."""
+    data = mapped(value, lambda leaf: int(leaf) if isinstance(leaf, float) and leaf.is_integer() else leaf)
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def with_step_specs(tree: Tree) -> Tree:
@@ -88,7 +79,10 @@ def with_step_specs(tree: Tree) -> Tree:
     data = tree.data
     if not isinstance(data, dict) or data.get("kind") != "pipeline" or not isinstance(data.get("steps"), dict):
         return tree
-    _look_beside(tree)
+    file = tree.origin(("kind",)).file
+    folder = None if file is None else os.path.dirname(os.path.abspath(file))
+    if folder is not None and folder not in sys.path:  # of the pipeline's own functions, also for its worker processes
+        sys.path.append(folder)
     for name, step in data["steps"].items():
         if isinstance(step, dict) and isinstance(step.get("spec"), str | dict):
             tree = _with_spec(tree, name, step)
@@ -107,37 +101,24 @@ def _with_spec(tree: Tree, name: str, step: dict[str, Any]) -> Tree:
     else:
         below = {path[len(place) :]: at for path, at in tree.origins.items() if path[: len(place)] == place}
         inner = extend(Tree(step["spec"], below), beside)
-    changes = step.get("set")
-    if isinstance(changes, dict):
-        given = {key: tree.origin(("steps", name, "set", key)) for key in changes}
-        inner = _changed(inner, changes, given)
+    changes = step["set"] if isinstance(step.get("set"), dict) else {}
+    for key, value in changes.items():
+        inner, (path,) = compose.apply(inner, [(key, value)])
+        inner = Tree(inner.data, inner.origins | {path: tree.origin(("steps", name, "set", key))})
     if isinstance(inner.data, dict):
         named = {"name": name.rpartition("/")[2]}
         inner = Tree({**inner.data, **named}, inner.origins | {("name",): Origin(origin.file, origin.line, "default")})
-    rest = {key: value for key, value in step.items() if key != "set" or not isinstance(changes, dict)}
+    rest = {key: value for key, value in step.items() if key != "set" or not isinstance(value, dict)}
     steps = {**tree.data["steps"], name: {**rest, "spec": inner.data}}
     origins = {path: at for path, at in tree.origins.items() if path[: len(place)] != place}
     origins |= {(*place, *path): at for path, at in inner.origins.items()}
     return Tree({**tree.data, "steps": steps}, origins)
 
 
-def _changed(inner: Tree, changes: dict[str, Any], origins: dict[str, Origin]) -> Tree:
-    for key, value in changes.items():
-        inner, paths = compose.apply(inner, [(key, value)])
-        inner = Tree(inner.data, inner.origins | {paths[0]: origins[key]})
-    return inner
-
-
-def _look_beside(tree: Tree) -> None:
-    """A pipeline's own functions may lie beside its file; the processes that run its steps look there too."""
-    file = tree.origin(("kind",)).file
-    folder = os.path.dirname(os.path.abspath(file)) if file is not None else None
-    if folder is not None and folder not in sys.path:
-        sys.path.append(folder)
-
-
 Source = str | PathLike[str] | Mapping[str, Any] | NamedSpec
 """A spec as a person gives it: "file.yaml", "file.yaml:name", a path, a dict or a spec."""
+Overrides = Iterable[str] | Mapping[str, Any]
+"""Fields of a spec as on the command line, `["algorithm.lr=1e-3"]`, or values by dotted path."""
 
 
 @dataclass(frozen=True)
@@ -176,17 +157,8 @@ class Loaded:
                     return self.spec.default_origin(path)
         return f"preset {name}" if preset != {} else self.spec.default_origin(path)
 
-    def to_yaml(self) -> str:
-        """The spec in full, defaults included; loading it gives the same spec."""
-        return to_yaml(self.spec)
 
-
-def load(
-    source: Source,
-    *,
-    variables: Mapping[str, Any] | None = None,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
-) -> Loaded:
+def load(source: Source, *, variables: Mapping[str, Any] | None = None, overrides: Overrides = ()) -> Loaded:
     """Load and validate a spec; texts in `variables` and `overrides` get YAML typing, Python values stay."""
     given = plain(variables or {})
     filled = compose.fill(with_step_specs(read(source)), given)
@@ -213,8 +185,6 @@ def read(source: Source) -> Tree:
         return Tree(compose.escape(plain(source)), {(): Origin(how="python")})
     if isinstance(source, Mapping):
         return extend(Tree(plain(source), {(): Origin(how="python")}), beside=None)
-    if isinstance(source, str):
-        return read_spec(Reference.parse(source))
-    if isinstance(source, PathLike):
+    if isinstance(source, str | PathLike):
         return read_spec(Reference.parse(fspath(source)))
     raise UsageError(f"a spec is a file, a dict or a spec object; got {type(source).__name__}")

@@ -4,15 +4,15 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from os import PathLike
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, WithJsonSchema
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import core_schema
 
 from palestra.spec.words import Words
 
@@ -27,13 +27,8 @@ class Conflict(NamedTuple):
 class Model(BaseModel):
     """A mapping in a spec. The docstring under each field is its documentation."""
 
-    model_config = ConfigDict(
-        defer_build=True,  # most kinds are not used by most processes
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-    )
+    # Built when it is used: most kinds are not used by most processes.
+    model_config = ConfigDict(defer_build=True, extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
@@ -82,11 +77,6 @@ class Execution:
         return Annotated[item, cls]
 
 
-def is_execution(hint: Any) -> bool:
-    """Whether a type is `Execution[…]`."""
-    return get_origin(hint) is Annotated and Execution in hint.__metadata__
-
-
 @dataclass(frozen=True)
 class SpecParts:
     """The plain data of a model, split into what identifies it and what does not."""
@@ -109,8 +99,7 @@ class SpecParts:
 def split(model: BaseModel, data: dict[str, Any]) -> SpecParts:
     """Split the plain data of a model, including models in lists and mappings."""
     parts = SpecParts({}, [], [])
-    counted = _split(model, data, [], parts)
-    return SpecParts(counted, parts.execution, parts.unset)
+    return replace(parts, counted=_split(model, data, [], parts))
 
 
 def _split(value: Any, data: Any, path: list[str], parts: SpecParts) -> Any:
@@ -215,8 +204,7 @@ class Cadence:
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """Validated from text or from a Cadence; serialized to text in JSON and YAML."""
         return core_schema.no_info_plain_validator_function(
-            cls._validate,
-            serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),
+            cls._validate, serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json")
         )
 
     @classmethod
@@ -228,21 +216,17 @@ class Cadence:
     def _validate(cls, value: Any) -> Self:
         if isinstance(value, cls):
             return value
-        try:
-            if not isinstance(value, str):
-                raise ValueError(f"expected {cls.words}")
-            return cls.parse(value)
-        except ValueError as error:
-            raise PydanticCustomError("cadence", "{reason}", {"reason": str(error)}) from error
+        if not isinstance(value, str):
+            raise ValueError(f"expected {cls.words}")
+        return cls.parse(value)
 
 
 def _counted(cadence: Cadence) -> Cadence:
     if cadence.is_time:
-        reason = (
+        raise ValueError(
             "expected a count such as steps: evaluation and logging are never timed in minutes, "
             "because a resumed run must repeat them exactly"
         )
-        raise PydanticCustomError("cadence", "{reason}", {"reason": reason})
     return cadence
 
 
@@ -257,12 +241,21 @@ CountCadence = Annotated[
 
 def plain(value: Any) -> Any:
     """A spec or a part of one as mappings, lists and scalars, defaults included; tuples become lists."""
+    return mapped(value, _plain)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
     if hasattr(value, "tolist"):  # NumPy's scalars and arrays, without importing it
         return plain(value.tolist())
     return str(value) if isinstance(value, Cadence | PathLike) else value
+
+
+def mapped(data: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The tree with `leaf(value)` in place of every value that is neither a mapping nor a list; tuples become lists."""
+    if isinstance(data, Mapping):
+        return {key: mapped(item, leaf) for key, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [mapped(item, leaf) for item in data]
+    return leaf(data)

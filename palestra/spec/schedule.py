@@ -2,34 +2,28 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
-    GetCoreSchemaHandler,
     PlainValidator,
     WithJsonSchema,
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
 
 from palestra.spec.model import Cadence, Conflict, Model
 from palestra.spec.words import Words
 
 Shape = Literal["constant", "linear", "cosine", "rate", "periodic", "wsd", "inverse_sqrt"]
 
-_SPAN = ("shape", "start", "end", "begin", "finish")
-_READS: dict[str, tuple[str, ...]] = {
+_SPAN: tuple[str, ...] = ("shape", "start", "end", "begin", "finish")
+_READS: dict[str, tuple[str, ...]] = dict.fromkeys(get_args(Shape), _SPAN) | {
     "constant": ("shape", "start"),
-    "linear": _SPAN,
-    "cosine": _SPAN,
     "rate": (*_SPAN, "rate"),
     "periodic": (*_SPAN, "period"),
-    "wsd": _SPAN,
-    "inverse_sqrt": _SPAN,
 }
 
 
@@ -41,7 +35,7 @@ def _fraction_or_steps(value: Any) -> float | Cadence:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
-    raise _problem("expected a fraction of the run of at least 0 and below 1, or a count such as '100 steps'")
+    raise ValueError("expected a fraction of the run of at least 0 and below 1, or a count such as '100 steps'")
 
 
 Warmup = Annotated[
@@ -84,15 +78,15 @@ class Schedule(Model):
     def _consistent(self) -> Self:
         unread = sorted(self.model_fields_set - {*_READS[self.shape], "warmup"})
         if unread:
-            raise _problem(f"a {self.shape} schedule does not use {', '.join(map(repr, unread))}; remove it")
+            raise ValueError(f"a {self.shape} schedule does not use {', '.join(map(repr, unread))}; remove it")
         if self.begin >= self.finish:
-            raise _problem(f"'begin' ({self.begin:g}) must come before 'finish' ({self.finish:g})")
+            raise ValueError(f"'begin' ({self.begin:g}) must come before 'finish' ({self.finish:g})")
         if not isinstance(self.warmup, Cadence) and self.warmup >= self.finish:
-            raise _problem(f"'warmup' ({self.warmup:g}) must end before 'finish' ({self.finish:g})")
+            raise ValueError(f"'warmup' ({self.warmup:g}) must end before 'finish' ({self.finish:g})")
         if self.shape == "wsd" and self.begin == 0:
-            raise _problem("a wsd schedule needs 'begin', the fraction of the run at which it decays, such as 0.8")
+            raise ValueError("a wsd schedule needs 'begin', the fraction of the run at which it decays, such as 0.8")
         if self.shape == "inverse_sqrt" and self.begin == 0 and self.warmup == 0:
-            raise _problem("an inverse_sqrt schedule needs 'warmup' or 'begin': it falls with the root of their end")
+            raise ValueError("an inverse_sqrt schedule needs 'warmup' or 'begin': it falls with the root of their end")
         return self
 
     @model_serializer(mode="plain")
@@ -111,50 +105,46 @@ class Schedule(Model):
         return {key: getattr(self, key) for key in type(self).model_fields}
 
 
-def _problem(reason: str) -> PydanticCustomError:
-    return PydanticCustomError("schedule", "{reason}", {"reason": reason})
-
-
 def _from_number(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {"shape": "constant", "start": value}
     if isinstance(value, dict | Schedule):
         return value
-    raise _problem("expected a number, or a mapping such as {shape: linear, start: 3e-4, end: 0}")
+    raise ValueError("expected a number, or a mapping such as {shape: linear, start: 3e-4, end: 0}")
 
 
 ScheduleSpec = Annotated[
-    Schedule,
-    BeforeValidator(_from_number, json_schema_input_type=float | Schedule),
-    Words("a number or a schedule"),
+    Schedule, BeforeValidator(_from_number, json_schema_input_type=float | Schedule), Words("a number or a schedule")
 ]
 """A schedule or a bare number."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Put into `Annotated[ScheduleSpec, Bounds(...)]`: the least a schedule may start and end with.
+def constant(value: float) -> Schedule:
+    """A constant schedule."""
+    return Schedule(shape="constant", start=value)
 
-    With `above` the start must be larger than that; the end may reach it (a clip range that decays to 0).
-    """
 
-    at_least: float | None = None
-    above: float | None = None
+def _not_negative(schedule: Schedule) -> Schedule:
+    for key in ("start",) if schedule.shape == "constant" else ("start", "end"):
+        if getattr(schedule, key) < 0:
+            raise ValueError(f"expected {_what(schedule, key)} of at least 0")
+    return schedule
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """The schedule's own validation, then the limits."""
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def _check(self, schedule: Schedule) -> Schedule:
-        constant = schedule.shape == "constant"
-        least = self.at_least if self.above is None else self.above
-        for key in ("start",) if constant else ("start", "end"):
-            value, what = getattr(schedule, key), "a number" if constant else f"a schedule with '{key}'"
-            if key == "start" and self.above is not None and value <= self.above:
-                raise _problem(f"expected {what} above {self.above:g}")
-            if least is not None and value < least:
-                raise _problem(f"expected {what} of at least {least:g}")
-        return schedule
+def _positive(schedule: Schedule) -> Schedule:
+    if schedule.start <= 0:
+        raise ValueError(f"expected {_what(schedule, 'start')} above 0")
+    return _not_negative(schedule)
+
+
+def _what(schedule: Schedule, key: str) -> str:
+    return "a number" if schedule.shape == "constant" else f"a schedule with '{key}'"
+
+
+Rate = Annotated[ScheduleSpec, AfterValidator(_not_negative)]
+"""A schedule of at least 0."""
+PositiveRate = Annotated[ScheduleSpec, AfterValidator(_positive)]
+"""A schedule that starts above 0; it may end at 0."""
 
 
 M = TypeVar("M", bound=Model)

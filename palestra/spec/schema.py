@@ -36,19 +36,12 @@ def json_schema() -> dict[str, Any]:
     pairs: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in types.values()]
     definitions = models_json_schema(pairs, schema_generator=_Generator)[1]["$defs"]
     described = _descriptions(Model)
-    definitions = {
-        name: _with_variables(_without_required(_described(schema, described.get(name, {}))))
-        for name, schema in definitions.items()
-    }
+    definitions = {name: _definition(schema, described.get(name, {})) for name, schema in definitions.items()}
     for kind, model in types.items():
         properties = definitions[model.__name__]["properties"]
         properties["extends"] = _EXTENDS
         properties["kind"] = {"const": kind, "description": properties["kind"].get("description", "")}
-    definitions["Variable"] = {
-        "type": "string",
-        "pattern": r"\$\{[^{}]+\}",
-        "description": "Filled by -s name=value.",
-    }
+    definitions["Variable"] = {"type": "string", "pattern": r"\$\{[^{}]+\}", "description": "Filled by -s name=value."}
     definitions["Spec"] = _spec(types)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -103,27 +96,20 @@ def _descriptions(base: type[Model]) -> dict[str, dict[str, str]]:
     return descriptions
 
 
-def _described(schema: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    properties = schema.get("properties", {}).items()
-    with_texts = {
-        key: dict(sorted({**value, "description": texts[key]}.items())) if key in texts else value
-        for key, value in properties
-    }
-    return schema | {"properties": with_texts} if with_texts else schema
-
-
-def _without_required(schema: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key != "required"}
-
-
-def _with_variables(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a mapping in which each value that is not free text may also be a `${variable}`."""
-    properties = {key: _or_variable(value) for key, value in schema.get("properties", {}).items()}
-    return schema | {"properties": properties} if properties else schema
+def _definition(schema: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """The schema of a mapping, described, in which no key is required and values may be a `${variable}`."""
+    properties = {}
+    for key, value in schema.get("properties", {}).items():
+        if key in texts:
+            value = dict(sorted({**value, "description": texts[key]}.items()))
+        properties[key] = _or_variable(value)
+    rest = {key: value for key, value in schema.items() if key != "required"}
+    return rest | {"properties": properties} if properties else rest
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    if "const" in schema or "$ref" in schema or _is_free_text(schema):
+    free_text = schema.get("type") == "string" and not {"pattern", "enum"} & set(schema)
+    if "const" in schema or "$ref" in schema or free_text:
         return schema
     about = {key: schema[key] for key in ("description", "default") if key in schema}
     if "oneOf" in schema:  # without the key that tells its members apart, as in a spec that extends one, several fit
@@ -136,7 +122,3 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _items_or_variable(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | {"items": _or_variable(schema["items"])} if "items" in schema else schema
-
-
-def _is_free_text(schema: dict[str, Any]) -> bool:
-    return schema.get("type") == "string" and not {"pattern", "enum"} & set(schema)

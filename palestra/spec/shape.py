@@ -1,13 +1,58 @@
-"""Transformer architecture, parameter and FLOP counts, and the default precision."""
+"""Architectures: networks of control; transformers, their parameter and FLOP counts, and the default precision."""
 
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from palestra.spec.model import Conflict, Model
+
+Width = Annotated[int, Field(ge=1)]
+
+
+class RecurrentSpec(Model):
+    """A recurrent layer after the hidden ones; its state is carried through the rollout and reset at episode ends."""
+
+    cell: Literal["lstm", "gru"] = "lstm"
+    """Type of the cell."""
+    size: int = Field(default=64, ge=1)
+    """Width of its state."""
+
+
+class GraphSpec(Model):
+    """Custom trunk: torch.nn layers by name, and how they connect."""
+
+    layers: dict[str, dict[str, dict[str, JsonValue]]]
+    """Layer name: {torch.nn class: arguments}, for example {first: {LazyLinear: {out_features: 64}}}."""
+    join: dict[str, list[str]] = Field(default={})
+    """Inputs of a layer other than the previous one, concatenated; `obs` is the observation."""
+
+
+class NetSpec(Model):
+    """Policy and value networks."""
+
+    trunk: Literal["auto", "mlp", "nature", "impala"] = "auto"
+    """Trunk: an MLP, or a CNN before it; auto: nature for images of at least 36 × 36."""
+    hidden: list[Width] = Field(default=[64, 64])
+    """Widths of the hidden layers; after a CNN usually one of 512."""
+    critic_hidden: list[Width] | None = None
+    """Widths of the critic's hidden layers; null: as `hidden`."""
+    activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
+    """Activation function."""
+    layer_norm: bool = False
+    """Layer norm before the activation of each hidden layer."""
+    shared: bool = False
+    """Share the hidden layers between policy and value."""
+    orthogonal: bool = True
+    """Orthogonal initialization, with gain 0.01 at the policy's and 1 at the value's output."""
+    log_std: float = 0.0
+    """Initial log standard deviation of continuous actions, in units of half the action range."""
+    recurrent: RecurrentSpec | None = None
+    """A recurrent layer after the hidden ones."""
+    graph: GraphSpec | None = None
+    """Custom trunk in place of `trunk` and `hidden`."""
 
 
 class RopeScaling(Model):

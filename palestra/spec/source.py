@@ -228,7 +228,7 @@ class _Reader:
         if kind == "null":
             return None
         if kind == "int":
-            return _whole(text.replace("_", ""))
+            return int(text.replace("_", ""), 0 if text.startswith(("0x", "0o")) else 10)
         if kind == "float":
             return _number(text.replace("_", ""))
         raise self.error(node, f"unknown tag {node.tag!r}; a spec is plain data without tags")
@@ -239,12 +239,6 @@ class _Reader:
 
 def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
-
-
-def _whole(text: str) -> int:
-    if text.startswith("0x"):
-        return int(text, 16)
-    return int(text[2:], 8) if text.startswith("0o") else int(text)
 
 
 def _number(text: str) -> int | float:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from palestra.errors import UsageError, did_you_mean
 from palestra.spec.base import ExperimentSpec
@@ -75,19 +74,14 @@ def _child(annotation: Any, part: str | int) -> tuple[Any, type[BaseModel] | Non
         field = annotation.model_fields.get(str(part))
         if field is None:
             return Any, annotation
-        return _annotated(field), annotation
+        inner: Any = field.annotation  # together with its constraints
+        return Annotated[inner, *field.metadata] if field.metadata else inner, annotation
     inner = get_args(annotation)
     if get_origin(annotation) is list and inner:
         return inner[0], None
     if get_origin(annotation) is dict and len(inner) == 2:
         return inner[1], None
     return Any, None
-
-
-def _annotated(field: FieldInfo) -> Any:
-    """The type of a field together with its constraints."""
-    annotation: Any = field.annotation
-    return Annotated[annotation, *field.metadata] if field.metadata else annotation
 
 
 def _has_tag(member: Any, tag: str | int) -> bool:
@@ -107,21 +101,25 @@ def _holds(data: Any, part: str | int) -> bool:
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One thing wrong with a spec: which key, where it is written, what was found and what to do."""
+    """One thing wrong with a spec: where, what was found and what to do."""
 
-    path: str
+    at: DataPath
     origin: Origin
-    value: Any
     reason: str
     hint: str = ""
 
     @property
-    def where(self) -> str:
-        """The place to look at: "file.yaml:7", "override", ..."""
-        return self.origin.where
+    def path(self) -> str:
+        """The key with dots: "algorithm.lr"."""
+        return dotted(self.at)
+
+    @property
+    def advice(self) -> str:
+        """The reason and the hint."""
+        return f"{self.reason}. {self.hint}" if self.hint else self.reason
 
     def __str__(self) -> str:
-        return f"{self.where}  {self.path}: {self.reason}" + (f". {self.hint}" if self.hint else "")
+        return f"{self.origin.where}  {self.path}: {self.advice}"
 
 
 class SpecError(UsageError):
@@ -136,35 +134,25 @@ class SpecError(UsageError):
 def validate(data: Any, origins: Origins) -> ExperimentSpec:
     """The typed spec that plain data describes; raises SpecError with every problem."""
     tree = Tree(data, origins)
-    kind = data.get("kind")
-    if not is_kind(kind):
-        raise SpecError([_kind_problem(tree)])
-    model = spec_type(kind)
+    if "kind" not in data:
+        reason = f"missing. The kinds are: {', '.join(sorted(kinds()))}"
+        raise SpecError([SpecProblem(("kind",), tree.origin(()), reason)])
+    if not is_kind(data["kind"]):
+        raise SpecError([SpecProblem(("kind",), tree.origin(("kind",)), unknown_kind(data["kind"]).rstrip("."))])
+    model = spec_type(data["kind"])
     try:
         return model.model_validate(data)
     except ValidationError as error:
         problems = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
-        raise SpecError(sorted(problems.values(), key=_place_in_file)) from None
-
-
-def _kind_problem(tree: Tree) -> SpecProblem:
-    names = ", ".join(sorted(kinds()))
-    if "kind" not in tree.data:
-        return SpecProblem("kind", tree.origin(()), None, f"missing. The kinds are: {names}")
-    kind = tree.data["kind"]
-    return SpecProblem("kind", tree.origin(("kind",)), kind, unknown_kind(kind).rstrip("."))
-
-
-def _place_in_file(problem: SpecProblem) -> tuple[str, int]:
-    return problem.origin.file or "", problem.origin.line or 0
+        in_file = sorted(problems.values(), key=lambda problem: (problem.origin.file or "", problem.origin.line or 0))
+        raise SpecError(in_file) from None
 
 
 def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -> Iterator[SpecProblem]:
     for details in error.errors():
         if details["type"] == "conflicts":
-            for conflict in details["ctx"]["conflicts"]:
-                value = _value(tree.data, conflict.path)
-                yield SpecProblem(dotted(conflict.path), tree.origin(conflict.path), value, conflict.reason)
+            for path, reason in details["ctx"]["conflicts"]:
+                yield SpecProblem(path, tree.origin(path), reason)
             continue
         place = locate(model, tree.data, details["loc"], absent=details["type"] == "missing")
         yield _problem(details, place, model, tree)
@@ -182,7 +170,8 @@ def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         key = details["ctx"]["discriminator"].strip("'")
         path = (*path, key)
-        options = [str(option) for member in models(place.annotation) for option in _options(member, key)]
+        tags = [member.model_fields[key].annotation for member in models(place.annotation)]
+        options = [str(option) for tag in tags for option in get_args(tag)]
         expected = "one of " + ", ".join(f"'{option}'" for option in options)
         value = value.get(key) if isinstance(value, dict) else value
         reason = f"missing; expected {expected}" if kind == "union_tag_not_found" else _expected(expected, value)
@@ -196,11 +185,7 @@ def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree
         hint = _nearest_option(value, literals(place.annotation))
     if isinstance(value, str) and (new := renamed(*path, value)):
         reason, hint = f"'{value}' was renamed to '{new}'", ""
-    return SpecProblem(dotted(path), tree.origin(path), value, reason, hint)
-
-
-def _options(model: type[BaseModel], key: str) -> tuple[Any, ...]:
-    return get_args(model.model_fields[key].annotation)
+    return SpecProblem(path, tree.origin(path), reason, hint)
 
 
 def _expected(words: str, value: Any) -> str:
@@ -244,11 +229,3 @@ def _paths_of(key: str, model: type[BaseModel], prefix: str = "") -> Iterator[st
             yield prefix + name
         for inner in models(field.annotation):
             yield from _paths_of(key, inner, f"{prefix}{name}.")
-
-
-def _value(data: Any, path: DataPath) -> Any:
-    for part in path:
-        if not isinstance(data, dict) or part not in data:
-            return None
-        data = data[part]
-    return data

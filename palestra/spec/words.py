@@ -44,7 +44,9 @@ def words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         options = [f"'{option}'" for option in get_args(annotation)]
         return options[0] if len(options) == 1 else "one of " + ", ".join(options)
     if origin is list or annotation is list:
-        return _list_words(get_args(annotation), metadata)
+        text = "a list" + "".join(f" (each {words(item)})" for item in get_args(annotation))
+        least = next((m.min_length for m in metadata if isinstance(m, limits.MinLen)), 0)
+        return f"{text} with at least {least} item{'s' if least > 1 else ''}" if least else text
     if origin is dict or annotation is dict:
         return "a mapping"
     return _plain_words(annotation) + _limit_words(metadata)
@@ -61,14 +63,7 @@ def literals(annotation: Any) -> tuple[Any, ...]:
 
 
 def _plain_words(annotation: Any) -> str:
-    named = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        Any: "any value",
-        type(None): "null",
-    }
+    named = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "any value"}
     if annotation in named:
         return named[annotation]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -78,12 +73,6 @@ def _plain_words(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, PurePath):
         return "a path"
     return str(getattr(annotation, "words", None) or getattr(annotation, "__name__", annotation))
-
-
-def _list_words(items: tuple[Any, ...], metadata: list[Any]) -> str:
-    text = "a list" + (f" (each {words(items[0])})" if items else "")
-    least = next((m.min_length for m in metadata if isinstance(m, limits.MinLen)), 0)
-    return f"{text} with at least {least} item{'s' if least > 1 else ''}" if least else text
 
 
 def _limit_words(metadata: list[Any]) -> str:

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from palestra.runs.run import Run, open_run
 from palestra.runs.session import read_status
 from palestra.runs.store import clear_write_errors, read_json, write_json
 from palestra.spec.kinds.lm import PretrainSpec
-from palestra.spec.load import Source, resolved
+from palestra.spec.load import Overrides, Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.spec.renames import translated
@@ -30,9 +30,7 @@ MFU = (0.5, 0.2)
 H100_FLOPS = 989.5e12  # dense bf16, also of an H200
 
 
-def pretraining(
-    spec: Source, variables: Mapping[str, Any] | None, overrides: Iterable[str] | Mapping[str, Any]
-) -> PretrainSpec:
+def pretraining(spec: Source, variables: Mapping[str, Any] | None, overrides: Overrides) -> PretrainSpec:
     """The spec of a speedrun: kind `pretrain`, which measures bits per byte."""
     loaded = load_spec(spec, variables=variables, overrides=overrides).spec
     if not isinstance(loaded, PretrainSpec):
@@ -61,9 +59,7 @@ def cost(spec: PretrainSpec, root: Path) -> dict[str, Any]:
     }
 
 
-def about(
-    spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()
-) -> dict[str, str]:
+def about(spec: Source, *, variables: Mapping[str, Any] | None = None, overrides: Overrides = ()) -> dict[str, str]:
     """What `palestra speedrun info` prints."""
     loaded = pretraining(spec, variables, overrides)
     known = cost(loaded, Path("runs"))
@@ -93,7 +89,7 @@ def submit(
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Overrides = (),
 ) -> Path:
     """Train a spec, or continue a run, to its end and write its speedrun.json; returns the path.
 

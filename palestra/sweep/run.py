@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from palestra.spec.blocks import label
 from palestra.spec.compose import parse
 from palestra.spec.grid import Point, points
 from palestra.spec.kinds import runner
-from palestra.spec.load import Source, resolved
+from palestra.spec.load import Overrides, Source, resolved
 from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.sweep.results import POINT, write_results
@@ -167,7 +167,7 @@ def plan(
     group: str | None = None,
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
-    overrides: Iterable[str] | Mapping[str, Any] = (),
+    overrides: Overrides = (),
 ) -> Plan:
     """The runs of a spec's `sweep:` block; nothing is written.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from palestra.control.nets.heads import ActionHead, Distribution
 from palestra.control.nets.trunks import Trunk, affine, linear
-from palestra.spec.kinds.control import NetSpec, RecurrentSpec
+from palestra.spec.shape import NetSpec, RecurrentSpec
 
 
 class Actor(nn.Module):

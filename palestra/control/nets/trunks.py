@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import GraphSpec, NetSpec
+from palestra.spec.shape import GraphSpec, NetSpec
 
 Layer = TypeVar("Layer", bound=nn.Linear | nn.Conv2d)
 

@@ -17,8 +17,8 @@ from palestra.control.nets.trunks import ACTIVATIONS, Mlp, Trunk, affine, begin,
 from palestra.errors import UsageError
 from palestra.rl.distributions import Categorical, SquashedGaussian
 from palestra.rl.schedules import value
-from palestra.spec.kinds.control import NetSpec
 from palestra.spec.schedule import Schedule
+from palestra.spec.shape import NetSpec
 
 
 class QNet(Actor):

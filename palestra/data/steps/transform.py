@@ -24,7 +24,7 @@ from palestra.data.steps.shards import (
 )
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.store import written
-from palestra.spec.imports import load_function
+from palestra.spec.imports import load_named
 from palestra.spec.model import Execution
 
 NOTHING = "the function gave nothing"
@@ -51,14 +51,14 @@ def transform(
 
     A row that it gives without an `id` keeps that of the row it came from; of several, the number is added.
     """
-    load_function(function, "function")  # a wrong name is an error before any work
+    load_named(function, "function")  # a wrong name is an error before any work
     recipe = {"function": function, "args": dict(args or {})}
     work = partial(_apply, function, recipe["args"])
     map_documents(out, source, work, "transform", recipe, workers, None, split, compression)
 
 
 def _apply(name: str, args: Mapping[str, Any], _: int, rows: Iterator[Row]) -> Iterator[Row | Drop]:
-    function = load_function(name, "function")
+    function = load_named(name, "function")
     for row in rows:
         id = row["id"]  # before the call, which may change the row
         result = function(row, **args)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from palestra.errors import UsageError, did_you_mean
@@ -52,17 +52,17 @@ def is_kind(name: object) -> bool:
 
 def spec_type(kind: str) -> type[ExperimentSpec]:
     """The type of the specs of a kind."""
-    return _load(_find(kind).spec)
+    return resolve_name(_find(kind).spec)
 
 
 def runner(kind: str) -> Callable[..., Any]:
     """The function that runs specs of a kind."""
-    return _load(_find(kind).run)
+    return resolve_name(_find(kind).run)
 
 
 def loader(kind: str) -> Callable[..., Any]:
     """The function that loads what a run of a kind has trained."""
-    return _load(_find(kind).load)
+    return resolve_name(_find(kind).load)
 
 
 def unknown_kind(kind: object) -> str:
@@ -82,8 +82,3 @@ def _installed_kinds() -> dict[str, Kind]:
     from importlib.metadata import entry_points  # here, because our own kinds need not wait for a walk of all packages
 
     return {point.name: point.load() for point in entry_points(group="palestra.kinds")}
-
-
-def _load(reference: str) -> Any:
-    module, name = reference.split(":")
-    return getattr(import_module(module), name)

@@ -8,7 +8,8 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 
 from palestra.spec.base import Every, ExperimentSpec, Module
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
-from palestra.spec.schedule import Bounds, Schedule, ScheduleSpec, warmup_conflicts
+from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
+from palestra.spec.shape import NetSpec
 
 
 class EnvSpec(Model):
@@ -36,60 +37,6 @@ class EnvSpec(Model):
     """Clip training rewards (after normalization) to ± this; null: no clipping."""
     reset_timeout: float = Field(default=60.0, gt=0)
     """Seconds after which an unresponsive environment is reported as hung."""
-
-
-Width = Annotated[int, Field(ge=1)]
-
-
-class RecurrentSpec(Model):
-    """A recurrent layer after the hidden ones; its state is carried through the rollout and reset at episode ends."""
-
-    cell: Literal["lstm", "gru"] = "lstm"
-    """Type of the cell."""
-    size: int = Field(default=64, ge=1)
-    """Width of its state."""
-
-
-class GraphSpec(Model):
-    """Custom trunk: torch.nn layers by name, and how they connect."""
-
-    layers: dict[str, dict[str, dict[str, JsonValue]]]
-    """Layer name: {torch.nn class: arguments}, for example {first: {LazyLinear: {out_features: 64}}}."""
-    join: dict[str, list[str]] = Field(default={})
-    """Inputs of a layer other than the previous one, concatenated; `obs` is the observation."""
-
-
-class NetSpec(Model):
-    """Policy and value networks."""
-
-    trunk: Literal["auto", "mlp", "nature", "impala"] = "auto"
-    """Trunk: an MLP, or a CNN before it; auto: nature for images of at least 36 × 36."""
-    hidden: list[Width] = Field(default=[64, 64])
-    """Widths of the hidden layers; after a CNN usually one of 512."""
-    critic_hidden: list[Width] | None = None
-    """Widths of the critic's hidden layers; null: as `hidden`."""
-    activation: Literal["tanh", "relu", "silu", "gelu"] = "tanh"
-    """Activation function."""
-    layer_norm: bool = False
-    """Layer norm before the activation of each hidden layer."""
-    shared: bool = False
-    """Share the hidden layers between policy and value."""
-    orthogonal: bool = True
-    """Orthogonal initialization, with gain 0.01 at the policy's and 1 at the value's output."""
-    log_std: float = 0.0
-    """Initial log standard deviation of continuous actions, in units of half the action range."""
-    recurrent: RecurrentSpec | None = None
-    """A recurrent layer after the hidden ones."""
-    graph: GraphSpec | None = None
-    """Custom trunk in place of `trunk` and `hidden`."""
-
-
-Rate = Annotated[ScheduleSpec, Bounds(at_least=0)]
-
-
-def constant(value: float) -> Schedule:
-    """A constant schedule."""
-    return Schedule(shape="constant", start=value)
 
 
 class SelfImitationSpec(Model):
@@ -173,7 +120,7 @@ class PPOSpec(OnPolicySpec):
     """Name of the algorithm."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """λ of generalized advantage estimation."""
-    clip: Annotated[ScheduleSpec, Bounds(above=0)] = constant(0.2)
+    clip: PositiveRate = constant(0.2)
     """Clip range of the probability ratio (ε)."""
     clip_value: float | None = Field(default=None, gt=0)
     """Clip range of the value loss around the old prediction; null: no clipping."""
@@ -203,7 +150,7 @@ class SARSASpec(Model):
     """Name of the algorithm."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount factor γ."""
-    epsilon: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=1.0, end=0.05, finish=0.5)
+    epsilon: Rate = Schedule(shape="linear", start=1.0, end=0.05, finish=0.5)
     """ε of ε-greedy exploration, per environment."""
     temperature: Rate | None = None
     """Boltzmann exploration, softmax(Q / temperature), in place of ε-greedy."""
@@ -228,7 +175,7 @@ class PrioritizedSpec(Model):
 
     alpha: float = Field(default=0.6, ge=0, le=1)
     """Priority exponent α; 0 samples uniformly."""
-    beta: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=0.4, end=1.0)
+    beta: Rate = Schedule(shape="linear", start=0.4, end=1.0)
     """Importance-weight exponent β; 1 corrects the bias fully."""
     eps: float = Field(default=1e-6, gt=0)
     """Added to every priority, so that none is zero."""
@@ -285,7 +232,7 @@ class DQNSpec(OffPolicySpec):
     """Learning rate (Adam)."""
     batch: int = Field(default=128, ge=1)
     """Batch size."""
-    epsilon: Annotated[ScheduleSpec, Bounds(at_least=0)] = Schedule(shape="linear", start=1.0, end=0.05, finish=0.2)
+    epsilon: Rate = Schedule(shape="linear", start=1.0, end=0.05, finish=0.2)
     """ε of ε-greedy exploration, per environment."""
     temperature: Rate | None = None
     """Boltzmann exploration, softmax(Q / temperature), in place of ε-greedy."""
@@ -314,19 +261,24 @@ class ActorCriticSpec(OffPolicySpec):
     """Critic updates per policy update."""
 
 
-class SACSpec(ActorCriticSpec):
-    """Soft actor-critic (Haarnoja et al. 2018); for Discrete actions with exact expectations (Christodoulou 2019)."""
+class EntropySpec(Model):
+    """Shared fields of SAC and CrossQ."""
 
-    name: Literal["sac"]
-    """Name of the algorithm."""
-    tau: float = Field(default=0.005, gt=0, le=1)
-    """Soft update rate τ of the target critics per gradient step."""
     alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Entropy coefficient; auto tunes it towards `target_entropy`."""
     target_entropy: float | Literal["auto"] = "auto"
     """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""
     alpha_lr: Rate | None = None
     """Learning rate of `alpha`; null: `lr`."""
+
+
+class SACSpec(EntropySpec, ActorCriticSpec):
+    """Soft actor-critic (Haarnoja et al. 2018); for Discrete actions with exact expectations (Christodoulou 2019)."""
+
+    name: Literal["sac"]
+    """Name of the algorithm."""
+    tau: float = Field(default=0.005, gt=0, le=1)
+    """Soft update rate τ of the target critics per gradient step."""
 
 
 class TD3Spec(ActorCriticSpec):
@@ -346,7 +298,7 @@ class TD3Spec(ActorCriticSpec):
     """Clip the smoothing noise to ± this."""
 
 
-class CrossQSpec(ActorCriticSpec):
+class CrossQSpec(EntropySpec, ActorCriticSpec):
     """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalization in the critics."""
 
     name: Literal["crossq"]
@@ -355,12 +307,6 @@ class CrossQSpec(ActorCriticSpec):
     """Learning rate (Adam)."""
     policy_delay: int = Field(default=3, ge=1)
     """Critic updates per policy update."""
-    alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Entropy coefficient; auto tunes it towards `target_entropy`."""
-    target_entropy: float | Literal["auto"] = "auto"
-    """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""
-    alpha_lr: Rate | None = None
-    """Learning rate of `alpha`; null: `lr`."""
     beta1: float = Field(default=0.5, ge=0, lt=1)
     """Adam's β₁."""
     renorm_momentum: float = Field(default=0.01, gt=0, le=1)
@@ -462,13 +408,9 @@ class ControlSpec(ExperimentSpec):
         """Gradient steps of the whole run, without early stopping."""
         if isinstance(self.algorithm, OffPolicySpec):
             learned = max(0, self.train.frames - self.algorithm.start)
-            return learned * self.algorithm.updates_at_once(self.env.num_envs) // self._frames_between_updates
+            between = self.env.num_envs * self.algorithm.update_every
+            return learned * self.algorithm.updates_at_once(self.env.num_envs) // between
         return self.steps * self.algorithm.updates_per_step(self.env.num_envs)
-
-    @property
-    def _frames_between_updates(self) -> int:
-        assert isinstance(self.algorithm, OffPolicySpec)
-        return self.env.num_envs * self.algorithm.update_every
 
     def conflicts(self) -> Iterator[Conflict]:
         """Conflicting sizes, warm-ups longer than the run, network options an algorithm does not support."""
@@ -521,8 +463,7 @@ class ControlSpec(ExperimentSpec):
         if algorithm.horizon % algorithm.update_every:
             reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
             yield Conflict(("algorithm", "horizon"), reason)
-        if algorithm.buffer < max(algorithm.start, n * (algorithm.n_step + 1)):
-            least = max(algorithm.start, n * (algorithm.n_step + 1))
+        if algorithm.buffer < (least := max(algorithm.start, n * (algorithm.n_step + 1))):
             yield Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}")
 
     def derived(self) -> dict[str, int | float | str]:

@@ -14,7 +14,7 @@ from pydantic import Field, create_model
 
 from palestra.errors import UsageError, did_you_mean
 from palestra.spec.base import NamedSpec
-from palestra.spec.imports import argument_problems, load_function
+from palestra.spec.imports import argument_problems, load_named
 from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.source import DataPath
 from palestra.spec.validate import SpecError, validate
@@ -135,37 +135,30 @@ def references(value: Any, path: DataPath = ()) -> Iterator[tuple[DataPath, str]
 def step_function(use: str) -> Callable[..., Any]:
     """The function of a built-in step, or of `module:function`."""
     if ":" in use:
-        return load_function(use, "use")
+        return load_named(use, "use")
     # By name, because the steps of data build on specs.
     known = import_module("palestra.data.steps").STEPS
     if use not in known:
         hint = did_you_mean(use, known, f"There are {', '.join(sorted(known))}")
         raise UsageError(f"no built-in step '{use}'. {hint}; your own is module:function")
-    return load_function(known[use], "use")
+    return load_named(known[use], "use")
 
 
 def _step_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
     if (step.use is None) == (step.spec is None):
         yield (), "expected either `use`, a function, or `spec`"
     elif step.use is not None:
-        yield from _use_problems(step)
+        if step.set:
+            yield ("set",), "expected nothing, because it changes a `spec`: write arguments under `with`"
+        try:
+            problems = argument_problems(step_function(step.use), step.arguments)
+            yield from ((("with", *path), reason) for path, reason in problems)
+        except UsageError as error:
+            yield ("use",), str(error).removeprefix("use: ")
     elif isinstance(step.spec, str) or step.set:  # loading has put the file and `set` into the spec by now
         yield ("spec",), "an override comes too late for a file and for `set`: override keys of the spec itself"
     else:
         yield from _spec_problems(step)
-
-
-def _use_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
-    assert step.use is not None
-    if step.set:
-        yield ("set",), "expected nothing, because it changes a `spec`: write arguments under `with`"
-    try:
-        function = step_function(step.use)
-        problems = argument_problems(function, step.arguments)
-    except UsageError as error:
-        yield ("use",), str(error).removeprefix("use: ")
-        return
-    yield from ((("with", *path), reason) for path, reason in problems)
 
 
 def _spec_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
@@ -178,20 +171,4 @@ def _spec_problems(step: _Step) -> Iterator[tuple[DataPath, str]]:
     try:
         validate(step.spec, {})
     except SpecError as error:
-        for problem in error.problems:
-            hint = f". {problem.hint}" if problem.hint else ""
-            yield ("spec", *_parts(step.spec, problem.path)), problem.reason + hint
-
-
-def _parts(data: Any, path: str) -> DataPath:
-    """The keys and indexes of a dotted path; keys of the data may have dots themselves."""
-    if not path:
-        return ()
-    if isinstance(data, dict):
-        fits = [str(key) for key in data if path == key or path.startswith(f"{key}.")]
-        key: str = max(fits, key=len, default=path.partition(".")[0])
-        return (key, *_parts(data.get(key), path[len(key) + 1 :]))
-    first, _, rest = path.partition(".")
-    if isinstance(data, list) and first.isdecimal() and int(first) < len(data):
-        return (int(first), *_parts(data[int(first)], rest))
-    return (first, *_parts(None, rest))
+        yield from ((("spec", *problem.at), problem.advice) for problem in error.problems)

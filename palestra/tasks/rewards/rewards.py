@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from palestra.data.sources import model_folder
 from palestra.errors import UsageError
-from palestra.spec.imports import load_function
+from palestra.spec.imports import load_named
 from palestra.spec.tasks import RewardSpec
 from palestra.tasks.task import Completion, Message, Problem, Status, Verdict
 
@@ -104,7 +104,7 @@ class FunctionReward:
 
     def __init__(self, name: str):
         self.name = name
-        self.function = load_function(name, "reward.function")
+        self.function = load_named(name, "reward.function")
         self.isolated: bool = getattr(self.function, ISOLATED, True)
         self._parameters = inspect.signature(self.function).parameters.values()
         for parameter in self._parameters:
