@@ -8,7 +8,7 @@ from small_lm import small_model
 
 from palestra.errors import UsageError
 from palestra.generate.engine.cpu import Runner
-from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment, rows_that_fit
+from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment
 from palestra.spec.shape import Shape
 
 CPU = torch.device("cpu")
@@ -102,14 +102,17 @@ def test_memory_of_a_large_cache_is_taken_only_when_it_is_written():
     assert process.memory_info().rss - before < 100 * 2**20
 
 
-def test_rows_that_fit_follow_the_budget():
-    each = 2 * 2 * 2 * 700 * 8 * 4
-    assert rows_that_fit(SHAPE, 700, torch.float32, CPU, 10 * each + 1, 100) == 10
-    assert rows_that_fit(SHAPE, 700, torch.bfloat16, CPU, 10 * each + 1, 100) == 20
-    assert rows_that_fit(SHAPE, 700, torch.float32, CPU, 10 * each, 3) == 3
-    assert rows_that_fit(SHAPE, 700, torch.float32, CPU, None, 7) == 7
-    with pytest.raises(UsageError, match=r"a sequence of 700 tokens needs 0\.2 MiB"):
-        rows_that_fit(SHAPE, 700, torch.float32, CPU, each - 1, 3)
+def test_rows_follow_the_budget():
+    def rows(*settings) -> int:
+        return Cache.fitting(SHAPE, 700, *settings).keys.shape[1]
+
+    each = 2 * 2 * 2 * 704 * 8 * 4  # positions are a multiple of 64
+    assert rows(torch.float32, CPU, 10 * each + 1, 100) == 10
+    assert rows(torch.bfloat16, CPU, 10 * each + 1, 100) == 20
+    assert rows(torch.float32, CPU, 10 * each, 3) == 3
+    assert rows(torch.float32, CPU, None, 7) == 7
+    with pytest.raises(UsageError, match=r"a sequence of 704 tokens needs 0\.2 MiB"):
+        rows(torch.float32, CPU, each - 1, 3)
 
 
 def test_weights_laid_out_anew_are_those_published_last():

@@ -22,7 +22,7 @@ from palestra.data.mixture import Mixture
 from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.kinds.lm import next_token
+from palestra.kinds.lm import objective_of
 from palestra.kinds.models import build_model, open_model, start_of
 from palestra.lm.batch import Batch, forward
 from palestra.lm.datasets import text_data
@@ -417,7 +417,7 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
         assert not torch.equal(weight, state["weights"][name])
     spec = lab.checked("pretrain")
     start = start_of(spec, lab.root)
-    objective = next_token(spec, start, text_data(spec.data, start.tokenizer_folder), 0, saved)
+    objective = objective_of(spec, start, text_data(spec.data, start.tokenizer_folder), 0, saved)
     assert objective.evaluate(engine_of(saved, 10**6))["eval/loss"] == pytest.approx(rows_of(run)[-1]["eval/loss"])
 
 
@@ -432,7 +432,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(l
     model = build_model(spec, start, 0, torch.device("cpu"))
     with torch.no_grad():
         model.embed.zero_()  # all tokens are as likely
-    result = next_token(spec, start, found, 0, model).evaluate(engine_of(model, 100))
+    result = objective_of(spec, start, found, 0, model).evaluate(engine_of(model, 100))
     nats, size = 0.0, 0
     tokenizer = Tokenizer.load(start.tokenizer_folder)
     for index in range(len(found.evals["text"])):

@@ -31,6 +31,10 @@ TORCH_TYPES = [
 ]  # fmt: skip
 
 
+def accept(found: checkpoint.Checkpoint) -> None:
+    """No further check."""
+
+
 def same(a, b) -> bool:
     """Equal in value and type, bit for bit."""
     if type(a) is not type(b):
@@ -201,7 +205,7 @@ def test_newest_with_damaged_file_skips_it_naming_it(tmp_path, name, damage):
     with pytest.raises(DamagedCheckpoint):
         checkpoint.load(newer)
     warnings: list[str] = []
-    found = checkpoint.newest(tmp_path, warnings.append)
+    found = checkpoint.newest(tmp_path, warnings.append, accept)
     assert found is not None
     assert found.step == 1
     assert len(warnings) == 1
@@ -220,7 +224,7 @@ def test_meta_any_flipped_bit_is_noticed(tmp_path):
 
 
 def test_newest_without_any_checkpoint_is_none(tmp_path):
-    assert checkpoint.newest(tmp_path, pytest.fail) is None
+    assert checkpoint.newest(tmp_path, pytest.fail, accept) is None
 
 
 def test_newest_names_a_half_written_one(tmp_path):
@@ -228,7 +232,7 @@ def test_newest_names_a_half_written_one(tmp_path):
     half = saved.with_name(".step_000000002.part-0123abcd")
     (half / "state").mkdir(parents=True)
     warnings: list[str] = []
-    assert checkpoint.newest(tmp_path, warnings.append).step == 1
+    assert checkpoint.newest(tmp_path, warnings.append, accept).step == 1
     assert half.name in warnings[0]
     checkpoint.prune(tmp_path)
     assert not half.exists()
@@ -248,7 +252,7 @@ def test_replacement_cut_between_its_renames_keeps_the_old_one(tmp_path):
     path = checkpoint.save(tmp_path, 1, {"x": 1}, reasons=set())
     path.rename(path.with_name(".step_000000001.old-00000001"))
     checkpoint.finish_renames(tmp_path)
-    assert checkpoint.newest(tmp_path, pytest.fail).state == {"x": 1}
+    assert checkpoint.newest(tmp_path, pytest.fail, accept).state == {"x": 1}
 
 
 def steps(folder: Path) -> list[int]:
@@ -339,7 +343,7 @@ def test_save_past_the_file_size_limit_leaves_earlier_ones_and_no_rest(tmp_path)
     assert "File too large" in done.stdout
     assert "MiB free" in done.stdout
     assert os.listdir(tmp_path / "checkpoints") == ["step_000000001"]
-    assert checkpoint.newest(tmp_path, pytest.fail).step == 1
+    assert checkpoint.newest(tmp_path, pytest.fail, accept).step == 1
 
 
 def test_save_on_a_full_disk_raises_naming_it_and_leaves_earlier_ones(tmp_path):
@@ -353,7 +357,7 @@ def test_save_on_a_full_disk_raises_naming_it_and_leaves_earlier_ones(tmp_path):
             checkpoint.save(mount, 2, {"w": np.zeros(1_000_000)}, reasons={"kept"})
         assert str(mount) in str(caught.value)
         assert os.listdir(mount / "checkpoints") == ["step_000000001"]
-        assert checkpoint.newest(mount, pytest.fail).step == 1
+        assert checkpoint.newest(mount, pytest.fail, accept).step == 1
     finally:
         subprocess.run(["umount", mount], check=True)
 
@@ -370,7 +374,7 @@ from pathlib import Path
 import numpy as np
 from palestra.runs import checkpoint
 folder = Path(sys.argv[1])
-found = checkpoint.newest(folder, lambda text: None)
+found = checkpoint.newest(folder, lambda text: None, lambda found: None)
 step = 0 if found is None else found.step
 print("ready", flush=True)
 while True:
@@ -395,7 +399,7 @@ def test_killed_at_random_moments_the_newest_checkpoint_always_loads(tmp_path):
         process.stdout.close()
         checkpoint.finish_renames(tmp_path)
         damaged: list[str] = []
-        found = checkpoint.newest(tmp_path, damaged.append)
+        found = checkpoint.newest(tmp_path, damaged.append, accept)
         assert found is not None
         assert found.step >= reached
         assert found.state["step"] == found.step

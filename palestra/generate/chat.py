@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TextIO
 
@@ -44,15 +43,15 @@ def chat_loop(
                     question = [*messages, {"role": "user", "content": text}]
                     reply: list[str] = []
                     try:
-                        runner.run(_reply(generator, tokenizer, question, sampling or Sampling(), reply, target))
+                        prompt = encode_chat(tokenizer, question, add_generation_prompt=True).tokens
+                        request = Request(tuple(prompt), sampling or Sampling())
+                        runner.run(_reply(generator, request, reply, target))
                     except KeyboardInterrupt:  # the runner has cancelled the request; its text so far stays
                         print(" ⏹", file=target)
-                    except PromptTooLong as error:
-                        # A first question that is too long by itself is not helped by forgetting.
-                        print(error if messages == beginning else FULL, file=target)
-                        continue
                     except PalestraError as error:
-                        print(f"{error}", file=target)
+                        # A first question that is too long by itself is not helped by forgetting.
+                        full = isinstance(error, PromptTooLong) and messages != beginning
+                        print(FULL if full else error, file=target)
                         continue
                     messages = [*question, {"role": "assistant", "content": "".join(reply)}]
     return messages
@@ -75,17 +74,9 @@ def _ask(source: TextIO, target: TextIO) -> str | None:
             return None
 
 
-async def _reply(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    sampling: Sampling,
-    reply: list[str],
-    target: TextIO,
-) -> None:
+async def _reply(generator: Generator, request: Request, reply: list[str], target: TextIO) -> None:
     """Print a reply as it is generated, and collect its text in `reply`, also where it is interrupted."""
-    prompt = encode_chat(tokenizer, messages, add_generation_prompt=True).tokens
-    async with aclosing(generator.stream(Request(tuple(prompt), sampling))) as chunks:
+    async with aclosing(generator.stream(request)) as chunks:
         async for chunk in chunks:
             reply.append(chunk.text)
             print(chunk.text, end="", file=target, flush=True)

@@ -4,12 +4,12 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.engine.request import LONGEST_STOP, MOST_ALTERNATIVES, MOST_STOPS, PromptTooLong, QueueFull
 from palestra.generate.types import Chunk, Request, Result, Sampling
 
@@ -64,8 +64,7 @@ class GenerateBody(StrictBody):
 
     def request(self) -> Request:
         """The request it describes; without an id it gets one, so that it can be ended."""
-        sampling = Sampling(**dict(self.sampling))
-        return Request(tuple(self.prompt), sampling, self.n, self.id or uuid.uuid4().hex)
+        return Request(tuple(self.prompt), Sampling(**dict(self.sampling)), self.n, self.id or uuid.uuid4().hex)
 
 
 def request_json(request: Request, *, stream: bool) -> dict[str, Any]:
@@ -86,8 +85,6 @@ RESULT, CHUNK = TypeAdapter(Result), TypeAdapter(Chunk)
 try:
     import httpx
 except ImportError as error:
-    from palestra.errors import MissingExtra
-
     raise MissingExtra("A generator over HTTP", "serve") from error
 
 
@@ -99,7 +96,7 @@ UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
 UNANSWERED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
-class HttpGenerator:
+class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
     """A `Generator` whose engine is behind `palestra serve`. Use it on one event loop, and close it.
 
     A request whose caller is cancelled closes its connection, on which the server ends it. Only what the server cannot
@@ -119,9 +116,6 @@ class HttpGenerator:
             limits=httpx.Limits(max_connections=None, keepalive_expiry=4.0),
             trust_env=False,
         )
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -203,20 +197,20 @@ class HttpGenerator:
             except httpx.HTTPError as error:
                 wait = next(waits, None) if isinstance(error, again) else None
                 if wait is None:
-                    raise PalestraError(
-                        f"{self.base_url} does not respond: {str(error) or type(error).__name__}"
-                    ) from error
+                    raise PalestraError(f"{self.base_url} does not respond: {_text(error)}") from error
             await asyncio.sleep(wait)
         try:
             if response.status_code != 200:
                 raise _error(response.status_code, await response.aread())
             yield response
         except httpx.HTTPError as error:
-            raise PalestraError(
-                f"{self.base_url} broke off its response to {path}: {str(error) or type(error).__name__}"
-            ) from error
+            raise PalestraError(f"{self.base_url} broke off its response to {path}: {_text(error)}") from error
         finally:
             await response.aclose()
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _chunk(data: dict[str, Any]) -> Chunk:
@@ -232,9 +226,7 @@ def _error(status: int, body: bytes | Mapping[str, Any]) -> PalestraError:
         error = json.loads(body)["error"] if isinstance(body, bytes) else body
         message, code = error["message"], error["code"]
     except (ValueError, KeyError, TypeError):
-        return PalestraError(
-            f"the server responded with status {status} and no explanation: it is not a palestra server"
-        )
+        return PalestraError(f"the server sent status {status} and no explanation: it is not a palestra server")
     if code == "context_length_exceeded":
         return PromptTooLong(message)
     if code == "queue_full" or status == 429:

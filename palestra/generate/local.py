@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from palestra.generate.types import Chunk, Generation, Request, Result, Sampling
 from palestra.lm.model import Transformer
 
 
-class LocalGenerator:
+class LocalGenerator(AbstractContextManager["LocalGenerator"]):
     """Requests as coroutines. `drive="thread"` generates in its own thread until `close`; with `"caller"` the owner of
     the device calls `engine.burst()`, and requests wait until then.
 
@@ -32,9 +32,6 @@ class LocalGenerator:
         self._thread = threading.Thread(target=self._work, name="generate", daemon=True) if drive == "thread" else None
         if self._thread is not None:
             self._thread.start()
-
-    def __enter__(self) -> "LocalGenerator":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -101,9 +98,7 @@ class LocalGenerator:
 
     def _submit(self, request: Request, *, streams: bool) -> "tuple[_Sink, str]":
         loop = asyncio.get_running_loop()
-        if loop not in self._loops:
-            self._loops[loop] = _Deliveries(loop)
-        sink = _Sink(self._loops[loop], streams)
+        sink = _Sink(self._loops.setdefault(loop, _Deliveries(loop)), streams)
         id = self.engine.submit(request, sink)
         self._wake.set()
         return sink, id

@@ -8,14 +8,15 @@ from palestra.data.mixture import Mixture
 from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
+from palestra.kinds import models
 from palestra.kinds.lm import check_data
-from palestra.kinds.models import Start, build_model, find_model, keep_start, model_copy, open_model, pinned_model
+from palestra.kinds.models import Start
 from palestra.kinds.posttrain import run_tasks, train_engine
 from palestra.kinds.trial import Launch, device_of
 from palestra.lm.datasets import Data, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine
-from palestra.lm.hf import has_tokenizer, read_folder
-from palestra.lm.hf_config import is_classifier
+from palestra.lm.hf import has_tokenizer
+from palestra.lm.hf_config import is_classifier, read_folder
 from palestra.posttrain.distill import Distiller, Teacher, privileged
 from palestra.rollout.episode import encode_problem
 from palestra.runs.run import Run
@@ -34,12 +35,12 @@ log = logging.getLogger("palestra.posttrain")
 
 def run(spec: DistillSpec, launch: Launch) -> Run:
     """Train every seed of the spec, then summarize and plot the trial."""
-    folder = None if spec.teacher.init is None else pinned_model(spec.teacher.init, launch, TEACHER)
+    folder = None if spec.teacher.init is None else models.pinned_model(spec.teacher.init, launch, TEACHER)
 
     def check(start: Start) -> None:
         if folder is not None:
             check_teacher(folder, start.tokenizer)
-            keep_start(str(folder))
+            models.keep_start(str(folder))
         _given(spec, start, spec.seed)
         if spec.teacher.prompt is not None:
             for problem in _firsts(spec):
@@ -50,7 +51,7 @@ def run(spec: DistillSpec, launch: Launch) -> Run:
 
 def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
     """Refuse a teacher that cannot score the student's tokens."""
-    model = find_model(folder)
+    model = models.find_model(folder)
     config, _ = read_folder(model.weights)
     if is_classifier(config):
         raise UsageError(f"teacher.init: {folder} is a reward model, which does not score single tokens")
@@ -66,8 +67,7 @@ def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start) -> Distiller:
-    model = build_model(spec, start, session.seed, device_of(spec))
-    engine = train_engine(spec, start, model, spec.train.steps)
+    engine = train_engine(spec, start, models.build_model(spec, start, session.seed, device_of(spec)), spec.train.steps)
     given = _given(spec, start, session.seed)
     if given is not None:
         check_data(session, given[0], start)
@@ -82,13 +82,13 @@ def _teacher(spec: DistillSpec, session: Session, start: Start, engine: TrainEng
     """The model in a folder, pinned at the first start, or a copy of the initial student."""
     dtype = engine.transformer.dtype
     if folder is None:
-        model = model_copy(start, engine, engine.weights(), dtype)
+        model = models.model_copy(start, engine, engine.weights(), dtype)
     else:
         path = session.path / TEACHER
         if not path.exists():
             write_json(path, {"model": str(folder)})
         check_teacher(Path(read_json(path)["model"]), start.tokenizer)
-        loaded, _ = open_model(read_json(path)["model"], dtype=dtype, param_dtype=dtype, device=engine.device)
+        loaded, _ = models.open_model(read_json(path)["model"], dtype=dtype, param_dtype=dtype, device=engine.device)
         model = loaded.model
     return Teacher(model, start.tokenizer, prompt=spec.teacher.prompt)
 
@@ -97,9 +97,7 @@ def _given(spec: DistillSpec, start: Start, seed: int) -> tuple[Data[Example], M
     """The given completions, and their order."""
     if spec.data is None:
         return None
-    if spec.data.context > start.shape.context:
-        context = start.shape.context
-        raise UsageError(f"data.context: {spec.data.context} tokens exceed the student's context of {context}")
+    models.check_context("data.context", spec.data.context, start, "the student")
     data = chat_data(spec.data, start.tokenizer_folder)
     return data, mixture_of(data, spec.data, batch=spec.given, steps=spec.train.steps, seed=seed)
 

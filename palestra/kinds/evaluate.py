@@ -126,13 +126,8 @@ class _Evaluation:
         if evaluation.records:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, evaluation.records)
         call_hooks(load_hooks(self.spec.hooks), HookContext(self.done, self.done, metrics, model, self.session.path))
-        headline = [
-            "eval/accuracy",
-            *(f"eval/pass@{k}" for k in self.spec.eval.k),
-            "eval/centred",
-            "eval/bits_per_byte",
-        ]
-        self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=headline)
+        shown = ["eval/accuracy", *(f"eval/pass@{k}" for k in self.spec.eval.k), "eval/centred", "eval/bits_per_byte"]
+        self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=shown)
 
     def _scored(
         self,

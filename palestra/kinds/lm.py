@@ -1,38 +1,25 @@
 """The kinds `pretrain`, `sft`, `dpo` and `reward_model`: each is its data and its objective; the rest is shared."""
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from palestra.data.mixture import Mixture
 from palestra.errors import UsageError
 from palestra.generate.local import LanguageModel
+from palestra.kinds import models
 from palestra.kinds.measures import Samples, Suites, check_suites, sample_prompts
-from palestra.kinds.models import (
-    ModelCheckpoint,
-    Start,
-    build_model,
-    find_model,
-    keep_start,
-    open_model,
-    scored_model,
-    settled,
-    start_of,
-    starting_from,
-    with_model,
-)
+from palestra.kinds.models import Start
 from palestra.kinds.ranks import check_ranks, done, follow, following, together
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
 from palestra.lm.model import Transformer
-from palestra.lm.objectives import NextToken, PairLoss, Preferences, dpo_loss, reward_loss
+from palestra.lm.objectives import NextToken, Preferences, dpo_loss, reward_loss
 from palestra.lm.optim import Ema, Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import Scorer
@@ -46,18 +33,8 @@ from palestra.spec.model import plain
 from palestra.spec.tasks import SuiteUse
 
 CONTENTS = "data.json"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """The data and the objective of one kind."""
-
-    data: Callable[[Any, Path], Data]
-    """The data of a spec, tokenized by the tokenizer in this folder."""
-    objective: Callable[[Any, Start, Data, int, Transformer], Objective]
-    """From a spec, its data, its seed and its initial model."""
-    scalar: bool = False
-    """Whether the model ends in a scalar head."""
+DATA: dict[str, Any] = {"pretrain": text_data, "sft": chat_data, "dpo": pair_data, "reward_model": pair_data}
+"""By kind: the data of a spec, tokenized by the tokenizer in a folder."""
 
 
 def run(spec: LmSpec, launch: Launch) -> Run:
@@ -69,14 +46,14 @@ def run(spec: LmSpec, launch: Launch) -> Run:
     session = partial(in_session, run_session)
     if not ranks.first:
         return follow(session, ranks, replace(launch, spec=plain(spec)))
-    launch = with_model(spec, launch)
+    launch = models.with_model(spec, launch)
     # A spec that cannot run is refused here, before it has a folder.
-    pinned = starting_from(spec, launch.init)
-    start = start_of(pinned, launch.root)
-    _mixture(pinned, RECIPES[spec.kind].data(pinned.data, start.tokenizer_folder), spec.seed)
+    pinned = models.starting_from(spec, launch.init)
+    start = models.start_of(pinned, launch.root)
+    _mixture(pinned, DATA[spec.kind](pinned.data, start.tokenizer_folder), spec.seed)
     sample_prompts(pinned, start)
     check_suites(_suites(spec), start, launch.root)
-    keep_start(launch.init)
+    models.keep_start(launch.init)
     threads = threads_each(spec, int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1))
     trial = run_sessions(
         spec,
@@ -93,19 +70,19 @@ def run(spec: LmSpec, launch: Launch) -> Run:
 
 def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
     """Train one seed."""
-    recipe, device = RECIPES[spec.kind], device_of(spec)
+    device = device_of(spec)
     ranks = Ranks.join(device)
     with ExitStack() as stack:
         stack.enter_context(session if ranks.first else following(session.path, ranks.rank))
         stack.enter_context(compile_cache(spec.train.compile_cache))
-        spec = ranks.from_first(settled(spec, session, launch.init) if ranks.first else None)
-        start = start_of(spec, launch.root)
-        data = recipe.data(spec.data, start.tokenizer_folder)
+        spec = ranks.from_first(models.settled(spec, session, launch.init) if ranks.first else None)
+        start = models.start_of(spec, launch.root)
+        data = DATA[spec.kind](spec.data, start.tokenizer_folder)
         if ranks.first:
             check_data(session, data, start)
-        model = build_model(spec, start, session.seed, device)
-        objective = recipe.objective(spec, start, data, session.seed, model)
-        trained = scored_model(model, start) if recipe.scalar else model
+        model = models.build_model(spec, start, session.seed, device)
+        objective = objective_of(spec, start, data, session.seed, model)
+        trained = models.scored_model(model, start) if spec.kind == "reward_model" else model
         ranks.shard(trained)
         compile_for_training(model, spec.train, device)
         engine = TrainEngine(
@@ -116,43 +93,22 @@ def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
             flops_per_token=start.shape.flops_per_token(spec.data.context),
             ema=None if spec.train.ema is None else Ema(trained, spec.train.ema),
         )
-        keeper = ModelCheckpoint(trained, start, ranks)
+        keeper = models.ModelCheckpoint(trained, start, ranks)
         sampler = Samples(spec, engine, start, session)
         suites = Suites(_suites(spec), engine, start, session, launch.root, stack)
         train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
 
 
-def next_token(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer) -> NextToken:
-    """All tokens of a text, or those of the assistant's turns."""
-    known = bytes_of_tokens(start.tokenizer, model.shape.vocab or 0)
-    return NextToken(
-        _mixture(spec, data, seed), data.evals, known, batch=spec.train.batch, eval_examples=spec.eval.examples
-    )
-
-
-def dpo(spec: DpoSpec, start: Start, data: Data, seed: int, model: Transformer) -> Preferences:
-    """The chosen completion more likely than the rejected one, relative to the reference model."""
-    reference = deepcopy(model).requires_grad_(False).to(model.dtype)
-    return _preferences(spec, data, seed, dpo_loss(spec.loss, reference))
-
-
-def reward_model(spec: RewardModelSpec, start: Start, data: Data, seed: int, model: Transformer) -> Preferences:
-    """A higher score for the chosen conversation."""
-    return _preferences(spec, data, seed, reward_loss(spec.loss))
-
-
-RECIPES = {
-    "pretrain": Recipe(text_data, next_token),
-    "sft": Recipe(chat_data, next_token),
-    "dpo": Recipe(pair_data, dpo),
-    "reward_model": Recipe(pair_data, reward_model, scalar=True),
-}
-
-
-def _preferences(spec: LmSpec, data: Data, seed: int, loss: PairLoss) -> Preferences:
-    return Preferences(
-        _mixture(spec, data, seed), data.evals, loss, batch=spec.train.batch, eval_examples=spec.eval.examples
-    )
+def objective_of(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer) -> Objective:
+    """What a kind trains for, from its initial model."""
+    mixture, sizes = _mixture(spec, data, seed), {"batch": spec.train.batch, "eval_examples": spec.eval.examples}
+    if isinstance(spec, DpoSpec):  # the chosen completion more likely than the rejected one, relative to the reference
+        reference = deepcopy(model).requires_grad_(False).to(model.dtype)
+        return Preferences(mixture, data.evals, dpo_loss(spec.loss, reference), **sizes)
+    if isinstance(spec, RewardModelSpec):  # a higher score for the chosen conversation
+        return Preferences(mixture, data.evals, reward_loss(spec.loss), **sizes)
+    # All tokens of a text, or those of the assistant's turns.
+    return NextToken(mixture, data.evals, bytes_of_tokens(start.tokenizer, model.shape.vocab or 0), **sizes)
 
 
 def _mixture(spec: LmSpec, data: Data, seed: int) -> Mixture:
@@ -181,8 +137,8 @@ def check_data(session: Session, data: Data, start: Start) -> None:
 def load(run: Run, which: str = "best") -> LanguageModel | Scorer:
     """The model of a run's checkpoint: a generator of text, or a scorer if it is a reward model."""
     if run.spec["kind"] == "reward_model":
-        return Scorer.load(find_model(run.checkpoint(which)).folder)
-    loaded, tokenizer = open_model(run.checkpoint(which), run.trial.path.parent.parent)
+        return Scorer.load(models.find_model(run.checkpoint(which)).folder)
+    loaded, tokenizer = models.open_model(run.checkpoint(which), run.trial.path.parent.parent)
     return LanguageModel(loaded.model, tokenizer, frozenset(loaded.eos))
 
 

@@ -30,9 +30,8 @@ def check_suites(uses: Sequence[SuiteUse], start: Start, root: Path) -> None:
     for use in uses:
         spec = suite_spec(use)
         with Verifiers(spec.tasks, root=root) as verifiers:
-            check_suite(
-                open_suite(use.label, spec, verifiers.tasks, start.tokenizer), start.tokenizer, start.shape.context
-            )
+            suite = open_suite(use.label, spec, verifiers.tasks, start.tokenizer)
+            check_suite(suite, start.tokenizer, start.shape.context)
 
 
 class Suites:
@@ -56,9 +55,8 @@ class Suites:
             verifiers = stack.enter_context(Verifiers(spec.tasks, workers=spec.eval.verifiers, root=root))
             self.opened[use.label] = (open_suite(use.label, spec, verifiers.tasks, start.tokenizer), verifiers)
         with clear_write_errors(session.path):
-            begin_results(
-                session.path, {label: suite.identity(start.tokenizer) for label, (suite, _) in self.opened.items()}
-            )
+            identities = {label: suite.identity(start.tokenizer) for label, (suite, _) in self.opened.items()}
+            begin_results(session.path, identities)
 
     def due(self, before: Counters, after: Counters, last: bool) -> list[str]:
         """The names of those that are due between `before` and `after`, which may be the last step."""

@@ -14,20 +14,10 @@ from palestra.data.sources import model_folder
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.kinds.trial import Launch
+from palestra.lm import hf
 from palestra.lm.datasets import kept_tokenizer, made_tokenizer
 from palestra.lm.engine import TrainEngine
-from palestra.lm.hf import (
-    GENERATION_CONFIG,
-    Pretrained,
-    Shards,
-    empty_model,
-    has_tokenizer,
-    load_pretrained,
-    read_eos,
-    read_folder,
-    save_weights,
-)
-from palestra.lm.hf_config import is_classifier
+from palestra.lm.hf_config import is_classifier, read_folder
 from palestra.lm.lora import CONFIG as ADAPTER_CONFIG
 from palestra.lm.lora import adapted, adapter_state, adapter_weights, add_lora, load_peft, merged_weights, save_peft
 from palestra.lm.model import Transformer
@@ -81,8 +71,8 @@ def find_model(ref: str | Path, root: Path | str = "runs", seen: tuple[Path, ...
         folder,
         base.folder,
         base.weights,
-        folder if has_tokenizer(folder) else base.tokenizer,
-        folder if (folder / GENERATION_CONFIG).exists() else base.generation,
+        folder if hf.has_tokenizer(folder) else base.tokenizer,
+        folder if (folder / hf.GENERATION_CONFIG).exists() else base.generation,
     )
 
 
@@ -93,19 +83,19 @@ def open_model(
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[Pretrained, Tokenizer]:
+) -> tuple[hf.Pretrained, Tokenizer]:
     """A model with its adapters merged into its weights, and its tokenizer."""
     place = find_model(ref, root)
-    if not has_tokenizer(place.tokenizer):
+    if not hf.has_tokenizer(place.tokenizer):
         raise UsageError(f"{place.tokenizer} has no tokenizer: put a tokenizer.json next to its weights")
     if place.base is None:
-        loaded = load_pretrained(place.folder, dtype, param_dtype, device)
+        loaded = hf.load_pretrained(place.folder, dtype, param_dtype, device)
     else:
         loaded, _ = open_model(place.base, root, dtype=dtype, param_dtype=param_dtype, device=device)
         load_peft(place.folder, loaded.model)
-        plain = empty_model(loaded.model.shape, dtype, param_dtype, device)
+        plain = hf.empty_model(loaded.model.shape, dtype, param_dtype, device)
         plain.load_state_dict(merged_weights(loaded.model))
-        eos = read_eos(place.generation, loaded.config)
+        eos = hf.read_eos(place.generation, loaded.config)
         loaded = replace(loaded, model=plain, tokenizer=place.tokenizer, eos=eos)
     return loaded, Tokenizer.load(place.tokenizer)
 
@@ -179,15 +169,18 @@ def start_of(spec: LmSpec, root: Path) -> Start:
     wanted = spec.model
     if wanted.init is not None:
         start = trained_start(wanted, root, chat=writes_chat(spec), scores=spec.kind == "reward_model")
-        if spec.data.context > start.shape.context:
-            context = start.shape.context
-            raise UsageError(f"data.context: {spec.data.context} tokens exceed {wanted.init}'s context of {context}")
+        check_context("data.context", spec.data.context, start, wanted.init)
         return start
     assert wanted.shape is not None  # ModelSpec.problems
     assert wanted.tokenizer is not None
-    pairs = spec.kind == "reward_model"
-    folder = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template, pairs=pairs)
+    folder = made_tokenizer(wanted.tokenizer, spec.data, wanted.chat_template, pairs=spec.kind == "reward_model")
     return _start(wanted, wanted.shape, folder, (), None, {}, writes_chat(spec))
+
+
+def check_context(place: str, tokens: int, start: Start, whose: str) -> None:
+    """Refuse examples that are longer than what the model reads."""
+    if tokens > start.shape.context:
+        raise UsageError(f"{place}: {tokens} tokens exceed {whose}'s context of {start.shape.context}")
 
 
 def trained_start(model: ModelSpec, root: Path, *, chat: bool, scores: bool = False) -> Start:
@@ -197,7 +190,7 @@ def trained_start(model: ModelSpec, root: Path, *, chat: bool, scores: bool = Fa
     config, shape = read_folder(place.weights)
     if is_classifier(config) and not scores:
         raise UsageError(f"model.init: {model.init} is a reward model, which cannot generate text")
-    return _start(model, shape, place.tokenizer, read_eos(place.generation, config), place.folder, config, chat)
+    return _start(model, shape, place.tokenizer, hf.read_eos(place.generation, config), place.folder, config, chat)
 
 
 def _start(
@@ -248,7 +241,7 @@ def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.
 
 def model_copy(start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Transformer:
     """A model with a copy of `engine.weights()`: not compiled, not split over ranks, its adapters merged."""
-    model = empty_model(start.shape, engine.transformer.dtype, dtype, engine.device)
+    model = hf.empty_model(start.shape, engine.transformer.dtype, dtype, engine.device)
     model.load_state_dict(weights)
     return model
 
@@ -259,7 +252,7 @@ def scored_model(model: Transformer, start: Start) -> ScalarModel:
     if is_classifier(start.config):
         assert start.folder is not None
         with torch.no_grad():
-            scored.value.weight.copy_(Shards(start.folder).tensor("score.weight"))
+            scored.value.weight.copy_(hf.Shards(start.folder).tensor("score.weight"))
     return scored
 
 
@@ -280,7 +273,7 @@ class ModelCheckpoint:
             return lambda folder: save_peft(folder, self.transformer, base, adapters, tokenizer=tokenizer, eos=eos)
         weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
         score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
-        return lambda folder: save_weights(
+        return lambda folder: hf.save_weights(
             folder,
             self.start.shape,
             weights,
@@ -295,7 +288,7 @@ class ModelCheckpoint:
         if adapted(self.transformer):
             self.ranks.scatter(adapter_weights(folder, self.transformer), self.transformer)
             return
-        saved = load_pretrained(folder)
+        saved = hf.load_pretrained(folder)
         self.ranks.scatter(saved.model.state_dict(), self.transformer)
         if isinstance(self.model, ScalarModel):
             assert saved.score is not None

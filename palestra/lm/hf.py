@@ -15,17 +15,7 @@ from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.lm.hf_config import (
-    FAMILIES,
-    KEPT,
-    Family,
-    canonical,
-    family_of,
-    is_classifier,
-    own_config,
-    read_folder,
-    write_config,
-)
+from palestra.lm import hf_config
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
 from palestra.runs.store import read_json, sync_folder, write_json
@@ -121,8 +111,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes:
         final = f"model-{number:05d}-of-{len(contents):05d}.safetensors"
         (folder / _unfinished(number)).rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _write(folder: Path, shard: dict[str, Tensor], contents: list[list[str]]) -> None:
@@ -176,10 +165,10 @@ def load_pretrained(
 ) -> Pretrained:
     """Load a model folder: arithmetic in `dtype`, parameters in `param_dtype`. Needs the memory of the model once."""
     folder = Path(folder)
-    config, shape = read_folder(folder)
+    config, shape = hf_config.read_folder(folder)
     shards = Shards(folder)
-    places = slots(shape, FAMILIES.get(config["model_type"]))
-    stored = checked_names(shards, places, shape, score=is_classifier(config))
+    places = slots(shape, hf_config.FAMILIES.get(config["model_type"]))
+    stored = checked_names(shards, places, shape, score=hf_config.is_classifier(config))
     model = empty_model(shape, dtype, param_dtype, device)  # only now: a wrong config can ask for any size
     state = model.state_dict()
     for slot in places:
@@ -212,12 +201,12 @@ def save_weights(
     """
     base = base_config or {}
     shape = shape if score is None else shape.model_copy(update={"tied": True})  # a score stands in for the head
-    family = family_of(shape, base.get("model_type"))
+    family = hf_config.family_of(shape, base.get("model_type"))
     if family is None or (score is not None and not family.classifies):
-        family, config = None, own_config(shape)
+        family, config = None, hf_config.own_config(shape)
     else:
-        config = {key: value for key, value in base.items() if key in KEPT} | write_config(canonical(shape), family)
-        config["architectures"] = [family.architecture]
+        config = {key: value for key, value in base.items() if key in hf_config.KEPT}
+        config |= hf_config.write_config(hf_config.canonical(shape), family) | {"architectures": [family.architecture]}
     if score is not None:
         name = "PalestraForSequenceClassification" if family is None else family.classifier
         config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -254,7 +243,7 @@ def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, devi
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
-def slots(shape: Shape, family: Family | None) -> list[Slot]:
+def slots(shape: Shape, family: hf_config.Family | None) -> list[Slot]:
     """Every tensor of a family's checkpoint of that shape; without a family, names are the transformer's own."""
     model = _skeleton(shape)
     if family is None:
@@ -348,7 +337,7 @@ def _skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
         return Transformer(shape, dtype)
 
 
-def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: Family) -> Iterator[Slot]:
+def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_config.Family) -> Iterator[Slot]:
     yield Slot(f"{theirs}.input_layernorm.weight", f"{ours}.attn_norm.weight")
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv)
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)

@@ -241,17 +241,9 @@ def canonical(shape: Shape) -> Shape:
         scaling = scaling.model_copy(update={"attention_factor": None})
     elif scaling is not None and scaling.attention_factor is None:
         scaling = scaling.model_copy(update={"attention_factor": _temperature(scaling.factor)})
-    return shape.model_copy(
-        update={
-            "kv_heads": shape.kv,
-            "head_dim": shape.dim,
-            "mlp": shape.mlp if moe is None else moe.mlp,
-            "rope_scaling": scaling,
-            "window": window,
-            "window_from": 0 if window is None else shape.window_from,
-            "moe": moe,
-        }
-    )
+    sizes = {"kv_heads": shape.kv, "head_dim": shape.dim, "mlp": shape.mlp if moe is None else moe.mlp}
+    windows = {"window": window, "window_from": 0 if window is None else shape.window_from}
+    return shape.model_copy(update={**sizes, **windows, "rope_scaling": scaling, "moe": moe})
 
 
 class _Keys:
@@ -299,11 +291,10 @@ class _Keys:
 def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | None, list[str]]:
     """The shape and the problems; without problems there is a shape. Without a family it is in our own form."""
     try:
-        shape, problems = (
-            (Shape.model_validate(translated(config.get("shape"))), [])
-            if family is None
-            else _read_shape(config, family)
-        )
+        if family is None:
+            shape, problems = Shape.model_validate(translated(config.get("shape"))), []
+        else:
+            shape, problems = _read_shape(config, family)
     except ValidationError as error:
         return None, [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
     if shape is not None:
@@ -371,9 +362,8 @@ def _read_scaling(rope: _Keys, kind: Any) -> RopeScaling | None:
     fields = {"factor": rope.take("factor", float)}
     fields |= {name: rope.take(key, expected) for name, (key, expected) in SCALINGS[kind].items()}
     if kind == "yarn":
-        scale, of_all, factor = (
-            rope.take(key, float, nullable=True) for key in ("mscale", "mscale_all_dim", "attention_factor")
-        )
+        keys = ("mscale", "mscale_all_dim", "attention_factor")
+        scale, of_all, factor = (rope.take(key, float, nullable=True) for key in keys)
         if factor is None and scale and of_all and not rope.problems:
             factor = _temperature(fields["factor"], scale) / _temperature(fields["factor"], of_all)
         fields["attention_factor"] = factor

@@ -158,9 +158,8 @@ def save_peft(
         raise UsageError("the model has no LoRA adapters to save")
     first = next(iter(modules.values()))
     rank = next(iter(first.lora_a.values())).shape[0]
-    weights = {
-        _peft_name(name): tensor.cpu().contiguous() for name, tensor in (adapters or adapter_state(model)).items()
-    }
+    adapters = adapters or adapter_state(model)
+    weights = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in adapters.items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -212,8 +211,7 @@ def _read(config: dict[str, Any], folder: Path) -> LoraSpec:
     named = ["all"] if targets == "all-linear" else targets
     if not (isinstance(named, list) and named and set(named) <= {"all", *get_args(Matrix)}):
         raise UsageError(f"{folder / CONFIG}: expected target_modules of {', '.join(get_args(Matrix))}, got {targets}")
-    fields = {"rank": config["r"], "alpha": float(config["lora_alpha"]), "targets": named}
-    return LoraSpec.model_validate(fields)
+    return LoraSpec.model_validate({"rank": config["r"], "alpha": float(config["lora_alpha"]), "targets": named})
 
 
 def _peft_name(name: str) -> str:

@@ -118,8 +118,7 @@ class Decoder:
         self._held = parts, keys, values
         context, pointers = keys.shape[3], []
         for layer in range(shape.layers):
-            named = [parts.get(f"layers.{layer}.{name}") for name in LAYER]
-            tensors = [*named, keys[layer], values[layer]]
+            tensors = [*(parts.get(f"layers.{layer}.{name}") for name in LAYER), keys[layer], values[layer]]
             pointers.append([0 if each is None else each.data_ptr() for each in tensors])
             pointers[-1].append(shape.window_of(layer) or context)
         per_head = shape.qk_norm == "head"

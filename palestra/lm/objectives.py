@@ -85,8 +85,7 @@ class NextToken(_Batches[Example]):
     def loss(self, model: Transformer, batch: Batch) -> Loss:
         """Summed negative log-likelihood, and what routers add where there are experts."""
         scored = score(model, batch, entropy=False)
-        total = -(scored.logprobs * batch.loss_mask).sum()
-        return Loss(total, {}, router_terms(model, scored.router, batch))
+        return Loss(-(scored.logprobs * batch.loss_mask).sum(), {}, router_terms(model, scored.router, batch))
 
     def _pack(self, examples: Sequence[Example]) -> Batch:
         return pack(examples)

@@ -42,8 +42,7 @@ class ScalarModel(nn.Module):
 
     def scores_of(self, output: ModelOutput, batch: Batch) -> Tensor:
         """The score of each sequence (B), read at its last token, in FP32; `output` is of the batch."""
-        last = batch.cu_seqlens[1:].long() - 1
-        return self.value(output.hidden[last])
+        return self.value(output.hidden[batch.cu_seqlens[1:].long() - 1])
 
 
 Conversation = Sequence[Mapping[str, Any]]

@@ -143,8 +143,7 @@ def _with_baseline(
     else:
         centred = group_normalize(totals, groups, scale="none")
     # What came before a token is not its consequence. Without token rewards this adds exactly 0.
-    advantages = centred[places] + (returns - totals[places])
-    return advantages / _divisor(algorithm, rewards, centred, groups)[places]
+    return (centred[places] + (returns - totals[places])) / _divisor(algorithm, rewards, centred, groups)[places]
 
 
 def _divisor(algorithm: AlgorithmSpec, rewards: Tensor, centred: Tensor, groups: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def with_advantages(
     trained, behavior, places = batch.loss_mask > 0, batch.per_token["behavior"], batch.sequence_ids
     now = behavior if anchor is None else anchor
     anchored = now if algorithm.anchor == "recomputed" else behavior
-    computed = token_advantages(
+    advantages, returns = token_advantages(
         algorithm,
         _shaped_rewards(batch, algorithm, max_new_tokens),
         batch.per_sequence["group"],
@@ -96,11 +96,7 @@ def with_advantages(
         token_rewards=_kl_rewards(algorithm.kl, anchored, reference),
         values=values,
     )
-    added = {
-        "anchor": anchored,
-        "advantages": computed.advantages.to(behavior.dtype),
-        "weights": _weights(batch, algorithm),
-    }
+    added = {"anchor": anchored, "advantages": advantages.to(behavior.dtype), "weights": _weights(batch, algorithm)}
     if reference is not None:
         added["reference"] = reference
     if isinstance(algorithm.correction, BinaryKlMaskSpec):
@@ -113,11 +109,9 @@ def with_advantages(
         stays = second_moment_mask((now - behavior)[trained], threshold=algorithm.trust.threshold)
         added["kept"] = torch.zeros_like(behavior).masked_scatter(trained, stays.to(behavior.dtype))
     if values is not None:
-        added["values"], added["returns"] = values, computed.returns.to(behavior.dtype)
-    mean = sequence_means(added["advantages"][trained], places[trained], len(batch))
-    return replace(
-        batch, per_token={**batch.per_token, **added}, per_sequence={**batch.per_sequence, "advantage": mean}
-    )
+        added["values"], added["returns"] = values, returns.to(behavior.dtype)
+    mean = {"advantage": sequence_means(added["advantages"][trained], places[trained], len(batch))}
+    return replace(batch, per_token={**batch.per_token, **added}, per_sequence={**batch.per_sequence, **mean})
 
 
 def denominator(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> float:

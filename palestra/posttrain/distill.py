@@ -90,8 +90,7 @@ def privileged(problem: Problem, template: str) -> Problem:
     if isinstance(problem.prompt, str):
         return replace(problem, prompt=_filled(problem, template, problem.prompt))
     *before, last = problem.prompt
-    message = {**last, "content": _filled(problem, template, last["content"])}
-    return replace(problem, prompt=(*before, message))
+    return replace(problem, prompt=(*before, {**last, "content": _filled(problem, template, last["content"])}))
 
 
 def _filled(problem: Problem, template: str, prompt: str) -> str:
@@ -179,8 +178,7 @@ class _TokenDivergences(torch.autograd.Function):
         for part in _parts(hidden, unembed):
             log_p = _log_softmax(hidden[part], own, ctx.temperature)
             log_q = _log_softmax(taught[part], theirs, ctx.temperature)
-            slope = ctx.divergence.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)
-            slope = slope.to(hidden.dtype)
+            slope = (ctx.divergence.slope(log_p, log_q) * (grads[0][part, None] / ctx.temperature)).to(hidden.dtype)
             # `logits(a, b)` is a @ b.T in the precision that scores have.
             if to_hidden is not None:
                 to_hidden[part] = logits(slope, own.t())
@@ -288,9 +286,8 @@ def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson
             begin = t.turns[0][0] if t.turns else t.loss_mask.index(True) if t.sampled else len(t.tokens)
             prompt = t.tokens[:begin] if read is None else read
             mask = tuple(sampled and np.isfinite(x) for sampled, x in zip(t.loss_mask, t.logprobs, strict=True))
-            completion = t.tokens[begin:]
-            lesson = (t.tokens, prompt + completion, len(completion), mask[begin:], t.logprobs[begin:])
-            lessons.append(DistillLesson(*lesson))
+            rest = t.tokens[begin:]
+            lessons.append(DistillLesson(t.tokens, prompt + rest, len(rest), mask[begin:], t.logprobs[begin:]))
     return lessons
 
 
@@ -330,10 +327,8 @@ def with_teacher(
         per_sequence={"unread": [not here for here in read]},
     )
     readable = [lesson for lesson, here in zip(lessons, read, strict=True) if here]
-    theirs = Batch.pack(
-        [lesson.teacher for lesson in readable],
-        [_row(lesson, len(lesson.teacher), lesson.mask, True) for lesson in readable],
-    )
+    masks = [_row(lesson, len(lesson.teacher), lesson.mask, True) for lesson in readable]
+    theirs = Batch.pack([lesson.teacher for lesson in readable], masks)
     taught = teacher.read(theirs, micro_tokens=micro_tokens, temperature=temperature, hidden=hidden)
     trained = batch.predicted
     if len(taught.logprobs) != len(trained):

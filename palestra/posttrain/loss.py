@@ -49,9 +49,8 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
     logprobs, entropy = torch.where(trained, logprobs, 0.0), torch.where(trained, entropy, 0.0)
     ratio = _ratio(algorithm, batch, logprobs - inputs["anchor"])
     surrogate = _surrogate(algorithm, inputs, logprobs, ratio)
-    stays = torch.ones_like(logprobs)
-    for name in ("correction", "kept"):  # constants: how much of a token's loss counts
-        stays = stays * inputs.get(name, 1.0)
+    # Constants: how much of a token's loss counts.
+    stays = torch.ones_like(logprobs) * inputs.get("correction", 1.0) * inputs.get("kept", 1.0)
     losses = surrogate.loss * stays
     now = logprobs.detach()
     weight = (now - inputs["behavior"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -79,10 +78,8 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
         losses = losses + algorithm.log_ratio_penalty * moved.square()
     if algorithm.entropy:
         losses = losses - algorithm.entropy * entropy
-    return TokenLosses(
-        torch.where(trained, losses, 0.0),
-        {name: torch.where(trained, values, 0).to(now.dtype) for name, values in terms.items()},
-    )
+    terms = {name: torch.where(trained, values, 0).to(now.dtype) for name, values in terms.items()}
+    return TokenLosses(torch.where(trained, losses, 0.0), terms)
 
 
 def averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -93,8 +93,7 @@ def save(
             for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-                about = {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
-                files[str(path.relative_to(temporary))] = about
+                files[str(path.relative_to(temporary))] = {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
         meta = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -138,8 +137,7 @@ def read_meta(path: Path) -> Meta:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: meta.json cannot be read ({error})") from error
     for name, size in sizes.items():
-        if size != meta.files[name]["size"]:
-            expected = meta.files[name]["size"]
+        if size != (expected := meta.files[name]["size"]):
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} has {size} bytes instead of {expected}")
     return meta
 
@@ -153,13 +151,10 @@ def load(path: Path) -> Checkpoint:
         if _crc_of_file(path / name) != expected["crc32"]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: the CRC-32 of {name} differs")
     carriers = read_safetensors(path / "state/arrays.safetensors")
-    tree = json.loads((path / "state/tree.json").read_bytes())
-    return Checkpoint(meta.step, unflatten(tree, carriers), meta)
+    return Checkpoint(meta.step, unflatten(json.loads((path / "state/tree.json").read_bytes()), carriers), meta)
 
 
-def newest(
-    folder: Path, warn: Callable[[str], None], check: Callable[[Checkpoint], None] | None = None
-) -> Checkpoint | None:
+def newest(folder: Path, warn: Callable[[str], None], check: Callable[[Checkpoint], None]) -> Checkpoint | None:
     """The newest loadable checkpoint; `warn` is called for each newer one that is damaged or fails `check`."""
     for step, path in _candidates(folder):
         if HIDDEN.fullmatch(path.name):
@@ -167,8 +162,7 @@ def newest(
             continue
         try:
             checkpoint = load(path)
-            if check is not None:
-                check(checkpoint)
+            check(checkpoint)
         except DamagedCheckpoint as error:
             warn(f"skipping: {error}")
             continue

@@ -76,7 +76,7 @@ class Lease:
         self.token = uuid.uuid4().hex
         """Identifies this holder; also the id of an attempt at a pipeline step, which its worker gets."""
         self._held: bytes | None = None
-        self._beating = threading.Lock()  # two threads of the owner do not lose it to each other
+        self._beating = threading.RLock()  # two threads of the owner do not lose it to each other
 
     def acquire(self) -> None:
         """Take the lease, also from a dead owner; raises `RunBusy` if the owner is alive."""
@@ -98,15 +98,26 @@ class Lease:
     def holder(self) -> Owner | None:
         """The live process that holds the lease, if any."""
         data = _parse(self.store.get(self.key))
-        if data is None:
-            return None
-        owner = Owner.read(data)
-        return owner if owner.alive(data["heartbeat"], self.ttl) else None
+        if data is not None and (owner := Owner.read(data)).alive(data["heartbeat"], self.ttl):
+            return owner
+        return None
 
     def renew(self) -> None:
         """Write a heartbeat; raises `LeaseLost` if another process has taken the lease over."""
         with self._beating:
-            self._renew()
+            if self._held is None:
+                raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
+            mine, stored = self._content(), self.store.get(self.key)
+            current = _parse(stored)
+            # By its token: a renewal whose last fsync failed may still be on disk.
+            ours = current is not None and current["token"] == self.token
+            if not ours or not self.store.swap(self.key, stored, mine):
+                raise LeaseLost(
+                    f"lost the lease on {self.store.root}: it now belongs to {_describe(current)}. This process was "
+                    f"silent for over {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write "
+                    "there again."
+                )
+            self._held = mine
 
     @contextmanager
     def fenced(self) -> Iterator[None]:
@@ -116,7 +127,7 @@ class Lease:
         that the lease was held at the start.
         """
         with self._beating:
-            self._renew()
+            self.renew()
             with self.held_by(self.token):
                 yield
 
@@ -128,20 +139,6 @@ class Lease:
             if current is None or current["token"] != token:
                 raise LeaseLost(f"lost the lease on {self.store.root} to {_describe(current)}")
             yield
-
-    def _renew(self) -> None:
-        if self._held is None:
-            raise RuntimeError(f"the lease on {self.store.root} is not held: acquire it (enter the session) first")
-        mine, stored = self._content(), self.store.get(self.key)
-        current = _parse(stored)
-        # By its token: a renewal whose last fsync failed may still be on disk.
-        ours = current is not None and current["token"] == self.token
-        if not ours or not self.store.swap(self.key, stored, mine):
-            raise LeaseLost(
-                f"lost the lease on {self.store.root}: it now belongs to {_describe(current)}. This process was silent "
-                f"for over {self.ttl:g} s (stopped, suspended or cut off from the disk) and must not write there again."
-            )
-        self._held = mine
 
     def release(self) -> None:
         """Release the lease; one that was lost is left to its new owner."""

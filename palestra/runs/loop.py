@@ -218,15 +218,9 @@ class _Loop:
             state = {**self.trainer.state(), "pending": self.pending}
             if self.ranks.first:
                 log.info("step %d: checkpoint (%s)", self.steps, ", ".join(sorted(reasons)))
-                self.session.checkpoint(
-                    self.steps,
-                    state,
-                    reasons=reasons,
-                    score=None if score is None else score[1],
-                    metric=None if score is None else score[0],
-                    counters=self.trainer.counters,
-                    model=model,
-                )
+                metric, value = score or (None, None)
+                about = {"score": value, "metric": metric, "counters": self.trainer.counters}
+                self.session.checkpoint(self.steps, state, reasons=reasons, model=model, **about)
         self.saved = self.steps
 
 

@@ -57,14 +57,10 @@ def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
     if not inside:
         return None, ""
     top = Path(inside.strip())
-    commit = git_output(top, "rev-parse", "--verify", "--quiet", "HEAD")
+    commit = (git_output(top, "rev-parse", "--verify", "--quiet", "HEAD") or "").strip() or None
     diff = git_output(top, "diff", "HEAD", "--no-ext-diff", "--no-color") if commit else ""
     untracked = (git_output(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    about = {
-        "commit": commit.strip() if commit else None,
-        "dirty": bool(diff or untracked),
-        "untracked": untracked[:UNTRACKED_LIMIT],
-    }
+    about = {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked[:UNTRACKED_LIMIT]}
     return about, diff or ""
 
 
@@ -101,8 +97,5 @@ def _packages() -> dict[str, str]:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if model:
-            return model[1]
-    return platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()

@@ -106,8 +106,7 @@ def suite_plots(run: Run) -> list[Path]:
         tasks = max(len({result.task for result in some}) for some in panels.values())
         figure = new_figure(6.4 * len(panels), 4.0 if several else 1.2 + 0.26 * tasks)
         for place, (name, some) in enumerate(panels.items()):
-            axes = figure.add_subplot(1, len(panels), place + 1)
-            (_suite_curves if several else _suite_bars)(axes, some, name)
+            (_suite_curves if several else _suite_bars)(figure.add_subplot(1, len(panels), place + 1), some, name)
         figure.suptitle(f"{run.name}: suite {suite}", fontsize=10)
         written += save_figure(figure, run.path / "plots" / f"suite_{suite}")
     return written
@@ -115,8 +114,7 @@ def suite_plots(run: Run) -> list[Path]:
 
 def _suite_curves(axes: "Axes", results: Sequence[Measured], name: str) -> None:
     for index, task in enumerate(dict.fromkeys(result.task for result in results)):
-        rows = [asdict(result) for result in results if result.task == task]
-        curve = _curve(rows, "value", "step")
+        curve = _curve([asdict(result) for result in results if result.task == task], "value", "step")
         if curve is None:
             continue
         if task == MEAN:
@@ -132,8 +130,7 @@ def _suite_curves(axes: "Axes", results: Sequence[Measured], name: str) -> None:
 def _suite_bars(axes: "Axes", results: Sequence[Measured], name: str) -> None:
     tasks = list(dict.fromkeys(result.task for result in results))[::-1]  # the first on top
     values = [[result.value for result in results if result.task == task] for task in tasks]
-    means = [sum(some) / len(some) for some in values]
-    axes.barh(range(len(tasks)), means, color=PALETTE[0], height=0.6)
+    axes.barh(range(len(tasks)), [sum(some) / len(some) for some in values], color=PALETTE[0], height=0.6)
     for place, some in enumerate(values):
         if len(some) > 1:
             axes.plot(some, [place] * len(some), ".", color="#000000", markersize=4)  # one per seed
@@ -181,8 +178,7 @@ def _grid(metrics: list[tuple[str, Curve]], x: str, errors: Mapping[str, Curve])
             spread = (errors[metric].ys ** 2).sum(0) ** 0.5 / seeds  # of the mean over independent seeds
             axes.errorbar(curve.x, mean, yerr=spread, fmt="o", color=PALETTE[0], markersize=3, capsize=2, linewidth=1)
         style_axes(axes, x)
-        title = f"{words(metric)} ± SE" if metric in errors else words(metric)
-        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_title(f"{words(metric)} ± SE" if metric in errors else words(metric), loc="left", fontsize=9)
         if index + columns >= len(metrics):  # the lowest plot of each column
             axes.set_xlabel(AXES.get(x, words(x)), fontsize=9)
     return figure

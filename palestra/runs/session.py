@@ -188,12 +188,10 @@ class Session:
             self._owned = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         assert self._owned is not None
         owned, self._owned = self._owned, None
-        owned.__exit__(kind, error, trace)
+        owned.__exit__(*raised)
 
     def progress(self, *, headline: Mapping[str, float] | None = None, **counts: int) -> None:
         """Set the progress: `step`, and `frame` or `tokens`; `headline` is metric → value.
@@ -237,9 +235,7 @@ class Session:
                 log.warning("the heartbeat of %s cannot be written (%s); training continues", self.path, error)
             self._warned = True
 
-    def _conclude(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _conclude(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._lost is not None or isinstance(error, LeaseLost):
             return  # the folder has another owner, who writes its status and log
         if error is None:
@@ -289,13 +285,11 @@ class Session:
             offsets = {} if saved is None else saved.meta.offsets
             for name in {*self._growing(), *offsets}:
                 if (self.path / name).exists():
-                    size = (self.path / name).stat().st_size
-                    os.truncate(self.path / name, min(size, offsets.get(name, 0)))
+                    os.truncate(self.path / name, min((self.path / name).stat().st_size, offsets.get(name, 0)))
         return saved
 
     def _growing(self) -> list[str]:
-        known = (name for name in APPEND_ONLY if (self.path / name).exists())
-        return sorted({*self._followed, *known})
+        return sorted({*self._followed, *(name for name in APPEND_ONLY if (self.path / name).exists())})
 
     def _check_offsets(self, checkpoint: Checkpoint) -> None:
         for name, offset in checkpoint.meta.offsets.items():
@@ -345,8 +339,7 @@ def _write_identity(path: Path, spec_yaml: str, spec_data: Mapping[str, Any], ma
     """spec.yaml, git.diff and, last because it makes the folder a session, manifest.json."""
     write_bytes(path / "spec.yaml", redact(spec_yaml).encode())
     content = dict(manifest)
-    diff = content.pop("diff", "")
-    if diff:
+    if diff := content.pop("diff", ""):
         write_bytes(path / "git.diff", redact(diff).encode())
     write_json(path / "manifest.json", redacted({**content, "spec": spec_data}))
 

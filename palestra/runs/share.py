@@ -155,11 +155,9 @@ def _commit(files: Any, contents: dict[str, str | bytes]) -> None:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     where = files.resolve_path(next(iter(contents)))
-    operations = [
-        CommitOperationAdd(files.resolve_path(path).path_in_repo, content) for path, content in contents.items()
-    ]
+    added = [CommitOperationAdd(files.resolve_path(path).path_in_repo, content) for path, content in contents.items()]
     HfApi(endpoint=files.endpoint, token=files.token).create_commit(
-        where.repo_id, operations, commit_message=f"Add {len(operations)} files", repo_type=where.repo_type
+        where.repo_id, added, commit_message=f"Add {len(added)} files", repo_type=where.repo_type
     )
     files.invalidate_cache()
 

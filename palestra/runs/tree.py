@@ -171,9 +171,8 @@ def _torch_carrier(torch: Any, tensor: Any, path: tuple[str, ...]) -> tuple[str,
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     name = str(plain.dtype)[len("torch.") :]
     if name in TORCH_ONLY:
-        type_name = TORCH_ONLY[name]
         same_width = torch.uint8 if plain.element_size() == 1 else torch.uint16
-        return type_name, plain.view(same_width).numpy()
+        return TORCH_ONLY[name], plain.view(same_width).numpy()
     try:
         array = plain.numpy()
     except TypeError as error:  # a torch type without a NumPy counterpart

@@ -40,14 +40,11 @@ class JsonlSink:
 
     def write(self, *rows: dict[str, Any]) -> None:
         """Append rows."""
-        text = "".join(map(json_line, rows))
         try:
-            self._file.write(redact(text).encode())
+            self._file.write(redact("".join(map(json_line, rows))).encode())
             self._file.flush()
         except OSError as error:
-            raise PalestraError(
-                f"Cannot write {self.path}: {error.strerror}. Make room, then resume the run."
-            ) from error
+            raise PalestraError(f"Cannot write {self.path}: {error.strerror}. Make room, then resume.") from error
 
     def flush(self) -> None:
         """Make sure that the rows survive a power cut too."""

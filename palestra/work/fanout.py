@@ -276,9 +276,8 @@ class _FanOut:
 
     def _begin(self) -> Iterator[WorkOutcome]:
         while not self.stop.requested:
-            now = time.monotonic()
-            waiting = [entry for entry in self.entries if entry.handle is None and entry.due <= now]
-            entry = waiting[0] if waiting else self._pull()
+            waiting = (entry for entry in self.entries if entry.handle is None and entry.due <= time.monotonic())
+            entry = next(waiting, None) or self._pull()
             if entry is None or not self._fits(entry.item):
                 return
             yield from self._start(entry)

@@ -106,8 +106,7 @@ def _without_likely_secrets(text: str) -> str:
 
 
 def _parameter(match: re.Match[str]) -> str:
-    secret = SECRET.search(match[2]) or SIGNATURE.search(match[2])
-    return match[1] + REDACTED if secret else match[0]
+    return match[1] + REDACTED if SECRET.search(match[2]) or SIGNATURE.search(match[2]) else match[0]
 
 
 class Terminal:

@@ -205,8 +205,7 @@ class Scheduler:
         for running in sorted(self._computing(), key=lambda sample: sample.age):
             if budget <= 0:
                 return
-            blocks = -(-budget // self.block)
-            end = min(running.due, running.cached + blocks * self.block)
+            end = min(running.due, running.cached + -(-budget // self.block) * self.block)
             budget -= end - running.cached
             yield running, end
 

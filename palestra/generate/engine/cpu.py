@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 from palestra.errors import UsageError
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
-from palestra.generate.engine.kv_cache import (
-    BLOCK,
-    COLUMNS,
-    Cache,
-    DecodeAttention,
-    PrefillAttention,
-    Segment,
-    columns_for,
-    rows_that_fit,
-)
+from palestra.generate.engine.kv_cache import BLOCK, Cache, DecodeAttention, PrefillAttention, Segment
 from palestra.generate.engine.sampler import Needs
 from palestra.lm import native
 from palestra.lm.head import logits
@@ -247,19 +238,17 @@ class Runner:
         self.model = empty_model(model.shape, dtype, dtype, device).requires_grad_(False)
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
         self._decoder: native.Decoder | None = None
-        columns = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
-        rows = rows_that_fit(model.shape, columns, dtype, device, budget, most_rows)
-        self.slots = rows
+        self.cache = Cache.fitting(model.shape, context, dtype, device, budget, most_rows)
+        self.slots = self.cache.keys.shape[1]
         """How many sequences run at a time."""
-        self.cache = Cache(model.shape, rows, columns, dtype, device)
         self.load(model.state_dict())
-        self.host = BatchRows.empty(self._padded(rows), torch.device("cpu"))
+        self.host = BatchRows.empty(self._padded(self.slots), torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
-        self.rows = self.host if device.type == "cpu" else BatchRows.empty(rows, device)
+        self.rows = self.host if device.type == "cpu" else BatchRows.empty(self.slots, device)
         self._room: Tensor | None = None
         if self.tiles is not None:
             self.tiles.for_decoding()
-            self._room = self.tiles.head.room(rows)
+            self._room = self.tiles.head.room(self.slots)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take over weights in place. Nothing has changed if a name, a shape or a value does not fit."""
@@ -273,8 +262,7 @@ class Runner:
                 theirs = tuple(weights[name].shape)
                 raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
             # The extremes tell, for they carry a NaN, and cost no copy of the weights.
-            extremes = torch.stack(weights[name].detach().aminmax()).to(tensor.dtype)
-            if not extremes.isfinite().all():
+            if not torch.stack(weights[name].detach().aminmax()).to(tensor.dtype).isfinite().all():
                 raise UsageError(f"the weight {name} has values that are not finite in {tensor.dtype}")
         for name, tensor in own.items():
             tensor.copy_(weights[name].detach())
@@ -313,20 +301,16 @@ class Runner:
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
+        lengths = self.rows.length[:batch]
         if self._decoder is not None:
-            return advance(self.rows, self._scores(self._decoded(self._decoder, batch)), needs)
+            embedded, angles = F.embedding(self.rows.token[:batch], self.model.embed), self.model.rotation(lengths)
+            hidden = self.model.norm(self._decoder(embedded, *doubled(*angles), lengths))
+            return advance(self.rows, self._scores(hidden), needs)
         if self.tiles is not None:
             self.tiles.for_decoding()
-        inputs = slice(self._padded(batch))
-        attend = DecodeAttention(self.cache, self.rows.length[:batch], columns)
+        inputs, attend = slice(self._padded(batch)), DecodeAttention(self.cache, lengths, columns)
         hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
         return advance(self.rows, self._scores(hidden[:batch]), needs)
-
-    def _decoded(self, decoder: native.Decoder, batch: int) -> Tensor:
-        """The last hidden states of the first rows' new tokens."""
-        tokens, lengths = self.rows.token[:batch], self.rows.length[:batch]
-        angles = doubled(*self.model.rotation(lengths))
-        return self.model.norm(decoder(F.embedding(tokens, self.model.embed), *angles, lengths))
 
     def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
         """What decodes in one call, where our kernels can."""

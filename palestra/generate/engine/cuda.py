@@ -49,8 +49,7 @@ class CudaRunner(Runner):
     def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
         # Cheap here, and fewer graphs. Rows truncate the alternatives to what they asked for.
-        top = MOST_ALTERNATIVES if needs.top else 0
-        needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=top)
+        needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=MOST_ALTERNATIVES if needs.top else 0)
         rows = min(_bucket(batch), self.cache.keys.shape[1])
         if (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)
@@ -58,9 +57,8 @@ class CudaRunner(Runner):
         self.rows.copy_(self.host)
         graph.replay()
         self.host.copy_(self.rows)
-        return DecodeStep(
-            *(part[:, :batch].cpu() for part in steps_out)
-        )  # waits for the graph, and so for the copy before
+        # Waits for the graph, and so for the copy before.
+        return DecodeStep(*(part[:, :batch].cpu() for part in steps_out))
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""

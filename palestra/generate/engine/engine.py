@@ -254,7 +254,11 @@ class Engine:
     def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
         """The text of a sample so far, once a stop string may end in its new tokens; until then it is not needed."""
         stops, tokenizer = sample.job.sampling.stop, self.tokenizer
-        if not stops or tokenizer is None or not may_end(stops, tokens, tokenizer):
+        if not stops or tokenizer is None:
+            return None
+        # A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
+        last = _last_bytes(stops)
+        if last is not None and all(last.isdisjoint(tokenizer.piece(token)) for token in tokens):
             return None
         text = GrowingText(tokenizer, stops)
         for token in sample.tokens:
@@ -363,8 +367,7 @@ class Engine:
         if job.sink.streams:
             job.sink.put(sample.chunk(since, text, reason))
         tokens, logprobs, versions = tuple(sample.tokens), tuple(sample.logprobs), tuple(sample.versions)
-        top = tuple(sample.top)
-        job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, top, match)
+        job.generations[sample.index] = Generation(tokens, logprobs, versions, reason, whole, tuple(sample.top), match)
         if len(job.generations) == job.request.n:
             with self._inbox:
                 del self._jobs[job.id]
@@ -378,15 +381,6 @@ class Engine:
         else:
             self._runner.cache.copy(*move)
             host.move(*move[:2])
-
-
-def may_end(stops: Sequence[str], tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether one of the strings may end in the text of one of the tokens.
-
-    A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
-    """
-    last = _last_bytes(tuple(stops))
-    return last is None or any(not last.isdisjoint(tokenizer.piece(token)) for token in tokens)
 
 
 @lru_cache(maxsize=256)

@@ -30,6 +30,28 @@ class Cache:
         size = (shape.layers, rows, shape.kv, context, shape.dim)
         self.keys, self.values = (_zeros(size, dtype, device) for _ in range(2))
 
+    @classmethod
+    def fitting(
+        cls, shape: Shape, context: int, dtype: torch.dtype, device: torch.device, budget: int | None, most: int
+    ) -> "Cache":
+        """As many rows of `context` positions as a budget in bytes holds, at most `most`; null takes of what is free.
+
+        Positions are rounded up.
+        """
+        context = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
+        each = 2 * shape.layers * shape.kv * context * shape.dim * dtype.itemsize
+        if budget is None and device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(device)[0] * 0.8)
+        elif budget is None:
+            # Pages are allocated when they are first written, and other processes on the machine need memory too.
+            budget = psutil.virtual_memory().available // 2
+        if budget < each:
+            raise UsageError(
+                f"a sequence of {context} tokens needs {each / 2**20:,.1f} MiB of keys and values, but there is room "
+                f"for {budget / 2**20:,.1f} MiB: give more memory or a shorter context"
+            )
+        return cls(shape, min(most, budget // each), context, dtype, device)
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the rows may come to use."""
@@ -51,24 +73,6 @@ def columns_for(length: int, dtype: torch.dtype) -> int:
     if dtype != torch.bfloat16 and columns % 512 > 256:
         return -(-columns // 512) * 512
     return columns
-
-
-def rows_that_fit(
-    shape: Shape, context: int, dtype: torch.dtype, device: torch.device, budget: int | None, most: int
-) -> int:
-    """How many rows of `context` positions a budget in bytes holds, at most `most`; null takes of what is free now."""
-    each = 2 * shape.layers * shape.kv * context * shape.dim * dtype.itemsize
-    if budget is None and device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * 0.8)
-    elif budget is None:
-        # Pages are allocated when they are first written, and other processes on the machine need memory too.
-        budget = psutil.virtual_memory().available // 2
-    if budget < each:
-        raise UsageError(
-            f"a sequence of {context} tokens needs {each / 2**20:,.1f} MiB of keys and values, but there is room for "
-            f"{budget / 2**20:,.1f} MiB: give more memory or a shorter context"
-        )
-    return min(most, budget // each)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,8 +101,7 @@ class DecodeAttention:
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
         keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        out = out.reshape(batch, heads, dim)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(batch, heads, dim)
         return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
 
     @cached_property
@@ -154,9 +157,8 @@ class PrefillAttention:
                 block = places[:, start - first : start - first + count]
                 # Filled up with queries that count for nothing, and keys that are later than all queries.
                 part = F.pad(q[block], (0, 0, 0, 0, 0, columns - count))
-                keys, values = (
-                    cached[layer, :, :, : start + columns][rows] for cached in (self.cache.keys, self.cache.values)
-                )
+                stored = (self.cache.keys, self.cache.values)
+                keys, values = (tensor[layer, :, :, : start + columns][rows] for tensor in stored)
                 plain = start == 0 and (window is None or window >= columns)
                 attended = F.scaled_dot_product_attention(
                     part.transpose(1, 2),

@@ -69,8 +69,7 @@ class Settings:
 
     def plain(self, vocab: int) -> Tensor:
         """(B): which rows sample from the whole distribution."""
-        whole = (self.top_k >= vocab) & (self.top_p >= 1) & (self.min_p <= 0)
-        return whole & (self.sampled >= self.minimum)
+        return (self.top_k >= vocab) & (self.top_p >= 1) & (self.min_p <= 0) & (self.sampled >= self.minimum)
 
 
 class Choice(NamedTuple):
@@ -140,8 +139,7 @@ def _sampled(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
     """A number in [0, 1) with 53 random bits (FP64) for each pair of int64s: SplitMix64 twice, the same everywhere."""
-    bits = _splitmix(_splitmix(seed) ^ count)
-    return (_shifted(bits, 11)).to(torch.float64) * 2.0**-53
+    return _shifted(_splitmix(_splitmix(seed) ^ count), 11).to(torch.float64) * 2.0**-53
 
 
 def _splitmix(x: Tensor) -> Tensor:

@@ -87,8 +87,7 @@ class EventStream(Response):
                 async for data in self._events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
-                last = event(self._explain(error).body)
-                await send({"type": "http.response.body", "body": last, "more_body": True})
+                await send({"type": "http.response.body", "body": event(self._explain(error).body), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         return None
 

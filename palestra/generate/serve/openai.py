@@ -7,18 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
-from palestra.generate.client import (
-    Alternatives,
-    Count,
-    MinP,
-    Samples,
-    Seed,
-    StopString,
-    StrictBody,
-    Temperature,
-    TokenId,
-    TopP,
-)
+from palestra.generate import client as wire
 from palestra.generate.engine.request import LONGEST_STOP, MOST_STOPS
 from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
 
@@ -62,21 +51,21 @@ class Options(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    max_tokens: Count | None = None
-    n: Samples = 1
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    seed: Seed | None = None
+    max_tokens: wire.Count | None = None
+    n: wire.Samples = 1
+    temperature: wire.Temperature = 1.0
+    top_p: wire.TopP = 1.0
+    seed: wire.Seed | None = None
     stop: (
-        Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[list[StopString], Field(max_length=MOST_STOPS)]
+        Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[list[wire.StopString], Field(max_length=MOST_STOPS)]
     ) = []
     stream: bool = False
     stream_options: "StreamOptions | None" = None
     # Beyond OpenAI's, under the names that vLLM gave them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
-    min_p: MinP = 0.0
+    min_p: wire.MinP = 0.0
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: list[wire.TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
 
@@ -131,9 +120,9 @@ def _prompts(value: Any) -> Any:
 class CompletionBody(Options):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[TokenId]], BeforeValidator(_prompts), Field(min_length=1, max_length=2048)]
+    prompt: Annotated[list[str | list[wire.TokenId]], BeforeValidator(_prompts), Field(min_length=1, max_length=2048)]
     """A string, a list of token ids, or a list of either."""
-    logprobs: Alternatives | None = None
+    logprobs: wire.Alternatives | None = None
 
     @property
     def characters(self) -> int:
@@ -145,14 +134,14 @@ class CompletionBody(Options):
         return self._sampling(self.max_tokens or 16, self.logprobs or 0)
 
 
-class TextPart(StrictBody):
+class TextPart(wire.StrictBody):
     """A part of a message; only text is understood."""
 
     type: Literal["text"]
     text: str
 
 
-class MessageBody(StrictBody):
+class MessageBody(wire.StrictBody):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -172,17 +161,16 @@ class MessageBody(StrictBody):
 
     def message(self) -> dict[str, Any]:
         """For the chat template. What OpenAI now calls developer messages, templates know as system messages."""
-        role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role}
+        return {**self.model_dump(exclude_none=True), "role": "system" if self.role == "developer" else self.role}
 
 
 class ChatBody(Options):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: wire.Count | None = None
     logprobs: bool = False
-    top_logprobs: Alternatives = 0
+    top_logprobs: wire.Alternatives = 0
 
     @property
     def characters(self) -> int:
@@ -223,9 +211,9 @@ class Reply:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The response object."""
         choices = [
-            self._choice(prompt * self.body.n + index, prompt, generation)
+            self._choice(prompt, index, made, self._content(made.text or ""))
             for prompt, result in enumerate(results)
-            for index, generation in enumerate(result.generations)
+            for index, made in enumerate(result.generations)
         ]
         tokens = sum(len(generation.tokens) for result in results for generation in result.generations)
         kind = "chat.completion" if self.chat else "text_completion"
@@ -235,23 +223,15 @@ class Reply:
         """The events before any token: the role of each choice of a chat."""
         if not self.chat:
             return []
-        choices = range(self.body.n)
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._event({"index": index, **start}) | self._chat_prompt() for index in choices]
+        return [self._event({"index": index, **start}) | self._chat_prompt() for index in range(self.body.n)]
 
     def part(self, prompt: int, chunk: Chunk) -> dict[str, Any] | None:
         """The event for a chunk of a prompt's stream; None where it has nothing new."""
         if not (chunk.text or chunk.stop_reason or self._asks_logprobs or self.body.return_token_ids):
             return None  # half a character, or what may become a stop string
-        index = prompt * self.body.n + chunk.index
-        choice: dict[str, Any] = {"index": index}
-        if self.chat:
-            choice["delta"] = {"content": chunk.text} if chunk.text else {}
-        else:
-            choice["text"] = chunk.text
-        choice["logprobs"] = self._logprobs(index, chunk)
-        choice["finish_reason"] = None if chunk.stop_reason is None else FINISH[chunk.stop_reason]
-        return self._event(choice | self._ids(prompt, chunk))
+        delta = {"delta": {"content": chunk.text} if chunk.text else {}}
+        return self._event(self._choice(prompt, chunk.index, chunk, delta if self.chat else {"text": chunk.text}))
 
     def closing(self, tokens: int) -> list[dict[str, Any]]:
         """The events after the last token: what was used, if asked for."""
@@ -279,18 +259,17 @@ class Reply:
         usage = {"usage": None} if self.body.usage_in_stream else {}
         return {**self._head(self._event_kind), "choices": [choice], **usage}
 
-    def _choice(self, index: int, prompt: int, generation: Generation) -> dict[str, Any]:
-        text = generation.text or ""
-        return {
-            "index": index,
-            **({"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}),
-            "logprobs": self._logprobs(index, generation),
-            "finish_reason": FINISH[generation.stop_reason],
-        } | self._ids(prompt, generation)
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+
+    def _choice(self, prompt: int, index: int, made: Generation | Chunk, content: dict[str, Any]) -> dict[str, Any]:
+        place = prompt * self.body.n + index
+        reason = None if made.stop_reason is None else FINISH[made.stop_reason]
+        about = {"logprobs": self._logprobs(place, made), "finish_reason": reason}
+        return {"index": place, **content, **about, **self._ids(prompt, made)}
 
     def _chat_prompt(self) -> dict[str, Any]:
-        asked = self.chat and self.body.return_token_ids
-        return {"prompt_token_ids": self.requests[0].prompt} if asked else {}
+        return {"prompt_token_ids": self.requests[0].prompt} if self.chat and self.body.return_token_ids else {}
 
     def _ids(self, prompt: int, made: Generation | Chunk) -> dict[str, Any]:
         if not self.body.return_token_ids:
@@ -301,8 +280,7 @@ class Reply:
     def _logprobs(self, index: int, made: Generation | Chunk) -> dict[str, Any] | None:
         if not self._asks_logprobs:
             return None
-        alternatives = made.top or ((),) * len(made.tokens)
-        rows = list(zip(made.tokens, made.logprobs, alternatives, strict=True))
+        rows = list(zip(made.tokens, made.logprobs, made.top or ((),) * len(made.tokens), strict=True))
         if self.chat:
             content = [
                 {**self._token(token, logprob), "top_logprobs": [self._token(*pair) for pair in top]}

@@ -14,20 +14,12 @@ from typing import Any
 
 from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
-from palestra.errors import PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.generate.client import MOST_SAMPLES, GenerateBody, StrictBody, result_json
 from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.request import EngineFailed, PromptTooLong
 from palestra.generate.local import LocalGenerator
-from palestra.generate.serve.gate import (
-    CONTENT_TYPE,
-    LOOPBACK,
-    ClientGone,
-    EventStream,
-    Gate,
-    error_response,
-    unless_gone,
-)
+from palestra.generate.serve import gate
 from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, Reply
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
 from palestra.generate.types import Request
@@ -42,8 +34,6 @@ try:
     from starlette.exceptions import HTTPException
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    from palestra.errors import MissingExtra
-
     raise MissingExtra("The server", "serve") from error
 
 
@@ -78,7 +68,7 @@ def create_app(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_concurrent: int = MAX_CONCURRENT,
-    allowed_hosts: Sequence[str] = LOOPBACK,
+    allowed_hosts: Sequence[str] = gate.LOOPBACK,
 ) -> FastAPI:
     """The application over a generator that drives itself; without `allowed_hosts` requests may name any host."""
     engine = generator.engine
@@ -88,7 +78,7 @@ def create_app(
     # Weights are sent in FP32 at most, and the header of the file is small.
     upload_bytes = 4 * engine.model.shape.parameters() + (1 << 20)
     app.add_middleware(
-        Gate,
+        gate.Gate,
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         max_body_bytes_of={"PUT /update_weights": upload_bytes},
@@ -110,8 +100,7 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
     # What is longer cannot fit, and is not worth the seconds that millions of characters take to encode. (Normalization
     # shortens no text to less than a fourth.)
     most_characters = 4 * engine.context * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
-    created = int(time.time())
-    model = {"id": model_name, "object": "model", "created": created, "owned_by": "palestra"}
+    model = {"id": model_name, "object": "model", "created": int(time.time()), "owned_by": "palestra"}
 
     def check(body: ChatBody | CompletionBody) -> None:
         if body.model is not None:
@@ -137,8 +126,8 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
         )
         reply = Reply(body, id, int(time.time()), model_name, tokenizer, requests)
         if body.stream:
-            return EventStream(service.reply_events(reply), service.explain)
-        return JSONResponse(reply.whole(await unless_gone(http.receive, service.results(requests))))
+            return gate.EventStream(service.reply_events(reply), service.explain)
+        return JSONResponse(reply.whole(await gate.unless_gone(http.receive, service.results(requests))))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
@@ -173,8 +162,8 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     async def generate(body: GenerateBody, http: HttpRequest) -> Response:
         request = body.request()
         if body.stream:
-            return EventStream(service.chunk_events(request), service.explain)
-        (result,) = await unless_gone(http.receive, service.results([request]))
+            return gate.EventStream(service.chunk_events(request), service.explain)
+        (result,) = await gate.unless_gone(http.receive, service.results([request]))
         return JSONResponse(result_json(result))
 
     @app.post("/abort")
@@ -223,12 +212,12 @@ def _add_monitoring(app: FastAPI, service: Service, model_name: str) -> None:
     @app.get("/health")
     async def health() -> Response:
         if engine.failure is not None:
-            return error_response(service.explain(EngineFailed(engine.failure)))
+            return gate.error_response(service.explain(EngineFailed(engine.failure)))
         return JSONResponse({"status": "ok", "model": model_name, "version": engine.version})
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(service.metrics(), headers={"Content-Type": CONTENT_TYPE})
+        return PlainTextResponse(service.metrics(), headers={"Content-Type": gate.CONTENT_TYPE})
 
 
 def serve_engine(
@@ -255,7 +244,7 @@ def serve_engine(
             engine.tokenizer,
             model_name=name,
             api_key=api_key,
-            allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
+            allowed_hosts=allowed_hosts or (gate.LOOPBACK if host in gate.LOOPBACK else ()),
             **limits,
         )
         config = uvicorn.Config(
@@ -270,7 +259,7 @@ def serve_engine(
             timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
         )
         port = listening.getsockname()[1]
-        if api_key is None and host not in LOOPBACK:
+        if api_key is None and host not in gate.LOOPBACK:
             open_to = f"warning: anyone who can reach {host} port {port} can use this model"
             print(f"{open_to}. Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
@@ -329,7 +318,7 @@ def _bound(host: str, port: int) -> socket.socket:
 def _explain_errors(app: FastAPI, service: Service) -> None:
     """Every refusal and every failure as OpenAI's error object."""
 
-    @app.exception_handler(ClientGone)
+    @app.exception_handler(gate.ClientGone)
     async def gone(_: HttpRequest, __: Exception) -> Response:
         return Response(status_code=499)  # no one reads it
 
@@ -337,16 +326,16 @@ def _explain_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(PalestraError)
     @app.exception_handler(Exception)
     async def explained(_: HttpRequest, error: Exception) -> Response:
-        return error_response(service.explain(error))
+        return gate.error_response(service.explain(error))
 
     @app.exception_handler(HTTPException)
     async def refused(_: HttpRequest, error: HTTPException) -> Response:
         code = "request_too_large" if error.status_code == 413 else None
-        return error_response(ApiError(error.status_code, str(error.detail), code=code))
+        return gate.error_response(ApiError(error.status_code, str(error.detail), code=code))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
-        return error_response(_invalid(error.errors()))
+        return gate.error_response(_invalid(error.errors()))
 
 
 def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -355,8 +344,6 @@ def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']} at character {first['loc'][1]}")
     parts = [part for part in first["loc"][1:] if part != "str"]  # the type of a union that was tried
-    where = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
+    path = [str(part) for part in parts if isinstance(part, int) or part.isidentifier()]
     expected = dict.fromkeys(str(problem["msg"]) for problem in problems if problem["loc"][:2] == first["loc"][:2])
-    return ApiError(
-        400, f"{'.'.join(where) or 'The body'}: {'; or '.join(expected)}", param=where[0] if where else None
-    )
+    return ApiError(400, f"{'.'.join(path) or 'The body'}: {'; or '.join(expected)}", param=path[0] if path else None)
