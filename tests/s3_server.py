@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import zygote
 from hub_server import Hold
 from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -37,8 +38,8 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With these variables, s3:// is this server."""
-        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url}
+        """With these variables, s3:// is this server, and a forked process need not import its client."""
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url, zygote.ALSO: "s3fs"}
 
 
 @contextmanager
