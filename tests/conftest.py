@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import yaml
 import zygote
 from hypothesis import settings
-from zygote import COMMAND, ENVIRONMENT
+from zygote import COMMAND, ENVIRONMENT, RUN_COMMAND
 
 from palestra.spec.shape import precision
 
@@ -117,10 +117,11 @@ class Scratch:
         (self.path / f"{name}.yaml").write_text(yaml.safe_dump(data))
         return f"{name}.yaml"
 
-    def start(self, *arguments: str, before: Sequence[str] = (), **environment: str) -> subprocess.Popen:
-        """Start `palestra …` in a process group of its own; `before` is a command that starts it."""
+    def start(self, *arguments: str, before: str | None = None, **environment: str) -> subprocess.Popen:
+        """Start `palestra …` in a process group of its own; `before` is Python that it runs first."""
+        command = [COMMAND] if before is None else [sys.executable, "-c", f"{before}\n{RUN_COMMAND}"]
         process = zygote.Popen(
-            [*before, COMMAND, *arguments],
+            [*command, *arguments],
             cwd=self.path,
             env={**ENVIRONMENT, **environment},
             stdout=subprocess.PIPE,
@@ -131,7 +132,7 @@ class Scratch:
         self.started.append(process)
         return process
 
-    def __call__(self, *arguments: str, before: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments: str, before: str | None = None, **environment: str) -> subprocess.CompletedProcess:
         """Run `palestra …` to its end."""
         process = self.start(*arguments, before=before, **environment)
         out, err = process.communicate(timeout=240)
@@ -201,7 +202,9 @@ def last_step(session: Path) -> int:
     return json.loads(whole.rpartition(b"\n")[2])["step"] if newline else 0
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds: float = 120.0) -> Any:
+def wait_until(
+    condition: Callable[[], Any], process: subprocess.Popen, seconds: float = 120.0, every: float = 0.005
+) -> Any:
     """Poll until the condition holds; a process that ends before is an error that shows what it said."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -209,7 +212,7 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen, seconds:
             out, err = process.communicate()
             raise AssertionError(f"ended with {process.returncode} before its time:\n{out}{err}")
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.001)
+        time.sleep(every)
     return value
 
 

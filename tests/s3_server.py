@@ -2,14 +2,18 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import zygote
 from hub_server import Hold
 from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
+
+with suppress(ImportError):  # tests of buckets are skipped without the extra s3
+    import s3_client  # noqa: F401
 
 # What botocore reads; the values matter to nobody.
 CREDENTIALS = {
@@ -37,8 +41,8 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With these variables, s3:// is this server."""
-        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url}
+        """With these variables, s3:// is this server, and a forked process need not import its client."""
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url, zygote.ALSO: "s3_client"}
 
 
 @contextmanager

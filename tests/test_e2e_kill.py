@@ -84,7 +84,7 @@ def kill_in_checkpoint(scratch: Scratch, spec: str, step: int) -> None:
         names = os.listdir(session / "checkpoints")
         return any(name.startswith(".step_") and ".part-" in name and int(name[6:15]) >= step for name in names)
 
-    wait_until(writing, process)
+    wait_until(writing, process, every=0.001)  # it is written within milliseconds
     kill(process)
 
 

@@ -2,14 +2,13 @@
 
 import functools
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT
+from conftest import Scratch
 from posttrain_lab import Lab
 
 import palestra
@@ -79,10 +78,7 @@ def test_run_with_a_reward_resumes_with_it_and_says_so_without(lab):
         return -len(completion)
 
     first = run(lab.spec(), root=lab.root, reward=short, train__steps=1, name="short")
-    command = [sys.executable, "-m", "palestra", "train", "--resume", str(first.path), "train.steps=2"]
-    told = subprocess.run(
-        [*command, "--allow", "train.steps"], capture_output=True, text=True, env=ENVIRONMENT, cwd=lab.path
-    )
+    told = Scratch(lab.path)("train", "--resume", str(first.path), "train.steps=2", "--allow", "train.steps")
     assert told.returncode == UsageError.exit_code
     assert "Python object short" in told.stderr
     assert "palestra.run(resume=…, reward=…)" in told.stderr

@@ -1,7 +1,7 @@
 """The recipes, followed to the letter: files as the pages give them, commands as the pages give them, nothing else.
 
 A block belongs to the file that the line above it names, as in "In `doubles.py`:". Blocks of `bash` are run, in their
-order and in a copy of the checkout, with two steps of training where a page trains.
+order and in a copy of what they need of the checkout, with two steps of training where a page trains.
 """
 
 import ast
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT
+import zygote
+from conftest import COMMAND, ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "recipes"
@@ -58,35 +60,62 @@ def blocks(page: Path) -> Iterator[tuple[str | None, str, str]]:
 
 
 def run(commands: str, folder: Path) -> str:
-    """Run a block of commands in a folder, which is a checkout; what they print."""
-    environment = ENVIRONMENT | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PALESTRA_CACHE": str(folder / "cache"),
-        "PYTHONPATH": str(folder),  # before what is installed, so that `palestra` is this checkout's
-    }
-    done = subprocess.run(
-        ["bash", "-e", "-c", commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    """Run a block of commands in a folder; what they print.
+
+    Where the folder is a whole checkout, its own `palestra` is run; else the installed one, each command in a process
+    forked from one that has imported it.
+    """
+    environment = ENVIRONMENT | {"PALESTRA_CACHE": str(folder / "cache")}
+    if (folder / "palestra").exists():
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment["PYTHONPATH"] = str(folder)  # before what is installed
+        return said_by(["bash", "-e", "-c", commands], folder, environment)
+    return "".join(said_by(forked(shlex.split(line)), folder, environment) for line in commands.splitlines())
+
+
+def forked(words: list[str]) -> list[str]:
+    """A command of a page in the form that the zygote forks; `python -m pytest` stays as it is."""
+    match words:
+        case ["palestra", *arguments]:
+            return [COMMAND, *arguments]
+        case ["python", "-m", "palestra", *arguments]:
+            return [sys.executable, "-c", "from palestra.cli import main; main()", *arguments]
+        case ["python", file, *arguments] if file.endswith(".py"):
+            code = f"import runpy; runpy.run_path({file!r}, run_name='__main__')"
+            return [sys.executable, "-c", code, *arguments]
+        case ["python", *arguments]:
+            return [sys.executable, *arguments]
+    raise AssertionError(f"a page has a command of another kind: {words}")
+
+
+def said_by(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """What a command prints that must end well."""
+    pipe = subprocess.PIPE
+    process = zygote.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
-    assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, f"{command}\n{out[-3000:]}\n{err[-3000:]}"
+    return out
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the pages touch, with the model that they start from."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("palestra", "docs", "examples", "tests"):
-        shutil.copytree(ROOT / name, folder / name)
+def with_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the examples and the model that the pages start from."""
+    folder = tmp_path_factory.mktemp("with_model")
+    shutil.copytree(ROOT / "examples", folder / "examples")
     run(MODEL, folder)
     return folder
 
 
 @pytest.fixture
-def follow(checkout: Path, tmp_path: Path) -> Callable[[str], Followed]:
-    """Does what a page says."""
+def follow(with_model: Path, tmp_path: Path) -> Callable[..., Followed]:
+    """Does what a page says, with copies of the parts of the checkout that it changes."""
 
-    def followed(name: str) -> Followed:
-        folder, said = shutil.copytree(checkout, tmp_path / name), []
+    def followed(name: str, *parts: str) -> Followed:
+        folder, said = shutil.copytree(with_model, tmp_path / name), []
+        for part in parts:
+            shutil.copytree(ROOT / part, folder / part)
         whole = [text for _, language, text in blocks(RECIPES / f"{name}.md") if language == "bash"]
         assert any(text.startswith(MODEL) for text in whole), "the page makes no model, or makes it another way"
         for file, language, text in blocks(RECIPES / f"{name}.md"):
@@ -127,7 +156,7 @@ def test_add_preset_diff_fits_the_files_as_they_are(file: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_add_task_followed_trains_on_the_new_task(follow: Callable[[str], Followed]) -> None:
+def test_add_task_followed_trains_on_the_new_task(follow: Callable[..., Followed]) -> None:
     page = follow("add_task")
     assert "6 passed" in page.said[0]
     assert "Doubles/train/" in page.said[1]
@@ -143,7 +172,7 @@ def test_add_task_followed_trains_on_the_new_task(follow: Callable[[str], Follow
 
 
 @pytest.mark.slow
-def test_add_reward_followed_trains_on_the_number_the_function_gives(follow: Callable[[str], Followed]) -> None:
+def test_add_reward_followed_trains_on_the_number_the_function_gives(follow: Callable[..., Followed]) -> None:
     page = follow("add_reward")
     shown = next(text for _, language, text in blocks(RECIPES / "add_reward.md") if language == "text")
     assert page.said[0] == shown
@@ -160,7 +189,7 @@ def test_add_reward_followed_trains_on_the_number_the_function_gives(follow: Cal
 
 
 @pytest.mark.slow
-def test_add_workflow_followed_asks_twice_and_trains_what_was_drawn(follow: Callable[[str], Followed]) -> None:
+def test_add_workflow_followed_asks_twice_and_trains_what_was_drawn(follow: Callable[..., Followed]) -> None:
     page = follow("add_workflow")
     answers = [one for group in page.groups("second_look") for one in group["trajectories"]]
     assert len(answers) == 2 * 8 * 4
@@ -177,8 +206,8 @@ def test_add_workflow_followed_asks_twice_and_trains_what_was_drawn(follow: Call
 
 
 @pytest.mark.slow
-def test_add_preset_followed_gives_a_preset_that_runs(follow: Callable[[str], Followed]) -> None:
-    page = follow("add_preset")
+def test_add_preset_followed_gives_a_preset_that_runs(follow: Callable[..., Followed]) -> None:
+    page = follow("add_preset", "palestra", "docs", "tests")
     assert re.match(r"\.+ .*\n(1\d|[5-9]) passed", page.said[1])
     resolved = (page.session("magistral") / "spec.yaml").read_text()
     assert re.search(r"preset: magistral\n.*scale: advantage_std\n", resolved, re.S)
