@@ -2,6 +2,7 @@
 
 import importlib
 from contextlib import closing
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -25,14 +26,16 @@ def games(num_envs: int, id: str = "ALE/Breakout-v5", **kwargs):
     return make_vector(EnvSpec(id=id, kwargs=kwargs), num_envs)
 
 
+@cache
+def weights(old: int, new: int) -> np.ndarray:
+    """How much of each old pixel is in each new one."""
+    edges = np.arange(new + 1) * old / new
+    pixels = np.arange(old)
+    return np.array([np.clip(np.minimum(pixels + 1, b) - np.maximum(pixels, a), 0, 1) for a, b in pairwise(edges)])
+
+
 def area_resized(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     """The mean over the area that each new pixel covers."""
-
-    def weights(old: int, new: int) -> np.ndarray:
-        edges = np.arange(new + 1) * old / new
-        pixels = np.arange(old)
-        return np.array([np.clip(np.minimum(pixels + 1, b) - np.maximum(pixels, a), 0, 1) for a, b in pairwise(edges)])
-
     rows, columns = weights(frame.shape[0], height), weights(frame.shape[1], width)
     return rows @ frame.astype(np.float64) @ columns.T / (rows[0].sum() * columns[0].sum())
 
@@ -78,21 +81,21 @@ def played(env, steps: int, seed: int = 0) -> tuple[Episodes, int, list[float]]:
 def test_lost_lives_end_episodes_and_scores_stay_those_of_whole_games():  # point 10
     kwargs = {"repeat_action_probability": 0.0}
     with closing(games(2, **kwargs)) as env:
-        whole, ends, scores = played(env, 400)
-    assert ends == len(scores) > 2
+        whole, ends, scores = played(env, 250)
+    assert ends == len(scores) > 1
     with closing(games(2, life_loss_info=True, **kwargs)) as env:
-        lives, life_ends, life_scores = played(env, 400)
+        lives, life_ends, life_scores = played(env, 250)
     assert life_scores == scores
     assert [length for _, length in lives.recent] == [length for _, length in whole.recent]
     assert life_ends >= 5 * len(scores)
 
 
 def test_pong_which_has_no_lives_scores_each_game_once():  # point 10
-    with closing(games(2, "ALE/Pong-v5")) as env:
+    with closing(games(1, "ALE/Pong-v5")) as env:
         episodes, ends, scores = played(env, 1100)
     assert ends == len(scores) > 0
     assert all(-21 <= score <= -15 for score in scores)
-    assert episodes.frame == 2 * 1100  # steps of the agent, each four of the emulator's (point 12)
+    assert episodes.frame == 1100  # steps of the agent, each four of the emulator's (point 12)
 
 
 def test_final_observation_is_the_one_that_another_autoreset_mode_shows():  # points 3, 5
@@ -154,11 +157,12 @@ def test_watched_game_goes_on_after_a_lost_life():
 
 def test_same_seed_gives_the_same_games_and_games_differ():  # point 14
     traces = []
-    for seed in (5, 5, 6):
+    for seeds in ((5,), (5, 6)):
         with closing(games(2, "ALE/Pong-v5")) as env:
-            env.reset(seed=seed)
-            rng = np.random.default_rng(0)
-            traces.append(np.stack([env.step(np.full(2, rng.integers(0, 6)))[0] for _ in range(60)]))
+            for seed in seeds:
+                env.reset(seed=seed)
+                rng = np.random.default_rng(0)
+                traces.append(np.stack([env.step(np.full(2, rng.integers(0, 6)))[0] for _ in range(40)]))
     assert traces[0].tobytes() == traces[1].tobytes()
     assert traces[0].tobytes() != traces[2].tobytes()
     assert traces[0][:, 0].tobytes() != traces[0][:, 1].tobytes()
@@ -173,10 +177,10 @@ def test_returned_arrays_are_never_written_again():  # point 13
 
 
 def test_rewards_are_the_games_own_unless_asked_otherwise():
-    with closing(games(4, "ALE/SpaceInvaders-v5")) as env:
+    with closing(games(1, "ALE/SpaceInvaders-v5")) as env:
         env.reset(seed=0)
         rng = np.random.default_rng(0)
-        rewards = np.concatenate([env.step(rng.integers(0, 6, 4))[1] for _ in range(200)])
+        rewards = np.concatenate([env.step(rng.integers(0, 6, 1))[1] for _ in range(200)])
     assert rewards.max() >= 5
     assert rewards.dtype == np.float64
 

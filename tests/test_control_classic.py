@@ -32,6 +32,7 @@ def test_step_same_states_as_gymnasium_gives_equal_bits(num_envs, steps):
     for _ in range(steps):
         actions = balancing(observations, rng, noise)
         observations, rewards, terminated, truncated, infos = ours.step(actions)
+        states = ours.get_state()["state"]
         for i, env in enumerate(theirs):
             obs, reward, term, trunc, _ = env.step(actions[i])
             assert (rewards[i], terminated[i], truncated[i]) == (reward, term, trunc)
@@ -41,7 +42,7 @@ def test_step_same_states_as_gymnasium_gives_equal_bits(num_envs, steps):
                 obs, _ = env.reset()
             np.testing.assert_array_equal(observations[i], obs, strict=True)
             # the float64 state behind the observation too
-            np.testing.assert_array_equal(ours.get_state()["state"][[0, 2, 1, 3], i], env.unwrapped.state, strict=True)
+            np.testing.assert_array_equal(states[[0, 2, 1, 3], i], env.unwrapped.state, strict=True)
         ended = terminated | truncated
         assert infos.keys() == ({"final_obs", "_final_obs"} if ended.any() else set())
         if ended.any():

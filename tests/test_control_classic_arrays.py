@@ -3,6 +3,7 @@
 import gymnasium
 import numpy as np
 import pytest
+from conftest import fast_only
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from palestra.control.envs.classic import (
@@ -36,7 +37,10 @@ def lively(name: str, obs: np.ndarray, rng: np.random.Generator, noise: np.ndarr
 
 
 @everywhere
-@pytest.mark.parametrize(("num_envs", "steps", "limit"), [(1, 1100, None), (7, 600, None), (33, 120, 50)])
+@pytest.mark.parametrize(
+    ("num_envs", "steps", "limit"),
+    fast_only([(1, 1100, None), (7, 600, None), (33, 120, 50)], (1, 1100, None), (33, 120, 50)),
+)
 def test_step_beside_sync_vector_env_same_seed_gives_equal_bytes(name, num_envs, steps, limit):
     given = {} if limit is None else {"max_episode_steps": limit}
     ours = ENVS[name](num_envs, **given)

@@ -150,7 +150,7 @@ def test_quantile_loss_of_samples_is_least_at_their_quantiles():
     samples = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 50
     values = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([values], lr=1.0)
-    for _ in range(400):
+    for _ in range(200):
         optimizer.zero_grad()
         quantile_loss(values, samples).sum().backward()
         optimizer.step()
@@ -173,23 +173,23 @@ def test_act_epsilon_is_drawn_for_each_environment_by_itself():
     algorithm = dqn(sync(lambda: OneStep(lambda shown, action: 0.0), 4), epsilon=0.5)
     algorithm.flat.vector.zero_()
     algorithm.net.advantage_head.bias.data[1] = 1.0  # the best action is 1
-    noise = algorithm.explore(10_000)
+    noise = algorithm.explore(2000)
     obs = torch.zeros(4, 1)
     with torch.no_grad():
-        random = 1 - torch.stack([algorithm.act(obs, noise, t, 0.0) for t in range(10_000)]).double()  # 0: explored
+        random = 1 - torch.stack([algorithm.act(obs, noise, t, 0.0) for t in range(2000)]).double()  # 0: explored
     # Half of the random actions happen to be the best one.
-    assert random.mean(dim=0).tolist() == pytest.approx([0.25] * 4, abs=0.02)
+    assert random.mean(dim=0).tolist() == pytest.approx([0.25] * 4, abs=0.04)
     correlation = torch.corrcoef(random.T) - torch.eye(4)
-    assert float(correlation.abs().max()) < 0.04
+    assert float(correlation.abs().max()) < 0.09
 
 
 def test_act_temperature_draws_by_the_softmax():
     algorithm = dqn(sync(lambda: OneStep(lambda shown, action: 0.0), 4), temperature=0.5)
     algorithm.flat.vector.zero_()
     algorithm.net.advantage_head.bias.data[1] = 0.5
-    noise = algorithm.explore(5000)
+    noise = algorithm.explore(2000)
     with torch.no_grad():
-        drawn = torch.stack([algorithm.act(torch.zeros(4, 1), noise, t, 0.0) for t in range(5000)]).double()
+        drawn = torch.stack([algorithm.act(torch.zeros(4, 1), noise, t, 0.0) for t in range(2000)]).double()
     assert float(drawn.mean()) == pytest.approx(1 / (1 + np.exp(-1)), abs=0.02)
 
 
@@ -210,7 +210,7 @@ def test_act_epsilon_moves_with_the_frames_inside_a_step():
     assert all(b > a for a, b in pairwise(seen))
 
 
-@pytest.mark.parametrize("num_envs", [1, 4, 16])
+@pytest.mark.parametrize("num_envs", fast_only([1, 4, 16], 1, 4))
 def test_step_gradient_steps_for_each_frame_whatever_the_number_of_environments(num_envs):
     """Points 48 and 49: none before `start`, then `replay_ratio` a frame."""
     algorithm = dqn(sync(Scripted, num_envs), replay_ratio=0.5, update_every=2, start=64, horizon=64)
@@ -299,22 +299,22 @@ def test_step_environment_that_forbids_actions_is_refused(name):
 def test_probe_values_of_constant_shown_and_delayed_rewards(name, mode):
     quick = dict(EITHER)[name]
 
-    def run(make, steps=12):
-        steps = steps if name == "dqn" else 8 * steps
+    def run(make, steps=6):
+        steps = steps if name == "dqn" else 14 * steps
         return trained(learner_on(sync(make, 4, mode), name, net={"hidden": [32]}, gamma=0.9, **quick), steps)
 
     constant = run(lambda: OneStep(lambda shown, action: 1.0))
     assert np.array(q(constant, -1.0, 1.0)) == pytest.approx(1.0, abs=0.1)
     shown = run(lambda: OneStep(lambda shown, action: shown))
     assert np.array(q(shown, -1.0, 1.0)).mean(axis=1) == pytest.approx([-1.0, 1.0], abs=0.1)
-    delayed = run(lambda: Walk([0.0, 1.0]), 20)
+    delayed = run(lambda: Walk([0.0, 1.0]), 10)
     assert np.array(q(delayed, 0.0, 1.0)).mean(axis=1) == pytest.approx([0.9, 1.0], abs=0.1)
 
 
-@pytest.mark.parametrize("variant", fast_only(VARIANTS, "vanilla", "softmax", "everything"))
+@pytest.mark.parametrize("variant", fast_only(VARIANTS, "vanilla", "everything"))
 def test_probe_every_variant_learns_the_action_that_what_is_shown_asks_for(variant):
     make = lambda: OneStep(lambda shown, action: 1.0 if (shown > 0) == (action == 1) else -1.0)  # noqa: E731
-    algorithm = trained(dqn(sync(make, 4), **VARIANTS[variant]), 12)
+    algorithm = trained(dqn(sync(make, 4), **VARIANTS[variant]), 8)
     low, high = q(algorithm, -1.0, 1.0)
     assert low == pytest.approx([1.0, -1.0], abs=0.3)
     assert high == pytest.approx([-1.0, 1.0], abs=0.3)
@@ -353,7 +353,7 @@ def test_probe_two_step_credit_goes_to_the_first_action(name, quick):
 def test_probe_truncated_loop_is_worth_its_endless_future(name, quick):
     """Points 1 and 60: reward 1, time limit 5, γ 0.8: Q is 1 / (1 − γ) = 5, not what five steps bring."""
     make = lambda: Walk([1.0] * 5, truncates=True, loop=True)  # noqa: E731
-    steps = 30 if name == "dqn" else 200
+    steps = 15 if name == "dqn" else 100
     algorithm = trained(learner_on(sync(make, 4), name, net={"hidden": [32]}, gamma=0.8, **quick), steps)
     assert np.array(q(algorithm, 0.0)) == pytest.approx(5.0, abs=0.5)
 
@@ -409,10 +409,11 @@ def test_sarsa_targets_lambda_mix_what_follows_with_its_own_target():
 def test_step_same_seed_gives_the_same_numbers_and_another_seed_others(variant):
     def run(seed):
         algorithm = dqn(sync(Scripted, 3), seed=seed, start=32, **VARIANTS[variant])
-        return [algorithm.step(0.1 * i) for i in range(4)]
+        return [algorithm.step(0.1 * i) for i in range(2)]
 
-    assert run(1) == run(1)
-    assert run(1) != run(2)
+    first = run(1)
+    assert run(1) == first
+    assert run(2) != first
 
 
 class SavedSync(SyncVectorEnv):
@@ -449,17 +450,17 @@ def test_state_round_trip_next_steps_are_identical(name, mode):
         given = {"normalize_obs": True, "normalize_reward": True}
         if name == "sarsa":
             return learner_on(env, "sarsa", given=given, horizon=8)
-        return dqn(env, given=given, start=32, buffer=200, **VARIANTS[name])
+        return dqn(env, given=given, start=32, buffer=100, **VARIANTS[name])
 
     going = make()
-    for i in range(4):
+    for i in range(2):  # of 96 frames: the buffer is full, and its oldest rows are gone
         going.step(0.1 * i)
     state, numbers = going.state(), going.generator.get_state()
-    expected = [going.step(0.5) for _ in range(3)]
+    expected = [going.step(0.5) for _ in range(2)]
     resumed = make()
     resumed.load_state(state)
     resumed.generator.set_state(numbers)
-    assert [resumed.step(0.5) for _ in range(3)] == expected
+    assert [resumed.step(0.5) for _ in range(2)] == expected
 
 
 @pytest.mark.parametrize("name", ["dqn", "sarsa"])

@@ -28,10 +28,9 @@ def spec_of(name: str, **algorithm: object) -> ControlSpec:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_dev_any_algorithm_passes_and_says_what_was_checked(name):
     lines: list[str] = []
-    horizon = {"horizon": 32} if name in ("ppo", "reinforce") else {}
-    learner = check_learning(
-        spec_of(name, **horizon, **({"minibatch": 32} if name == "ppo" else {})), tell=lines.append
-    )
+    few: dict[str, dict[str, object]] = {"ppo": {"horizon": 32, "minibatch": 32}, "reinforce": {"horizon": 32}}
+    few |= {name: {"replay_ratio": 0.25, "update_every": 2} for name in ("sac", "td3", "crossq")}
+    learner = check_learning(spec_of(name, **few.get(name, {})), tell=lines.append)
     assert learner.steps == sanity.STEPS
     text = "\n".join(lines)
     for said in ("gradient steps in 3 steps", "losses are finite", "moved by", "evaluation: 2 episodes"):

@@ -53,15 +53,15 @@ def test_tokens_and_logprobs_in_batches_of_1_7_and_64_are_the_same_bits(dtype, t
     alone = among_others(model, request, [])
     assert len({generation.tokens for generation in alone}) == 2
     for others in (5, 62):
-        assert among_others(model, request, other_requests(others, 40), max_running=64) == alone
+        assert among_others(model, request, other_requests(others, 15), max_running=64) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_prompt_in_chunks_while_others_come_and_go_gives_the_same_bits(dtype):
     model = small_model(deviation=0.05, dtype=dtype, **REAL)
-    request = Request(prompt_of(600, 1), Sampling(seed=9, max_new_tokens=6))
+    request = Request(prompt_of(300, 1), Sampling(seed=9, max_new_tokens=6))
     alone = among_others(model, request, [], prefill_tokens=4096)
-    others = other_requests(10, 200)
+    others = other_requests(10, 100)
     assert among_others(model, request, others, arrive=6, prefill_tokens=100, max_running=6, burst=3) == alone
 
 

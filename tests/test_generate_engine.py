@@ -49,11 +49,11 @@ def test_greedy_of_every_family_equals_transformers_token_for_token(family, tmp_
     folder = tiny_checkpoint(family, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = Engine.from_folder(folder)
-    prompts = [prompt_of(length, seed=length) for length in (1, 4, 9, 23, 30)]
-    results = engine.run([Request(p, Sampling(temperature=0.0, max_new_tokens=25)) for p in prompts])
+    prompts = [prompt_of(length, seed=length) for length in (1, 9, 30)]
+    results = engine.run([Request(p, Sampling(temperature=0.0, max_new_tokens=16)) for p in prompts])
     for prompt, result in zip(prompts, results, strict=True):
         with torch.inference_mode():
-            expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=25, do_sample=False)[0, len(prompt) :]
+            expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
         assert list(result.generations[0].tokens) == expected.tolist()
 
 

@@ -35,7 +35,7 @@ def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 # ---- the engine
 
 
-QUICK = ("tied", "adapters", "micro-batches", "one pair")
+QUICK = ("adapters", "micro-batches", "one pair")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def test_token_divergences_pass_gradcheck_and_send_nothing_to_the_teacher(name, 
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 6 * ROWS)
     student, unembed, taught, teacher = states()
     taught.requires_grad_(), teacher.requires_grad_()
-    assert torch.autograd.gradcheck(lambda h, u: ours(LOSSES[name], h, u, taught, teacher), (student, unembed))
+    assert torch.autograd.gradcheck(
+        lambda h, u: ours(LOSSES[name], h, u, taught, teacher), (student, unembed), fast_mode=True
+    )
     ours(LOSSES[name], student, unembed, taught, teacher).sum().backward()
     assert taught.grad is None
     assert teacher.grad is None

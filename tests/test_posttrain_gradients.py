@@ -136,7 +136,7 @@ def single():
     return Table(vocab=5, length=1, seed=1)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("changes", "factor"),
     [
@@ -154,6 +154,14 @@ def test_gradient_on_policy_without_length_or_std_is_unbiased(table, n, changes,
     policy = table.logits()
     found = expected_gradient(table, algorithm(**changes), policy, n=n)
     assert same(found, factor(n) * exact(table.value, policy) / table.length)
+
+
+@pytest.mark.parametrize(("preset", "factor"), [("rloo", 1.0), ("dr_grpo", 2 / 3)])
+def test_gradient_on_policy_of_three_answers_of_one_token_is_unbiased(preset, factor):
+    single = Table(vocab=4, length=1, seed=1)
+    policy = single.logits()
+    found = expected_gradient(single, algorithm(**{**PLAIN, "preset": preset}), policy, n=3)
+    assert same(found, factor * exact(single.value, policy))
 
 
 def test_gradient_with_means_over_answers_favours_by_length(table):

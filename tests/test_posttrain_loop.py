@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import fast_only
 from plain_loop import plain_loop
 from posttrain_lab import (
     TOKENIZER,
@@ -57,7 +58,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("case", fast_only(PLAIN, "dr_grpo", "minibatches", "recomputed"))
 def test_loop_at_staleness_zero_equals_the_plain_loop_bit_for_bit(lab, case):
     # Judging takes a while, each answer another one, so that what ends first is drawn by lot.
     run = lab.run(tasks=letters(pause=0.01), **PLAIN[case])
@@ -107,7 +108,7 @@ def test_loop_when_answers_take_long_shows_mixed_versions_within_the_bound(lab):
     assert len(set(numbers)) == len(numbers) == 32
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", fast_only([1, 3], 1))
 def test_loop_with_answers_dropped_when_stale_keeps_the_bound(lab, staleness):
     run = lab.run(
         tasks=letters(pause=0.15), train__steps=8, rollout__staleness=staleness, rollout__on_stale="drop"
@@ -121,10 +122,9 @@ def test_loop_with_answers_dropped_when_stale_keeps_the_bound(lab, staleness):
 
 def test_evaluation_while_answers_are_under_way_is_of_one_version(lab):
     # It raises where answers of an evaluation are of several versions; here it has others between its own.
-    run = lab.run(
-        tasks=letters(), rollout__staleness=2, rollout__max_new_tokens=24, every__eval="1 steps", eval__samples=2
-    )  # fmt: skip
-    plain = lab.run(tasks=letters(), rollout__max_new_tokens=24, name="plain", every__eval="1 steps", eval__samples=2)
+    changes: dict[str, Any] = {"tasks": letters(), "rollout__max_new_tokens": 24, "eval__samples": 2}
+    run = lab.run(rollout__staleness=2, every__eval="1 steps", train__steps=4, **changes)
+    plain = lab.run(name="plain", train__steps=1, **changes)
     first, expected = (
         {key: value for key, value in rows_of(one)[0].items() if key.startswith("eval/")} for one in (run, plain)
     )
@@ -156,11 +156,11 @@ def test_replay_of_a_run_from_the_same_start_gives_the_same_weights_without_gene
 
 
 def test_replay_that_is_resumed_goes_on_where_it_was_though_the_name_means_another_run_now(lab):
-    lab.run(name="source", train__steps=6)
-    whole = lab.run(name="whole", rollout__replay="source", train__steps=6)
-    lab.run(name="half", rollout__replay="source", train__steps=3)
-    lab.run(name="source", train__steps=6, seed=1)
-    half = lab.resume("half", overrides={"train.steps": 6}, allow=["train.steps"])
+    lab.run(name="source", train__steps=4)
+    whole = lab.run(name="whole", rollout__replay="source", train__steps=4)
+    lab.run(name="half", rollout__replay="source", train__steps=2)
+    lab.run(name="source", train__steps=4, seed=1)
+    half = lab.resume("half", overrides={"train.steps": 4}, allow=["train.steps"])
     assert_equal_runs(half, whole)
 
 

@@ -5,6 +5,7 @@ from math import isfinite
 
 import pytest
 import torch
+from conftest import fast_only
 from posttrain_cases import MAX_NEW_TOKENS, algorithm, answer, groups_of, random_groups
 from small_lm import VOCAB, small_model
 
@@ -119,7 +120,7 @@ def test_gradient_where_nothing_is_trained_is_zero_and_finite():
     assert all(g.abs().sum() == 0 for g in found.values())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", fast_only(PRESETS, "grpo", "gspo", "ppo"))
 def test_learning_from_two_answers_makes_the_better_one_likelier(preset):
     """Twenty steps on one pair: the chosen answer gains on the other, with every preset."""
     model = trained_model()

@@ -31,7 +31,7 @@ def test_log_prob_and_entropy_any_shape_equal_torch(alpha, beta, action):
 
 @pytest.mark.parametrize(("alpha", "beta"), SHAPES)
 def test_log_prob_integrates_to_one(alpha, beta):
-    x = torch.linspace(-1, 1, 2_000_001, dtype=torch.float64)[:, None]
+    x = torch.linspace(-1, 1, 200_001, dtype=torch.float64)[:, None]
     ours = Beta(torch.full_like(x, alpha), torch.full_like(x, beta))
     assert float(torch.trapezoid(ours.log_prob(x).exp(), x[:, 0])) == pytest.approx(1.0, abs=1e-4)
 

@@ -204,7 +204,7 @@ def test_answers_are_judged_in_workers_hangs_and_cheats_do_not_stop_it(tmp_path:
     (problem,) = make_task("mbpp", use.args).problems("train")
     texts = [
         "def add_one(a): return a + 1",
-        "def add_one(a):\n    while True: pass",
+        "def add_one(a):\n    import time; time.sleep(1e4)",
         "import os; os._exit(0)",
         "import os; os.kill(-1, 9)",
     ]

@@ -54,7 +54,8 @@ def judged(task: str, pairs: Sequence[tuple[Problem, str]]) -> list[Verdict]:
     async def all_of_them(judges: Verifiers) -> list[Verdict]:
         return await asyncio.gather(*(judges.verify(problem, Completion(text)) for problem, text in pairs))
 
-    with Verifiers([TaskUse(task=task)]) as judges:
+    few = 1 if len(pairs) < 1000 else None  # a process takes two seconds to import sympy
+    with Verifiers([TaskUse(task=task)], workers=few) as judges:
         return asyncio.run(all_of_them(judges))
 
 
