@@ -16,11 +16,11 @@ quickstart: $(VENV)/.train
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" || $(AGAIN)
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder -m "not slow" || $(AGAIN)
 
 # Everything: the slow tests too, and as many examples of each property as its test asks for.
 test-all: lint
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile full || $(AGAIN) --hypothesis-profile full
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile full || $(AGAIN) --hypothesis-profile full
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
