@@ -1,14 +1,15 @@
 """What each rank of test_lm_ranks.py does: train models beside whole ones and write down how far apart they are.
 
-torchrun --nproc-per-node 2 tests/ranks_worker.py FOLDER
+torchrun --nproc-per-node 2 tests/ranks_worker.py FOLDER float64 shard=2/tied tensor=2/experts
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.objectives import reward_loss
 from palestra.lm.optim import Ema, Optimizer
-from palestra.lm.ranks import Ranks, whole
+from palestra.lm.ranks import Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.spec.kinds.lm import RewardLossSpec
 from palestra.spec.lm import AdamWSpec, LoraSpec, MuonSpec
@@ -63,6 +64,8 @@ CASES = {
     "recomputed": Case(EXPERTS, checkpointing=True, micro_tokens=10),
     "one sequence": Case(EXPERTS, lengths=(7,)),
     "one pair": Case(scalar=True, lengths=(7, 3)),
+    "deep": Case(EXPERTS.model_copy(update={"layers": 5}), micro_tokens=10, ema=0.8),
+    "deep dense": Case(SHAPE.model_copy(update={"layers": 4})),
 }
 
 
@@ -77,7 +80,7 @@ class Run:
 
     def __init__(self, case: Case, ranks: Ranks):
         draws = torch.Generator().manual_seed(0)
-        model = Transformer(case.shape)
+        model = Transformer(case.shape, torch.get_default_dtype())
         model.initialize(draws)
         if case.lora:
             add_lora(model, LoraSpec(rank=3, alpha=6.0), draws)
@@ -116,7 +119,10 @@ class Run:
         return self.engine.optim_step(step / STEPS)
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: whole(p.grad) for name, p in self.engine.optimizer.parameters.items() if p.grad is not None}
+        trained = self.engine.optimizer.parameters.items()
+        gradients = self.engine.ranks.gather({name: p.grad for name, p in trained if p.grad is not None})
+        # The first and the last stage of a pipeline add up those of a tied embedding before the step.
+        return {name: g for name, g in gradients.items() if not (name.endswith("embed") and self.case.shape.tied)}
 
 
 def apart(one: Mapping[str, Tensor | float], other: Mapping[str, Tensor | float]) -> float:
@@ -186,22 +192,47 @@ def weights(run: Run) -> dict[str, Tensor]:
     return run.engine.ranks.gather(run.engine.model.state_dict())
 
 
-def shares(ranks: Ranks) -> dict[str, float]:
+def twenty(case: Case, ranks: Ranks) -> dict[str, float]:
+    """How far losses and weights are from those of one process in the course of 20 steps."""
+    runs, losses = (Run(case, Ranks()), Run(case, ranks)), []
+    for step in range(20):
+        losses.append(apart(*(run.backward(step) for run in runs)))
+        for run in runs:
+            run.step(min(step, STEPS - 1))
+    return {"losses": max(losses), "weights": apart(*(weights(run) for run in runs))}
+
+
+def shares(case: Case, ranks: Ranks) -> dict[str, float]:
     """How much of a model a rank has."""
-    run = Run(CASES["untied"], ranks)
-    parameters = list(run.engine.model.parameters())
+    parameters = list(Run(case, ranks).engine.model.parameters())
     mine = sum(p.to_local().numel() for p in parameters)
     return {"mine": mine, "all": sum(p.numel() for p in parameters)}
 
 
-def main(folder: Path, *cases: str) -> None:
+JOBS = {"measure": measure, "twenty": twenty, "shares": shares}
+
+
+def even(case: Case) -> Case:
+    """The case with a model that splits evenly along the other axes than `shard`."""
+    moe = case.shape.moe
+    changes = {"vocab": 22} | ({} if moe is None else {"moe": moe.model_copy(update={"experts": 4})})
+    return replace(case, shape=case.shape.model_copy(update=changes))
+
+
+def main(folder: Path, dtype: str, *jobs: str) -> None:
+    """Jobs are `AXIS=SIZE,…/CASE/WHAT`."""
     torch.set_num_threads(1)
-    ranks = Ranks.join(torch.device("cpu"))
-    jobs: dict[str, Callable[[], dict[str, float]]] = {
-        name: lambda case=CASES[name]: measure(case, ranks) for name in cases
-    }
-    jobs["shares"] = lambda: shares(ranks)
-    found = {name: job() for name, job in jobs.items()}
+    torch.set_default_dtype(getattr(torch, dtype))
+    layouts: dict[str, Ranks] = {}
+    found: dict[str, dict[str, float]] = {}
+    for job in jobs:
+        axes, name, what = job.split("/")
+        name = name.replace("_", " ")
+        sizes: dict[str, Any] = dict(part.split("=") for part in axes.split(","))
+        sizes = {axis: size if axis == "schedule" else int(size) for axis, size in sizes.items()}
+        if axes not in layouts:
+            layouts[axes] = Ranks.join(torch.device("cpu"), **sizes)
+        found[job] = JOBS[what](CASES[name] if sizes.keys() == {"shard"} else even(CASES[name]), layouts[axes])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

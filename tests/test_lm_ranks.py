@@ -35,6 +35,22 @@ def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 # ---- the engine
 
 
+def on_ranks(folder: Path, size: int, *arguments: str) -> list[dict[str, dict[str, float]]]:
+    """What tests/ranks_worker.py writes down on each rank, by jobs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code = f"import runpy\nrunpy.run_path({str(HERE / 'ranks_worker.py')!r}, run_name='__main__')"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    ranks = [
+        zygote.Popen(
+            [sys.executable, "-c", code, str(folder), *arguments], env=ENVIRONMENT | where | {"RANK": str(rank)}
+        )
+        for rank in range(size)
+    ]
+    assert [rank.wait(timeout=280) for rank in ranks] == [0] * size
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
 QUICK = ("adapters", "micro-batches", "one pair")
 
 
@@ -42,28 +58,74 @@ QUICK = ("adapters", "micro-batches", "one pair")
     "cases", [QUICK, pytest.param([*CASES.keys() - QUICK], marks=pytest.mark.slow)], ids=["quick", "others"]
 )
 def test_two_ranks_compute_what_one_process_computes_with_half_of_the_model_each(tmp_path, cases):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code = f"import runpy\nrunpy.run_path({str(HERE / 'ranks_worker.py')!r}, run_name='__main__')"
-    ranks = [
-        zygote.Popen(
-            [sys.executable, "-c", code, str(tmp_path), *cases],
-            env=ENVIRONMENT
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
-    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    shares = [found.pop("shares") for found in both]
+    jobs = [f"shard=2/{case}/measure" for case in cases]
+    both = on_ranks(tmp_path, 2, "float32", *jobs, "shard=2/untied/shares")
+    shares = [found.pop("shard=2/untied/shares") for found in both]
     for found in both:
-        assert found.keys() == set(cases)
+        assert found.keys() == set(jobs)
         # Losses and gradients to 1e-6; over several steps Adam, which divides by the gradient's size, makes more of it.
         within = {what: 5e-6 if what.startswith("steps") else 1e-6 for case in found for what in found[case]}
         far = {(case, what): by for case in found for what, by in found[case].items() if not by <= within[what]}
         assert not far
     assert sum(share["mine"] for share in shares) == shares[0]["all"]
     assert all(0.45 < share["mine"] / share["all"] < 0.55 for share in shares)
+
+
+DENSE, EVERY = ("untied", "recomputed", "scalar", "one_pair"), ("micro-batches", "one_sequence")
+DEEP = ("deep", "deep_dense")
+AXES = [
+    ("tensor=2", (*DENSE, *EVERY)),
+    ("context=2", ("adapters", *DENSE, *EVERY)),
+    ("expert=2", EVERY),
+    ("pipeline=2", ("tied", "adapters", *DENSE, *EVERY)),
+]
+BOTH = [
+    "data=2,shard=2",
+    "shard=2,tensor=2",
+    "shard=2,expert=2",
+    "context=2,tensor=2",
+    "expert=2,tensor=2",
+    "pipeline=2,shard=2",
+    "pipeline=2,tensor=2",
+]
+SCHEDULES = [
+    f"pipeline=2,schedule={name}/{case}" for name in ("interleaved", "zero_bubble") for case in ("deep", "deep_dense")
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "jobs"),
+    [
+        pytest.param(2, [f"{axes}/micro-batches/measure" for axes, _ in AXES], id="quick"),
+        *(
+            pytest.param(2, [f"{axes}/{case}/measure" for case in cases], marks=pytest.mark.slow, id=axes)
+            for axes, cases in AXES
+        ),
+        *(
+            pytest.param(4, [f"{axes}/{c}/measure" for c in cases], marks=pytest.mark.slow, id=axes)
+            for axes in BOTH
+            for cases in [EVERY if "expert" in axes else (*EVERY, "untied")]
+        ),
+        pytest.param(2, [f"{job}/measure" for job in SCHEDULES], marks=pytest.mark.slow, id="schedules"),
+        pytest.param(
+            2, [f"{a}/{c}/twenty" for a, _ in AXES for c in EVERY], marks=pytest.mark.slow, id="twenty steps of two"
+        ),
+        pytest.param(
+            4, [f"{a}/{c}/twenty" for a in BOTH for c in EVERY], marks=pytest.mark.slow, id="twenty steps of four"
+        ),
+    ],
+)
+def test_ranks_that_share_a_model_compute_in_float64_what_one_process_computes(tmp_path, size, jobs):
+    for found in on_ranks(tmp_path, size, "float64", *jobs):
+        assert found.keys() == set(jobs)
+        assert not {(job, what): by for job in found for what, by in found[job].items() if not by <= 1e-12}
+
+
+@pytest.mark.slow
+def test_losses_in_single_precision_are_those_of_one_process_over_twenty_steps(tmp_path):
+    jobs = [f"{axes}/{case}/twenty" for axes, _ in AXES for case in EVERY]
+    for found in on_ranks(tmp_path, 2, "float32", *jobs):
+        assert max(found[job]["losses"] for job in jobs) < 1e-5
 
 
 # ---- runs

@@ -417,7 +417,7 @@ def test_moving_average_is_what_is_evaluated_and_saved_beside_the_weights(lab):
         assert not torch.equal(weight, state["weights"][name])
     spec = lab.checked("pretrain")
     start = start_of(spec, lab.root)
-    objective = objective_of(spec, start, text_data(spec.data, start.tokenizer_folder), 0, saved)
+    objective = objective_of(spec, start, text_data(spec.data, start.tokenizer_folder), 0, saved, Ranks())
     assert objective.evaluate(engine_of(saved, 10**6))["eval/loss"] == pytest.approx(rows_of(run)[-1]["eval/loss"])
 
 
@@ -432,7 +432,7 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_is_that_of_its_vocabulary(l
     model = build_model(spec, start, 0, torch.device("cpu"))
     with torch.no_grad():
         model.embed.zero_()  # all tokens are as likely
-    result = objective_of(spec, start, found, 0, model).evaluate(engine_of(model, 100))
+    result = objective_of(spec, start, found, 0, model, Ranks()).evaluate(engine_of(model, 100))
     nats, size = 0.0, 0
     tokenizer = Tokenizer.load(start.tokenizer_folder)
     for index in range(len(found.evals["text"])):

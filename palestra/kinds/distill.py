@@ -17,6 +17,7 @@ from palestra.lm.datasets import Data, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine
 from palestra.lm.hf import has_tokenizer
 from palestra.lm.hf_config import is_classifier, read_folder
+from palestra.lm.ranks import Ranks
 from palestra.posttrain.distill import Distiller, Teacher, privileged
 from palestra.rollout.episode import encode_problem
 from palestra.runs.run import Run
@@ -66,10 +67,11 @@ def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start) -> Distiller:
-    engine = train_engine(spec, start, models.build_model(spec, start, session.seed, device_of(spec)), spec.train.steps)
+def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start, ranks: Ranks) -> Distiller:
+    model = models.build_model(spec, start, session.seed, device_of(spec))
+    engine = train_engine(spec, start, model, spec.train.steps, ranks)
     given = _given(spec, start, session.seed)
-    if given is not None:
+    if given is not None and ranks.first:
         check_data(session, given[0], start)
     teacher = _teacher(spec, session, start, engine, folder)
     if (tokens := teacher.prompt_of(_firsts(spec)[0])) is not None:
@@ -84,13 +86,17 @@ def _teacher(spec: DistillSpec, session: Session, start: Start, engine: TrainEng
     if folder is None:
         model = models.model_copy(start, engine, engine.weights(), dtype)
     else:
-        path = session.path / TEACHER
-        if not path.exists():
-            write_json(path, {"model": str(folder)})
-        check_teacher(Path(read_json(path)["model"]), start.tokenizer)
-        loaded, _ = models.open_model(read_json(path)["model"], dtype=dtype, param_dtype=dtype, device=engine.device)
-        model = loaded.model
+        pinned = engine.ranks.on_first(lambda: _pinned(session.path / TEACHER, folder))
+        check_teacher(pinned, start.tokenizer)
+        model = models.open_model(pinned, dtype=dtype, param_dtype=dtype, device=engine.device)[0].model
     return Teacher(model, start.tokenizer, prompt=spec.teacher.prompt)
+
+
+def _pinned(path: Path, folder: Path) -> Path:
+    """The teacher's folder at the first start."""
+    if not path.exists():
+        write_json(path, {"model": str(folder)})
+    return Path(read_json(path)["model"])
 
 
 def _given(spec: DistillSpec, start: Start, seed: int) -> tuple[Data[Example], Mixture[Example]] | None:

@@ -1,6 +1,5 @@
 """The kinds `pretrain`, `sft`, `dpo` and `reward_model`: each is its data and its objective; the rest is shared."""
 
-import os
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -14,7 +13,7 @@ from palestra.generate.local import LanguageModel
 from palestra.kinds import models
 from palestra.kinds.measures import Samples, Suites, check_suites, sample_prompts
 from palestra.kinds.models import Start
-from palestra.kinds.ranks import check_ranks, done, follow, following, together
+from palestra.kinds.ranks import check_ranks, check_split, done, follow, following, joined, ranks_here, together
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of, pair_data, text_data
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
@@ -50,11 +49,12 @@ def run(spec: LmSpec, launch: Launch) -> Run:
     # A spec that cannot run is refused here, before it has a folder.
     pinned = models.starting_from(spec, launch.init)
     start = models.start_of(pinned, launch.root)
+    check_split(spec, start.shape)
     _mixture(pinned, DATA[spec.kind](pinned.data, start.tokenizer_folder), spec.seed)
     sample_prompts(pinned, start)
     check_suites(_suites(spec), start, launch.root)
     models.keep_start(launch.init)
-    threads = threads_each(spec, int(os.environ.get("LOCAL_WORLD_SIZE") or spec.devices or 1))
+    threads = threads_each(spec, ranks_here(spec))
     trial = run_sessions(
         spec,
         launch,
@@ -71,7 +71,7 @@ def run(spec: LmSpec, launch: Launch) -> Run:
 def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
     """Train one seed."""
     device = device_of(spec)
-    ranks = Ranks.join(device)
+    ranks = joined(spec, device)
     with ExitStack() as stack:
         stack.enter_context(session if ranks.first else following(session.path, ranks.rank))
         stack.enter_context(compile_cache(spec.train.compile_cache))
@@ -81,7 +81,7 @@ def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
         if ranks.first:
             check_data(session, data, start)
         model = models.build_model(spec, start, session.seed, device)
-        objective = objective_of(spec, start, data, session.seed, model)
+        objective = objective_of(spec, start, data, session.seed, model, ranks)
         trained = models.scored_model(model, start) if spec.kind == "reward_model" else model
         ranks.shard(trained)
         compile_for_training(model, spec.train, device)
@@ -99,11 +99,12 @@ def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
         train(spec, session, LmParts(engine, objective, keeper, sampler, suites), show=launch.show)
 
 
-def objective_of(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer) -> Objective:
-    """What a kind trains for, from its initial model."""
+def objective_of(spec: LmSpec, start: Start, data: Data, seed: int, model: Transformer, ranks: Ranks) -> Objective:
+    """What a kind trains for, from its initial model, which is not split over the ranks yet."""
     mixture, sizes = _mixture(spec, data, seed), {"batch": spec.train.batch, "eval_examples": spec.eval.examples}
     if isinstance(spec, DpoSpec):  # the chosen completion more likely than the rejected one, relative to the reference
         reference = deepcopy(model).requires_grad_(False).to(model.dtype)
+        ranks.shard(reference)
         return Preferences(mixture, data.evals, dpo_loss(spec.loss, reference), **sizes)
     if isinstance(spec, RewardModelSpec):  # a higher score for the chosen conversation
         return Preferences(mixture, data.evals, reward_loss(spec.loss), **sizes)

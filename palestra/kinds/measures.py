@@ -72,9 +72,12 @@ class Suites:
         """
         if not labels:
             return {}
-        weights, ranks = self.engine.weights(), self.engine.ranks
-        if not ranks.first:
-            return ranks.from_first(None)
+        weights = self.engine.weights()
+        return self.engine.ranks.on_first(lambda: self._measured(labels, counters, look, weights))
+
+    def _measured(
+        self, labels: Sequence[str], counters: Counters, look: Callable[[], None], weights: dict[str, torch.Tensor]
+    ) -> dict[str, float]:
         # A copy: another length of the input of a compiled model can lead to other kernels, and with them to other bits
         # of the next training step.
         model, row = model_copy(self.start, self.engine, weights, torch.float32), {}
@@ -89,7 +92,7 @@ class Suites:
         if model.embed.device.type == "cuda":  # training needs this memory again
             del model
             torch.cuda.empty_cache()
-        return ranks.from_first(row)
+        return row
 
 
 SAMPLES = "samples.jsonl"

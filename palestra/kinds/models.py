@@ -271,7 +271,7 @@ class ModelCheckpoint:
             adapters = self.ranks.gather(adapter_state(self.transformer))
             tokenizer, eos = self.start.tokenizer, self.start.eos
             return lambda folder: save_peft(folder, self.transformer, base, adapters, tokenizer=tokenizer, eos=eos)
-        weights = {name: whole(tensor) for name, tensor in self.transformer.state_dict().items()}
+        weights = self.ranks.gather(self.transformer.state_dict())
         score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
         return lambda folder: hf.save_weights(
             folder,

@@ -1,10 +1,10 @@
 """The kind `posttrain`: RL of a language model with verifiable rewards."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from palestra.kinds import models
 from palestra.kinds.lm import check_data, summary
 from palestra.kinds.measures import Suites, check_suites
 from palestra.kinds.models import Start
+from palestra.kinds.ranks import check_ranks, check_split, done, follow, following, joined, ranks_here, together
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
 from palestra.lm.engine import TrainEngine, compile_cache, compile_for_training
@@ -32,8 +33,8 @@ from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import AuxiliaryLoss, Learner
-from palestra.posttrain.metrics import self_test
-from palestra.posttrain.trainer import GroupLearner, PosttrainParts, train
+from palestra.posttrain.metrics import Sampled, first_samples, self_test
+from palestra.posttrain.trainer import GroupLearner, PosttrainParts, RolloutParts, train
 from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.executor import Executor, make_filter
@@ -44,6 +45,7 @@ from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTurnSpec
+from palestra.spec.model import plain
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
 from palestra.tasks.verify.workers import Verifiers
@@ -52,7 +54,7 @@ log = logging.getLogger("palestra.posttrain")
 
 TasksKind = PosttrainSpec | DistillSpec
 """Specs of models that are trained on their own completions of tasks."""
-MakeLearner = Callable[[Any, Session, Start], GroupLearner]
+MakeLearner = Callable[[Any, Session, Start, Ranks], GroupLearner]
 
 FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
          "algorithm.baseline", "rollout.replay")  # fmt: skip
@@ -78,13 +80,18 @@ def run_tasks(
     spec: TasksKind, launch: Launch, make_learner: MakeLearner, fixed: Sequence[str], check: Callable[[Start], object]
 ) -> Run:
     """Train every seed of a spec that has tasks; `check` refuses one that cannot run, before it has a folder."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(f"kind {spec.kind} trains in one process: start it without torchrun")
+    device = device_of(spec)
+    ranks = Ranks.join(device)
+    check_ranks(spec, ranks, device)
     check_spec(spec)
+    session = partial(in_session, partial(_run_session, make_learner))
+    if not ranks.first:
+        return follow(session, ranks, replace(launch, spec=plain(spec)))
     launch = models.with_model(spec, launch)
     # A spec that cannot run is refused here, before it has a folder.
     pinned = models.starting_from(spec, launch.init)
     start = models.trained_start(pinned.model, launch.root, chat=True)
+    check_split(spec, start.shape)
     _context(pinned, start)
     with (
         Verifiers(spec.tasks.train, root=launch.root) as verifiers,
@@ -101,30 +108,55 @@ def run_tasks(
     check(start)
     check_suites(spec.suites, start, launch.root)
     models.keep_start(launch.init)
-    return run_sessions(
+    threads = threads_each(spec, ranks_here(spec))
+    trial = run_sessions(
         spec,
         launch,
-        partial(in_session, partial(_run_session, make_learner)),
+        together(session, spec, ranks, threads),
         fixed=fixed,
-        threads=threads_each(spec),
+        threads=threads,
         total=spec.train.steps,
         unit="steps",
         summary=summary,
     )
+    return done(ranks, trial)
 
 
 def _run_session(make_learner: MakeLearner, session: Session, spec: TasksKind, launch: Launch) -> None:
-    with session, compile_cache(spec.train.compile_cache), ExitStack() as stack:
-        spec = models.settled(spec, session, launch.init)
+    ranks = joined(spec, device_of(spec))
+    with ExitStack() as stack:
+        stack.enter_context(session if ranks.first else following(session.path, ranks.rank))
+        stack.enter_context(compile_cache(spec.train.compile_cache))
+        spec = ranks.from_first(models.settled(spec, session, launch.init) if ranks.first else None)
         start = models.trained_start(spec.model, launch.root, chat=True)
-        learner = make_learner(spec, session, start)
-        train(spec, session, _assembled(spec, session, start, launch, stack, learner), show=launch.show)
+        learner = make_learner(spec, session, start, ranks)
+        keeper = models.ModelCheckpoint(learner.engine.transformer, start, ranks)
+        suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
+        weights = learner.engine.weights()
+        if ranks.first:
+            rollout, evaluate, sample = _rollout(spec, session, start, launch, stack, learner.engine, weights)
+        else:
+            rollout, evaluate, sample = None, _elsewhere, _elsewhere
+        replayed = spec.rollout.replay is not None
+        test = (lambda: {}) if replayed else partial(self_test, sample, learner.engine)
+        parts = PosttrainParts(learner, rollout, keeper, evaluate, suites, test)
+        train(spec, session, parts, show=launch.show)
 
 
-def _assembled(
-    spec: TasksKind, session: Session, start: Start, launch: Launch, stack: ExitStack, learner: GroupLearner
-) -> PosttrainParts:
-    """Everything the trainer needs; `stack` closes it."""
+def _elsewhere(*_: object) -> Any:
+    raise AssertionError("the first rank generates, and sends what it has measured")
+
+
+def _rollout(
+    spec: TasksKind,
+    session: Session,
+    start: Start,
+    launch: Launch,
+    stack: ExitStack,
+    engine: TrainEngine,
+    weights: dict[str, torch.Tensor],
+) -> tuple[RolloutParts, Callable[[Callable[[], None]], dict[str, float]], Callable[[], Sampled]]:
+    """What makes completions, evaluates them and samples for the self-test; `stack` closes it."""
     prompts = spec.answered if isinstance(spec, DistillSpec) else spec.train.prompts_per_step
     chosen = make_filter(spec.algorithm.filters) if isinstance(spec, PosttrainSpec) else lambda group: None
     seed = session.seed
@@ -141,7 +173,7 @@ def _assembled(
     longest = max((len(question.prompt) for task in questions for question in task.questions), default=0)
     new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
     eval_context = max(context, min(start.shape.context, longest + new))
-    writer = _writer(spec, start, learner.engine, eval_context)
+    writer = _writer(spec, start, engine, weights, eval_context)
     generator = LocalGenerator(writer, drive="caller")
     starter = Starter(
         tasks=verifiers.tasks,
@@ -167,6 +199,8 @@ def _assembled(
     if isinstance(executor, Executor):
         executor.wake = generator.wake
     first = _first(spec, verifiers, starter)
+    if isinstance(executor, RolloutReplay):  # there is no generator to compare with
+        log.info("the rollouts are those of %s: none are generated", executor.path)
 
     def evaluate(look: Callable[[], None]) -> dict[str, float]:
         if not questions:
@@ -184,15 +218,7 @@ def _assembled(
         )
         return pumped(generator, work, look).metrics
 
-    def test() -> dict[str, float]:
-        if isinstance(executor, RolloutReplay):  # there is no generator to compare with
-            log.info("the rollouts are those of %s: none are generated", executor.path)
-            return {}
-        return self_test(first, writer, learner.engine)
-
-    keeper = models.ModelCheckpoint(learner.engine.transformer, start, Ranks())
-    suites = Suites(spec.suites, learner.engine, start, session, launch.root, stack)
-    return PosttrainParts(learner, executor, writer, generator, keeper, evaluate, suites, loop, test)
+    return RolloutParts(executor, writer, generator, loop), evaluate, partial(first_samples, first, writer)
 
 
 def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
@@ -217,27 +243,30 @@ def _first(spec: TasksKind, verifiers: Verifiers, starter: Starter) -> Episode:
     return first
 
 
-def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int) -> TrainEngine:
+def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int, ranks: Ranks) -> TrainEngine:
     """The engine that trains the model in so many optimizer steps."""
+    ranks.shard(model)
     compile_for_training(model, spec.train, model.embed.device)
     return TrainEngine(
         model,
         Optimizer(model, spec.optim, updates),
-        Ranks(),
+        ranks,
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
     )
 
 
-def _learner(spec: PosttrainSpec, session: Session, start: Start) -> Learner:
+def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) -> Learner:
     algorithm, seed = spec.algorithm, session.seed
     model, examples = models.build_model(spec, start, seed, device_of(spec)), _sft_data(spec, start)
-    if examples is not None:
+    if examples is not None and ranks.first:
         check_data(session, examples, start)
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
-    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train)
+    if frozen is not None:
+        ranks.shard(frozen)
+    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train, ranks)
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
-    engine = train_engine(spec, start, model, updates)
+    engine = train_engine(spec, start, model, updates, ranks)
     auxiliary = None
     if spec.sft is not None and examples is not None:
         mixture = mixture_of(examples, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)
@@ -247,7 +276,9 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start) -> Learner:
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, auxiliary=auxiliary)
 
 
-def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) -> Engine:
+def _writer(
+    spec: TasksKind, start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], context: int
+) -> Engine:
     """The engine that generates, with its own copy of the weights in the compute dtype."""
     dtype, device = engine.transformer.dtype, engine.device
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
@@ -255,7 +286,7 @@ def _writer(spec: TasksKind, start: Start, engine: TrainEngine, context: int) ->
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
     most = 1024 if device.type == "cuda" else 512
     return Engine(
-        models.model_copy(start, engine, engine.weights(), dtype),
+        models.model_copy(start, engine, weights, dtype),
         eos=frozenset(start.eos),
         tokenizer=start.tokenizer,
         dtype=dtype,

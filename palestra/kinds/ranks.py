@@ -15,28 +15,49 @@ from palestra.kinds.trial import Launch, SessionRunner
 from palestra.lm.ranks import Ranks
 from palestra.runs.run import Run
 from palestra.runs.session import log, logging_to, stop_signals
-from palestra.spec.lm import LmSpec
+from palestra.spec.lm import LanguageModelSpec
+from palestra.spec.shape import Shape
 from palestra.work import fanout
 from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
 
 FOLLOW_SECONDS = 5.0  # for the other ranks to notice that one has failed
 
 
-def check_ranks(spec: LmSpec, ranks: Ranks, device: torch.device) -> None:
+def check_ranks(spec: LanguageModelSpec, ranks: Ranks, device: torch.device) -> None:
     """Refuse a number of processes that the spec or the machine does not allow."""
     if ranks.size > 1 and spec.max_session > 1:
         raise UsageError("max_session: several ranks train one seed together; start each seed by itself")
     if ranks.size > 1 and spec.devices not in (None, ranks.size):
         raise UsageError(f"devices: {spec.devices}, but torchrun has started {ranks.size} processes; leave it out")
-    if ranks.size == 1 and device.type == "cuda" and (spec.devices or 1) > torch.cuda.device_count():
-        raise UsageError(f"devices: {spec.devices}, but torch sees {torch.cuda.device_count()} GPUs here")
+    if ranks.size > 1 and not spec.parallel.divides(ranks.size):
+        asked = spec.parallel.processes
+        raise UsageError(f"parallel: its product is {asked}, but torchrun has started {ranks.size} processes")
+    if ranks.size == 1 and device.type == "cuda" and spec.processes > torch.cuda.device_count():
+        raise UsageError(f"devices: {spec.processes}, but torch sees {torch.cuda.device_count()} GPUs here")
 
 
-def together(session: SessionRunner, spec: LmSpec, ranks: Ranks, threads: int) -> SessionRunner:
+def check_split(spec: LanguageModelSpec, shape: Shape) -> None:
+    """Refuse a model that `parallel` cannot split, before anything starts."""
+    for path, reason in spec.parallel.problems(shape, lora=spec.model.lora is not None):
+        raise UsageError(f"parallel.{'.'.join(map(str, path))}: {reason}")
+
+
+def joined(spec: LanguageModelSpec, device: torch.device) -> Ranks:
+    """The ranks that train a session, with their layout."""
+    sizes = spec.parallel.sizes(int(os.environ.get("WORLD_SIZE", "1")))
+    return Ranks.join(device, spec.parallel.schedule, **sizes)
+
+
+def ranks_here(spec: LanguageModelSpec) -> int:
+    """How many share this machine's cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or spec.processes)
+
+
+def together(session: SessionRunner, spec: LanguageModelSpec, ranks: Ranks, threads: int) -> SessionRunner:
     """Trains a session on all ranks; called by rank 0, or by the only process before ranks are started."""
     if ranks.size > 1:
         return partial(_lead, session, ranks)
-    return session if (spec.devices or 1) == 1 else partial(_start, session, spec, threads)
+    return session if spec.processes == 1 else partial(_start, session, spec, threads)
 
 
 def done(ranks: Ranks, trial: Run) -> Run:
@@ -83,20 +104,19 @@ def _train(session: SessionRunner, ranks: Ranks, folder: Path, launch: Launch) -
         raise
 
 
-def _start(session: SessionRunner, spec: LmSpec, threads: int, folder: Path, launch: Launch) -> None:
+def _start(session: SessionRunner, spec: LanguageModelSpec, threads: int, folder: Path, launch: Launch) -> None:
     """Train in one process per rank; the error of the rank that failed first is raised here."""
-    assert spec.devices is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    size = str(spec.devices)
+    size = str(spec.processes)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     items = [
         WorkItem(f"rank {rank}", _run_rank, (rank, session, folder, launch), cores=threads)
-        for rank in range(spec.devices)
+        for rank in range(spec.processes)
     ]
     stop, backend = Stop(), Processes(spec.name, env=where)
-    running = fanout.run(items, Resources(spec.devices * threads), backend, stop=stop, follow=FOLLOW_SECONDS)
+    running = fanout.run(items, Resources(spec.processes * threads), backend, stop=stop, follow=FOLLOW_SECONDS)
     with stop_signals(stop), closing(running) as outcomes:
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [error for error in errors if not isinstance(error, CancelledError)]

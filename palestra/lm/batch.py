@@ -10,7 +10,7 @@ from torch import Tensor
 
 from palestra.lm.attention import PackedAttention, Shared, shared, spread
 from palestra.lm.head import token_logprobs
-from palestra.lm.model import ModelOutput, Transformer
+from palestra.lm.model import Attend, ModelOutput, Transformer
 
 
 @dataclass(frozen=True)
@@ -164,31 +164,62 @@ class Scored:
 
 def forward(model: Transformer, batch: Batch) -> ModelOutput:
     """Hidden states of a packed batch."""
-    output, shared = _computed(model, batch)
+    output, shared, count = _computed(model, batch)
+    if model.layout is not None:
+        output = output._replace(hidden=model.layout.all_tokens(output.hidden, count))
     return output if shared is None else output._replace(hidden=spread(output.hidden, shared.place))
 
 
 def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy: bool = True) -> Scored:
     """log p of every token with a loss weight, given those before it. The one place with the shift by one."""
-    output, shared = _computed(model, batch)
+    output, shared, count = _computed(model, batch)
     asked = batch.predicted  # never the first of a sequence, so asked - 1 is in the same sequence
     before = asked - 1 if shared is None else shared.place[asked - 1]
-    hidden = spread(output.hidden, before)
-    logprobs, entropies = token_logprobs(hidden, model.unembed, batch.tokens[asked], temperature, entropy=entropy)
-    zeros = logprobs.new_zeros(len(batch.tokens))
-    return Scored(zeros.index_copy(0, asked, logprobs), zeros.index_copy(0, asked, entropies), hidden, output.router)
+    if model.layout is not None:  # this rank's are scored here, the others' elsewhere
+        mine, before = model.layout.places(before, count)
+        asked = asked[mine]
+    hidden = spread(output.hidden if model.vocabulary is None else model.vocabulary.hidden(output.hidden), before)
+    if model.vocabulary is None:
+        scores = token_logprobs(hidden, model.unembed, batch.tokens[asked], temperature, entropy=entropy)
+    else:
+        scores = model.vocabulary.token_logprobs(hidden, model.unembed, batch.tokens[asked], temperature, entropy)
+    zeros = scores[0].new_zeros(len(batch.tokens))
+    logprobs, entropies = (zeros.index_copy(0, asked, values) for values in scores)
+    if model.layout is not None:
+        logprobs, entropies = model.layout.joined(logprobs), model.layout.joined(entropies)
+    return Scored(logprobs, entropies, hidden, output.router)
 
 
-def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None]:
-    """The output for the tokens that are computed: each, or those of `batch.shared`.
+def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None, int]:
+    """The output for the tokens that are computed, but with the router logits of all; and how many these are."""
+    output, shared, count = run_layers(model, batch), _shared(model, batch), computed(model, batch)
+    if model.layout is not None and output.router is not None:
+        router = model.layout.all_tokens(output.router.transpose(0, 1), count).transpose(0, 1)
+        output = output._replace(router=router)
+    return output, shared, count
 
-    Routers of experts count tokens, so theirs are all computed.
-    """
-    shared = batch.shared if model.shape.moe is None else None
-    attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
-    if shared is None:
-        return model(batch.tokens, batch.positions, attend), None
-    return model(batch.tokens[shared.first], batch.positions[shared.first], attend), shared
+
+def run_layers(model: Transformer, batch: Batch) -> ModelOutput:
+    """The output for the tokens that are computed; where they are spread over ranks, for this rank's."""
+    shared, layout, count = _shared(model, batch), model.layout, computed(model, batch)
+    attend: Attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
+    tokens, positions = batch.tokens, batch.positions
+    if shared is not None:
+        tokens, positions = tokens[shared.first], positions[shared.first]
+    if layout is not None:
+        attend, tokens, positions = layout.attend(attend, count), layout.own(tokens), layout.own(positions)
+    return model(tokens, positions, attend)
+
+
+def computed(model: Transformer, batch: Batch) -> int:
+    """How many tokens are computed: each, or those of `batch.shared`."""
+    shared = _shared(model, batch)
+    return len(batch.tokens) if shared is None else len(shared.first)
+
+
+def _shared(model: Transformer, batch: Batch) -> Shared | None:
+    """Routers of experts count tokens, so theirs are all computed."""
+    return batch.shared if model.shape.moe is None else None
 
 
 def _row(values: Sequence[Sequence[float] | np.ndarray], lengths: list[int]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The training engine: gradients summed over micro-batches and ranks, divided once; then one optimizer step."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +16,7 @@ from palestra.lm.lora import merged_weights
 from palestra.lm.model import Transformer
 from palestra.lm.moe import RouterTerms, update_bias
 from palestra.lm.optim import Ema, Optimizer
-from palestra.lm.ranks import Ranks, split_again
+from palestra.lm.ranks import ALONE, Ranks, split_again
 from palestra.lm.scorer import ScalarModel
 from palestra.spec.lm import ComputeSpec
 
@@ -33,6 +33,8 @@ class Loss:
     """What routers add, summed over all tokens, predicted or not; divided by the whole batch's tokens."""
 
 
+Work = Callable[[Batch, float], tuple[Tensor, dict[str, Tensor]]]
+"""The loss of a micro-batch, with 1, or 0 where it does not count; and what is to be known of it."""
 LossFunction = Callable[[Any, Batch], Loss]
 """Of a model, a transformer or one with a scalar head, and some of a batch."""
 
@@ -70,35 +72,51 @@ class TrainEngine:
         `batch` is that of all ranks: each takes its share. `group` consecutive sequences belong together. `between` is
         called after each micro-batch, for others that share the device.
         """
-        sums: dict[str, Tensor] = {}
-        for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
-            result = loss(self.model, micro.to(self.device))
+
+        def work(micro: Batch, counts: float) -> tuple[Tensor, dict[str, Tensor]]:
+            result = loss(self.model, micro)
             total = result.total / denominator
             means = {"loss": total, **{name: value / denominator for name, value in result.terms.items()}}
             if result.routed is not None:
                 total = total + result.routed.total / len(batch.tokens)
                 means |= {name: value / len(batch.tokens) for name, value in result.routed.terms.items()}
-                self._load = counts * result.routed.load + (0 if self._load is None else self._load)
-            (counts * total).backward()
+                means["load"] = result.routed.load
+            return counts * total, {name: counts * value.detach() for name, value in means.items()}
+
+        sums: dict[str, Tensor] = {}
+        micros = self.ranks.micro_batches(batch, self.micro_tokens, group)
+        for means in each_micro(self.transformer, micros, work, train=True):
             for name, value in means.items():
-                sums[name] = sums.get(name, 0.0) + counts * value.detach()
+                sums[name] = sums.get(name, 0.0) + value
             between()
+        load = sums.pop("load", None)
+        if load is not None:
+            self._load = load if self._load is None else self._load + load
         return self.ranks.sum(sums)
 
     @torch.no_grad()
     def losses(self, batch: Batch, loss: LossFunction, *, group: int = 1) -> dict[str, Tensor]:
         """The summed loss and its terms over a batch, without a gradient."""
+
+        def work(micro: Batch, counts: float) -> tuple[Tensor, dict[str, Tensor]]:
+            result = loss(self.model, micro)
+            return result.total, {name: counts * t for name, t in {"loss": result.total, **result.terms}.items()}
+
         sums: dict[str, Tensor] = {}
-        for micro, counts in self.ranks.micro_batches(batch, self.micro_tokens, group):
-            result = loss(self.model, micro.to(self.device))
-            for name, value in {"loss": result.total, **result.terms}.items():
-                sums[name] = sums.get(name, 0.0) + counts * value
+        micros = self.ranks.micro_batches(batch, self.micro_tokens, group)
+        for values in each_micro(self.transformer, micros, work, train=False):
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
         return self.ranks.sum(sums)
 
     def optim_step(self, progress: float) -> dict[str, float]:
         """Apply the gradient and forget it; `progress` is the fraction of the run that is done."""
         split_again(self.model)
-        metrics = self.optimizer.step(progress)
+        pipeline, norm = self.transformer.pipeline, None
+        if pipeline is not None:
+            pipeline.add_tied()
+            norm = pipeline.norm(self.optimizer.parameters)
+        metrics = self.optimizer.step(progress, norm)
         load, self._load = self._load, None
         if metrics["skipped"]:
             return metrics
@@ -110,7 +128,9 @@ class TrainEngine:
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """log p (T) of every token of `batch` that has a loss weight."""
-        return logprobs(self.transformer, batch, micro_tokens=self.micro_tokens, temperature=temperature)
+        return logprobs(
+            self.transformer, batch, micro_tokens=self.micro_tokens, temperature=temperature, ranks=self.ranks
+        )
 
     @property
     def transformer(self) -> Transformer:
@@ -138,28 +158,60 @@ class TrainEngine:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return {
-            "optimiser": self.optimizer.state(),
-            "ema": None if self.ema is None else self.ema.state(),
+            "optimiser": self.optimizer.state(self.ranks.gather),
+            "ema": None if self.ema is None else self.ema.state(self.ranks.gather),
             "weights": None if self.ema is None else self.ranks.gather(trained),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""
-        self.optimizer.load_state(state["optimiser"])
+        self.optimizer.load_state(state["optimiser"], partial=self.ranks.partial)
         if self.ema is not None:
-            self.ema.load_state(state["ema"])
+            self.ema.load_state(state["ema"], partial=self.ranks.partial)
             self.ranks.scatter(state["weights"], self.model)
 
 
-@torch.no_grad()
-def logprobs(model: Transformer, batch: Batch, *, micro_tokens: int, temperature: float = 1.0) -> Tensor:
+def logprobs(
+    model: Transformer, batch: Batch, *, micro_tokens: int, temperature: float = 1.0, ranks: Ranks = ALONE
+) -> Tensor:
     """log p (T) by a model of every token of `batch` that has a loss weight, where the batch lies."""
-    values, device = torch.zeros(len(batch.tokens), device=batch.tokens.device), model.embed.device
-    for part in micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths))):
-        micro = batch.select(part).to(device)
-        scored = score(model, micro, temperature=temperature, entropy=False)
-        values[batch.token_index(part)] = scored.logprobs.to(values.device)
-    return values
+
+    def of(micro: Batch) -> Tensor:
+        return score(model, micro, temperature=temperature, entropy=False).logprobs
+
+    return by_token(of, model, batch, ranks, micro_tokens)
+
+
+@torch.no_grad()
+def by_token(
+    of: Callable[[Batch], Tensor], model: Transformer, batch: Batch, ranks: Ranks, micro_tokens: int
+) -> Tensor:
+    """A number for every token (T), which `of` computes with the model for some of the sequences; on all ranks."""
+    parts = micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths)))
+    mine, most = ranks.share_of(parts)
+    micros = [(batch.select(part), 1.0) for part in mine]
+    micros += [(batch.select(parts[0]), 0.0)] * (most - len(mine))
+    values = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+    results = each_micro(model, micros, lambda micro, _: ((v := of(micro)).sum(), {"values": v}), train=False)
+    for part, result in zip(mine, list(results), strict=False):
+        values[batch.token_index(part)] = result["values"].to(values.device)
+    return ranks.sum({"": values})[""].to(values.dtype) if ranks.size > 1 else values
+
+
+def each_micro(
+    model: Transformer, micros: Sequence[tuple[Batch, float]], work: Work, *, train: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Do the work of each micro-batch, and with `train` the backward pass of its loss; what it tells of each."""
+    device = next(model.parameters()).device
+    moved = ((micro.to(device), counts) for micro, counts in micros)
+    if model.pipeline is not None:
+        yield from model.pipeline.run(list(moved), work, train=train)
+        return
+    for micro, counts in moved:
+        loss, told = work(micro, counts)
+        if train:
+            loss.backward()
+        yield told
 
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"

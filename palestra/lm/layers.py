@@ -12,6 +12,20 @@ from palestra.lm import native
 from palestra.spec.shape import RopeScaling, Shape
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that tensor parallelism splits; any other as it is.
+
+    Where every rank has all of it, each sees some of the tokens: their gradients are summed.
+    """
+    split: Any = parameter
+    if not hasattr(split, "to_local"):
+        return parameter
+    from torch.distributed.tensor import Partial, Replicate  # takes a second to import
+
+    sums = [Partial() if isinstance(place, Replicate) else place for place in split.placements]
+    return split.to_local(grad_placements=sums)
+
+
 class Linear(nn.Module):
     """A matrix kept in its own precision and applied in the input's: master weights in FP32, arithmetic in bf16.
 
@@ -41,9 +55,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` over its root mean square, times the weight."""
-        weight = self.weight.to(x.dtype)
+        weight = local(self.weight).to(x.dtype)
         if x.is_cuda:
-            return F.rms_norm(x, self.weight.shape, weight, self.eps)
+            return F.rms_norm(x, weight.shape, weight, self.eps)
         return _RMSNorm.apply(x, weight, self.eps) if torch.is_grad_enabled() else _rms_norm(x, weight, self.eps)[0]
 
 

@@ -1,7 +1,7 @@
 """The transformer. Training and generation run these modules; only what `attend` does differs between them."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,28 @@ class Block(nn.Module):
         return x + self.mlp(h), None
 
 
+class Part(NamedTuple):
+    """Some of a model's layers, where a pipeline has others elsewhere."""
+
+    layers: range
+    hidden: Tensor | None
+    """What came out of the layers before; None: these are the first."""
+    routers: Tensor | None
+    """The router logits of the layers before."""
+
+
+class Vocabulary(Protocol):
+    """The embedding and the head of a model whose vocabulary is split over ranks."""
+
+    def embed(self, tokens: Tensor, matrix: Tensor) -> Tensor: ...
+
+    def hidden(self, x: Tensor) -> Tensor: ...
+
+    def token_logprobs(
+        self, hidden: Tensor, matrix: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Transformer(nn.Module):
     """A decoder over packed sequences: tokens lie in one row, `attend` knows where each sequence begins.
 
@@ -96,6 +118,14 @@ class Transformer(nn.Module):
         self.shape, self.dtype = shape, dtype
         self.checkpointing: Callable[[int], bool] = lambda layer: False
         """Which layers drop their activations and recompute them in the backward pass."""
+        self.vocabulary: Vocabulary | None = None
+        """How tokens are embedded and scored where the vocabulary is split over ranks."""
+        self.layout: Any = None
+        """How tokens are spread over ranks, where they are."""
+        self.pipeline: Any = None
+        """How layers are spread over ranks, where they are, and micro-batches sent through them."""
+        self.part: Part | None = None
+        """The layers of the next forward pass in a pipeline."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.norm_eps)
@@ -109,18 +139,25 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
-        x = F.embedding(tokens, self.embed).to(self.dtype)
+        layers, x, before = self.part or Part(range(len(self.layers)), None, None)
+        x = self._embedded(tokens) if x is None else x
         cos, sin = self.rotation(positions)
         if not x.is_cuda:
             cos, sin = doubled(cos, sin)
-        routers = []
-        for layer, block in enumerate(self.layers):
+        routers = [] if before is None else [*before.unbind()]
+        for layer in layers:
+            block = self.layers[layer]
             if torch.is_grad_enabled() and self.checkpointing(layer):
                 x, router = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
                 x, router = block(x, cos, sin, attend)
             routers.append(router)
-        return ModelOutput(self.norm(x), None if self.shape.moe is None else torch.stack(routers))
+        x = self.norm(x) if layers.stop == len(self.layers) else x
+        return ModelOutput(x, None if self.shape.moe is None else torch.stack(routers))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        split = self.vocabulary
+        return (F.embedding(tokens, self.embed) if split is None else split.embed(tokens, self.embed)).to(self.dtype)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision."""

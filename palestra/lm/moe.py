@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.lm.layers import MLP, bilinear, swiglu, wide
+from palestra.lm.layers import MLP, bilinear, local, swiglu, wide
 from palestra.spec.shape import MoESpec
 
 if TYPE_CHECKING:
@@ -34,8 +34,14 @@ class MoE(nn.Module):
         self.router = nn.Parameter(torch.empty(spec.experts, width))
         self.gate_up = nn.Parameter(torch.empty(spec.experts, 2 * spec.mlp, width))
         self.down = nn.Parameter(torch.empty(spec.experts, width, spec.mlp))
+        self.stacks = {"gate_up": (spec.mlp, spec.mlp), "down": (width,)}  # the rows of an expert's matrices
         self.shared = MLP(width, spec.shared * spec.mlp, self.gate) if spec.shared else None
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.bias_rate else None)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the router is trained."""
+        return self.router.requires_grad
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, D) → (T, D), and the router's logits (T, E) in FP32 whatever the precision of `x`."""
@@ -54,11 +60,15 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor) -> Tensor:
         # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
-        return F.linear(wide(x), wide(self.router.to(x.dtype)))
+        return F.linear(wide(x), wide(local(self.router).to(x.dtype)))
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each expert on its rows (N, D), which end at `ends` (E) and follow those of the expert before it."""
-        gate_up, down = self.gate_up.to(rows.dtype), self.down.to(rows.dtype)
+        return self.apply_experts(rows, ends, local(self.gate_up), local(self.down))
+
+    def apply_experts(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The experts with these matrices on their rows."""
+        gate_up, down = gate_up.to(rows.dtype), down.to(rows.dtype)
         # The kernel wants rows of a multiple of 16 bytes. It takes the bounds from the device: nothing waits for them.
         if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.spec.mlp % 8 == 0:
             return grouped(rows, ends, gate_up, down, self.gate)
@@ -73,6 +83,17 @@ class MoE(nn.Module):
         fewest = FEWEST_ROWS.get(x.dtype, 0) if x.device.type == "cpu" else 0
         padded = F.pad(x, (0, 0, 0, max(0, fewest - len(x))))
         return F.linear(self.gate(F.linear(padded, first)), second)[: len(x)]
+
+
+class RouterElsewhere(nn.Module):
+    """What every rank knows of a router that another stage of a pipeline has: all of them count its choices."""
+
+    bias: Tensor | None
+
+    def __init__(self, moe: MoE):
+        super().__init__()
+        self.spec, self.learns = moe.spec, moe.learns
+        self.register_buffer("bias", moe.bias)
 
 
 def grouped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
@@ -177,9 +198,9 @@ def update_bias(model: "Transformer", load: Tensor) -> None:
     Loads are those of a whole step, over all micro-batches and ranks. Without biases there is nothing to do.
     """
     for layer, counts in zip(_layers(model), load, strict=True):
-        if layer.bias is not None and layer.router.requires_grad:  # adapters leave a frozen router as it is
+        if layer.bias is not None and layer.learns:  # adapters leave a frozen router as it is
             layer.bias += layer.spec.bias_rate * (counts.mean() - counts).sign()
 
 
-def _layers(model: "Transformer") -> list[MoE]:
-    return [module for module in model.modules() if isinstance(module, MoE)]
+def _layers(model: "Transformer") -> list["MoE | RouterElsewhere"]:
+    return [module for module in model.modules() if isinstance(module, MoE | RouterElsewhere)]

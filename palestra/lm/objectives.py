@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from palestra.data.mixture import Dataset, Mixture
 from palestra.data.store import Example
-from palestra.lm.batch import Batch, Scored, forward, score
+from palestra.lm.batch import Batch, forward, score
 from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
@@ -91,13 +91,13 @@ class NextToken(_Batches[Example]):
         return pack(examples)
 
     def _sums(self, engine: TrainEngine, batch: Batch) -> dict[str, float]:
-        nats = torch.zeros((), dtype=torch.float64)
-        for micro, counts in engine.ranks.micro_batches(batch, engine.micro_tokens, self.group):
-            scored: Scored = score(engine.transformer, micro.to(engine.device), entropy=False)
-            nats -= counts * (scored.logprobs.double() * micro.loss_mask.to(engine.device)).sum().cpu()
+        def nats(model: Transformer, micro: Batch) -> Loss:
+            scored = score(model, micro, entropy=False)
+            return Loss(-(scored.logprobs.double() * micro.loss_mask).sum(), {})
+
         predicted = batch.loss_mask > 0
         size = int(self.bytes_of[batch.tokens[predicted]].sum())
-        return {"nats": float(engine.ranks.sum({"nats": nats})["nats"]), "tokens": int(predicted.sum()), "bytes": size}
+        return {"nats": float(engine.losses(batch, nats)["loss"]), "tokens": int(predicted.sum()), "bytes": size}
 
     def _means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Loss a token and, where the tokens have text, bits a byte."""

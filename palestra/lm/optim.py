@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from palestra.errors import PalestraError
-from palestra.lm.layers import Linear
-from palestra.lm.moe import MoE
-from palestra.lm.ranks import like, whole
+from palestra.lm.parallel.names import stack_name
+from palestra.lm.ranks import gathered, like, part, spread, whole
 from palestra.rl.schedules import value
 from palestra.spec.lm import MuonSpec, OptimSpec
 from palestra.spec.schedule import in_fractions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is iterated: the steepest at 0 that leads all singular values to between about 0.7 and 1.2."""
+Gather = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+"""Makes whole tensors of what ranks have of them."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW remembers of a parameter."""
 TOGETHER = 2**26
 """How many numbers are orthogonalized at once: enough to fill a GPU, little compared with a model that has more."""
 
@@ -43,11 +46,12 @@ def stacked(model: nn.Module) -> dict[str, tuple[int, ...]]:
     parts: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(module, Linear):
-            parts[f"{prefix}weight"] = tuple(module.parts.values())
-        elif isinstance(module, MoE):
-            parts[f"{prefix}gate_up"] = (module.spec.mlp, module.spec.mlp)
-            parts[f"{prefix}down"] = (module.down.shape[1],)
+        rows = getattr(module, "parts", {})  # of a `Linear`, or one that is split over ranks
+        if hasattr(module, "weights"):
+            parts |= {f"{prefix}weights.{part}": (count,) for part, count in rows.items()}
+        elif rows:
+            parts[f"{prefix}weight"] = tuple(rows.values())
+        parts |= {f"{prefix}{part}": counts for part, counts in getattr(module, "stacks", {}).items()}  # of experts
     return parts
 
 
@@ -120,18 +124,19 @@ class Optimizer:
         self.stacks = {name: Stack(p, torch.zeros_like(p), parts[name]) for name, p in muon.items()}
         self.adam = {name: _moments(p) for name, p in self.parameters.items() if name not in parts}
 
-    def step(self, progress: float) -> dict[str, float]:
+    def step(self, progress: float, norm: Tensor | None = None) -> dict[str, float]:
         """One update of the weights, after which there are no gradients; `progress` of the run was done before it.
 
         Where the norm of the gradients is not finite, weights and state stay as they are (`skipped` is 1). `grad_norm`
-        is the norm before clipping, `skipped_steps` counts the run's skipped steps.
+        is the norm before clipping, `skipped_steps` counts the run's skipped steps. `norm` is that of all gradients
+        where other ranks have other parameters.
         """
         # A step takes the middle of what its schedule covers: no step is lost to a warm-up from 0 or a decay to 0.
         at = progress + 0.5 / self.steps
         schedules = {"lr": self.spec.lr} | ({"adam_lr": self.spec.adam_lr} if isinstance(self.spec, MuonSpec) else {})
         rates = {name: value(progress=at, **schedule.arguments()) for name, schedule in schedules.items()}
-        norm = clip_gradients(list(self.parameters.values()), self.spec.max_grad_norm)
-        if math.isfinite(norm):
+        size = clip_gradients(list(self.parameters.values()), self.spec.max_grad_norm, norm)
+        if math.isfinite(size):
             self._adam_step(rates.get("adam_lr", rates["lr"]))
             if isinstance(self.spec, MuonSpec):
                 muon_step(list(self.stacks.values()), rates["lr"], self.spec)
@@ -139,8 +144,8 @@ class Optimizer:
             self.skipped += 1
         for parameter in self.parameters.values():
             parameter.grad = None
-        skipped = {"skipped": float(not math.isfinite(norm)), "skipped_steps": float(self.skipped)}
-        return {"grad_norm": norm, **rates, **skipped}
+        skipped = {"skipped": float(not math.isfinite(size)), "skipped_steps": float(self.skipped)}
+        return {"grad_norm": size, **rates, **skipped}
 
     @torch.no_grad()
     def _adam_step(self, lr: float) -> None:
@@ -152,6 +157,7 @@ class Optimizer:
         trained = [(p, moments) for name, moments in self.adam.items() if (p := self.parameters[name]).grad is not None]
         for decay, matrices in ((self.spec.weight_decay, True), (0.0, False)):
             rows = [(p, p.grad, *moments.values()) for p, moments in trained if (p.ndim >= 2) == matrices]
+            rows = [tuple(part(tensor) for tensor in row if tensor is not None) for row in rows]
             params, grads, steps, means, squares = map(list, zip(*rows, strict=True)) if rows else ([],) * 5
             # Fused is 3 to 5 times as fast as the others on the CPU too.
             adamw(
@@ -159,24 +165,24 @@ class Optimizer:
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=self.spec.eps,
             )  # fmt: skip
 
-    def state(self) -> dict[str, Any]:
+    def state(self, gather: Gather = gathered) -> dict[str, Any]:
         """All that is remembered, by the parameters' names; whole on every rank, and not copied where it is whole."""
+        columns = {key: gather({name: moments[key] for name, moments in self.adam.items()}) for key in MOMENTS}
         return {
-            "adam": {name: {key: whole(t) for key, t in moments.items()} for name, moments in self.adam.items()},
-            "momentum": {name: whole(stack.momentum) for name, stack in self.stacks.items()},
+            "adam": {name: {key: columns[key][name] for key in MOMENTS} for name in columns["step"]},
+            "momentum": gather({name: stack.momentum for name, stack in self.stacks.items()}),
             "skipped": self.skipped,
         }
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state()`, on as many ranks as there are now."""
-        _same_names(state["adam"], self.adam, "AdamW's moments")
-        _same_names(state["momentum"], self.stacks, "Muon's momentum")
-        for name, moments in self.adam.items():
-            for key, mine in moments.items():
-                mine.copy_(like(state["adam"][name][key].to(mine.device), mine))
-        for name, stack in self.stacks.items():
-            stack.momentum.copy_(like(state["momentum"][name].to(stack.momentum.device), stack.momentum))
+    def load_state(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Continue from `state()`, on as many ranks as there are now; `partial` where others have other parameters."""
+        _same_names(state["adam"], self.adam, "AdamW's moments", partial)
+        _same_names(state["momentum"], self.stacks, "Muon's momentum", partial)
+        for key in MOMENTS:
+            column = {name: moments[key] for name, moments in state["adam"].items()}
+            spread(column, {name: moments[key] for name, moments in self.adam.items()})
+        spread(state["momentum"], {name: stack.momentum for name, stack in self.stacks.items()})
         self.skipped = state["skipped"]
 
 
@@ -196,7 +202,7 @@ class Ema:
         """Take the weights of a step into the average."""
         self.count += 1
         share = (1 - self.decay) / (1 - self.decay**self.count)
-        torch._foreach_lerp_(tuple(self.average.values()), tuple(_trained(model).values()), share)
+        torch._foreach_lerp_([*map(part, self.average.values())], [*map(part, _trained(model).values())], share)
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
@@ -216,33 +222,50 @@ class Ema:
         finally:
             swap()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, gather: Gather = gathered) -> dict[str, Any]:
         """The average, whole on every rank, and how many steps are in it."""
-        return {"average": {name: whole(t) for name, t in self.average.items()}, "count": self.count}
+        return {"average": gather(self.average), "count": self.count}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
         """Continue from `state()`."""
-        _same_names(state["average"], self.average, "the moving average")
-        for name, mine in self.average.items():
-            mine.copy_(like(state["average"][name].to(mine.device), mine))
+        _same_names(state["average"], self.average, "the moving average", partial)
+        spread(state["average"], self.average)
         self.count = state["count"]
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float | None) -> float:
+def clip_gradients(parameters: Sequence[nn.Parameter], most: float | None, norm: Tensor | None = None) -> float:
     """The norm of all gradients as one vector; where it is finite and above `most` they are scaled down to that.
 
     Reading it is a step's only wait for the device.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients and gradients[0].device.type == "cpu":
-        # The CPU adds up one number after the other, which is off by 0.2 % for 30 million; rows first is exact enough.
-        gradients = [torch.linalg.vector_norm(gradient, dim=-1) for gradient in gradients]
-    norm = whole(nn.utils.get_total_norm(gradients))
+    norm = gradient_norm(parameters) if norm is None else norm
     size = norm.item()
     if most is not None and most < size < math.inf:
-        nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        for alike in _alike_split(parameters):
+            nn.utils.clip_grads_with_norm_(alike, most, norm)
     return size
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The norm of these gradients as one vector."""
+    norms = []
+    for alike in _alike_split(parameters):
+        gradients = [p.grad for p in alike if p.grad is not None]
+        if gradients[0].device.type == "cpu":
+            # The CPU adds up one number after the other, off by 0.2 % for 30 million; rows first is exact enough.
+            gradients = [torch.linalg.vector_norm(gradient, dim=-1) for gradient in gradients]
+        norms.append(whole(nn.utils.get_total_norm(gradients)))
+    return torch.stack(norms or [torch.zeros(())]).norm()
+
+
+def _alike_split(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that have a gradient, in groups that are split over the same ranks."""
+    meshes: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None:
+            meshes[getattr(p, "device_mesh", None)].append(p)
+    return list(meshes.values())
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -259,8 +282,9 @@ def _moments(p: nn.Parameter) -> dict[str, Tensor]:
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
-def _same_names(saved: Mapping[str, Any], mine: Mapping[str, Any], what: str) -> None:
-    unknown, absent = sorted(saved.keys() - mine.keys()), sorted(mine.keys() - saved.keys())
+def _same_names(saved: Mapping[str, Any], mine: Mapping[str, Any], what: str, partial: bool) -> None:
+    names = set(map(stack_name, mine))
+    unknown, absent = [] if partial else sorted(saved.keys() - names), sorted(names - saved.keys())
     if unknown or absent:
         difference = f"it has {unknown[0]}, which is not trained here" if unknown else f"{absent[0]} is missing"
         raise PalestraError(

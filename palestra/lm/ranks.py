@@ -2,10 +2,10 @@
 
 import atexit
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,22 @@ from palestra.lm.batch import Batch
 from palestra.lm.model import Block, Transformer
 from palestra.lm.scorer import ValueHead
 
+if TYPE_CHECKING:
+    from palestra.lm.parallel.layout import Layout
+
+Value = TypeVar("Value")
+
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank; a tensor that is not split is given back. All ranks call it together."""
     split: Any = tensor
     return split.full_tensor() if _is_split(tensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, which may be the whole."""
+    split: Any = tensor
+    return split.to_local() if _is_split(tensor) else tensor
 
 
 def like(full: Tensor, other: Tensor) -> Tensor:
@@ -31,6 +42,22 @@ def like(full: Tensor, other: Tensor) -> Tensor:
 
     split: Any = other
     return distribute_tensor(full, split.device_mesh, split.placements, src_data_rank=None)
+
+
+def gathered(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors, under the names that they have where nothing is split. All ranks call it together."""
+    from palestra.lm.parallel.names import joined
+
+    return joined({name: whole(tensor) for name, tensor in named.items()})
+
+
+@torch.no_grad()
+def spread(full: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Copy what `gathered` gave into this rank's tensors."""
+    from palestra.lm.parallel.names import parted
+
+    for name, value in parted(full, mine).items():
+        mine[name].copy_(like(value.to(mine[name].device), mine[name]))
 
 
 def split_again(model: nn.Module) -> None:
@@ -58,10 +85,15 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    layout: "Layout | None" = None
+    """Who holds what of a model, where there are several and they train one."""
 
     @classmethod
-    def join(cls, device: torch.device) -> "Ranks":
-        """The processes that were started together (by `torchrun`, or as `devices` asks), or this one alone."""
+    def join(cls, device: torch.device, schedule: str = "1f1b", **sizes: int) -> "Ranks":
+        """The processes that were started together (by `torchrun`, or as `devices` asks), or this one alone.
+
+        `sizes` are those of the axes of a layout for training, `schedule` that of its pipeline.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -72,7 +104,9 @@ class Ranks:
             # Collectives of objects and numbers on the host never wait for the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
             atexit.register(_leave)  # not before: torch cannot join the same processes a second time
-        return cls(dist.get_rank(), size)
+        from palestra.lm.parallel.layout import Layout  # takes a second to import
+
+        return cls(dist.get_rank(), size, Layout.of(device.type, schedule, **sizes) if sizes else None)
 
     @property
     def first(self) -> bool:
@@ -83,17 +117,23 @@ class Ranks:
         """Spread parameters, gradients and optimizer state over the ranks (FSDP2), a block at a time."""
         if self.size == 1:
             return
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        # Named, because torch would take the GPU of a machine that has one for a model on the CPU too.
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        from palestra.lm.parallel.expert import Experts
+
+        assert self.layout is not None
+        self.layout.split(model)
+        if all(self.layout.size(axes) == 1 for axes in ("data", "parts", "tensor")):
+            return  # a pipeline alone: nobody else has these layers
         for module in reversed(list(model.modules())):  # blocks before the transformer, which takes what is left
-            if isinstance(module, Block | ValueHead | Transformer):
+            if isinstance(module, Experts | Block | ValueHead | Transformer):
                 # The head reads the transformer's own parameters after its forward pass.
-                fully_shard(module, mesh=mesh, reshard_after_forward=not isinstance(module, Transformer))
+                whole = isinstance(module, Transformer)
+                fully_shard(module, mesh=self.layout.mesh_of(module), reshard_after_forward=not whole)
                 assert isinstance(module, FSDPModule)
-                module.set_gradient_divide_factor(1.0)  # losses are divided by the global denominator already
+                # Losses are divided by the global denominator already. A value head sees all tokens on every rank.
+                same = self.layout.size("context") if isinstance(module, ValueHead) else 1
+                module.set_gradient_divide_factor(float(same))
                 module.set_force_sum_reduction_for_comms(True)  # Gloo can add and nothing else
 
     def micro_batches(self, batch: Batch, max_tokens: int, group: int) -> list[tuple[Batch, float]]:
@@ -102,39 +142,83 @@ class Ranks:
         Every rank has as many, so that all meet in every layer.
         """
         sizes = batch.group_sizes(group)
+        stages = 1 if self.layout is None else self.layout.stages
+        if self.layout is not None and stages > 1:  # enough to keep them all at work
+            max_tokens = min(max_tokens, sum(sizes) // (self.layout.size("batch") * stages))
         limit = max(max_tokens, max(sizes))
         bins = [
             [[share[i] for i in part] for part in micro_batches([sizes[g] for g in share], limit)]
-            for share in balanced(sizes, self.size)
+            for share in balanced(sizes, 1 if self.layout is None else self.layout.size("batch"))
         ]
-        parts = [(batch.select_groups(part, group), 1.0) for part in bins[self.rank]]
-        absent = max(map(len, bins)) - len(parts)
+        mine = 0 if self.layout is None else self.layout.group("batch").rank()
+        parts = [(batch.select_groups(part, group), 1.0) for part in bins[mine]]
+        absent = -(-max(map(len, bins)) // stages) * stages - len(parts)
         if absent:
             parts += [(batch.select_groups([sizes.index(min(sizes))], group), 0.0)] * absent
         return parts
+
+    def share_of(self, parts: Sequence[Value]) -> tuple[list[Value], int]:
+        """This rank's part of what ranks with examples of their own divide, and how many the longest part has."""
+        if self.layout is None:
+            return list(parts), len(parts)
+        ranks, stages = self.layout.size("batch"), self.layout.stages
+        most = -(-len(parts) // ranks)
+        return list(parts[self.layout.group("batch").rank() :: ranks]), -(-most // stages) * stages
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sum over the ranks of each number, or of tensors of one shape."""
         if self.size == 1:
             return dict(values)
         total = torch.stack([value.double() for value in values.values()])
-        dist.all_reduce(total)
+        assert self.layout is not None
+        dist.all_reduce(total, group=self.layout.group("batch"))
         return dict(zip(values, total.unbind(), strict=True))
 
     def gather(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole parameters on every rank."""
-        return {name: whole(tensor) for name, tensor in weights.items()}
+        mine = gathered(weights)
+        if self.layout is None or self.layout.size("pipeline") == 1:
+            return mine
+        group = self.layout.group("pipeline")
+        forms: list[dict[str, Any]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(forms, {name: (t.shape, t.dtype, t.device) for name, t in mine.items()}, group=group)
+        owners = {name: stage for stage, names in enumerate(forms) for name in names}  # of what two have, the last
+        for name, stage in owners.items():
+            shape, dtype, device = forms[stage][name]
+            own = stage == group.rank()
+            tensor = mine[name].detach().contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group=group, group_src=stage)
+            mine[name] = tensor
+        return mine
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks have parameters that this one knows nothing of."""
+        return self.layout is not None and self.layout.size("pipeline") > 1
 
     @torch.no_grad()
     def scatter(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
         """Copy whole parameters and buffers into the model, each rank its part."""
-        mine = model.state_dict()
-        for name, value in weights.items():
-            mine[name].copy_(like(value.to(mine[name].device), mine[name]))
+        spread(weights, model.state_dict())
 
     def abandon(self) -> None:
         """Do not leave the process group at exit, after an error: that could wait for the others forever."""
         atexit.unregister(_leave)
+
+    def on_first(self, work: Callable[[], Value]) -> Value:
+        """What `work` gives on the first rank, on every rank; or what it raises."""
+        if self.size == 1:
+            return work()
+        value = error = None
+        if self.first:
+            try:
+                value = work()
+            except Exception as raised:
+                error = raised
+        value, error = self.from_first((value, error))
+        if error is not None:
+            raise error
+        return value
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
@@ -143,6 +227,9 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+ALONE = Ranks()
 
 
 def _leave() -> None:

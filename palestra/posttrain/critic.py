@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palestra.data.store import micro_batches
 from palestra.lm.batch import Batch, forward
-from palestra.lm.engine import Loss, LossFunction, TrainEngine
+from palestra.lm.engine import Loss, LossFunction, TrainEngine, by_token
 from palestra.lm.model import ModelOutput, Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.optim import Optimizer
-from palestra.lm.ranks import Ranks
+from palestra.lm.ranks import ALONE, Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.posttrain.loss import token_means
 from palestra.rl.losses import value_loss
@@ -24,30 +23,29 @@ from palestra.spec.lm import AdamWSpec
 class Critic:
     """A separate model with a value head, and its optimizer."""
 
-    def __init__(self, transformer: Transformer, algorithm: AlgorithmSpec, train: PosttrainTrain):
+    def __init__(self, transformer: Transformer, algorithm: AlgorithmSpec, train: PosttrainTrain, ranks: Ranks = ALONE):
         if algorithm.critic is None:
             raise ValueError(f"{algorithm.preset} with `baseline: {algorithm.baseline}` has no critic")
         model = ScalarModel(transformer)
+        ranks.shard(model)
         updates = train.steps * train.minibatches * train.epochs
         optim = AdamWSpec(name="adamw", lr=algorithm.critic.lr, weight_decay=0.0)
         self._loss = value_loss_function(algorithm.critic)
         self.engine = TrainEngine(
             model,
             Optimizer(model, optim, updates),
-            Ranks(),
+            ranks,
             micro_tokens=train.micro_tokens,
             flops_per_token=transformer.shape.flops_per_token(transformer.shape.context),
         )
 
-    @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """Its values (T) before each trained token of a batch, for `with_advantages`."""
-        engine, values = self.engine, torch.zeros(len(batch.tokens), device=batch.tokens.device)
-        assert isinstance(engine.model, ScalarModel)
-        for part in micro_batches(batch.lengths, max(engine.micro_tokens, max(batch.lengths))):
-            predicted, _ = expected(engine.model, batch.select(part).to(engine.device))
-            values[batch.token_index(part)] = predicted.to(values.device)
-        return values
+        engine, model = self.engine, self.engine.model
+        assert isinstance(model, ScalarModel)
+        return by_token(
+            lambda micro: expected(model, micro)[0], model.transformer, batch, engine.ranks, engine.micro_tokens
+        )
 
     def learn(self, batch: Batch, progress: float) -> dict[str, float]:
         """One optimizer step on a (mini)batch of `with_advantages`; its metrics, under critic/."""
@@ -57,7 +55,7 @@ class Critic:
 
     def state(self) -> dict[str, Any]:
         """Its weights and its optimizer's state."""
-        return {"model": dict(self.engine.model.state_dict()), "engine": self.engine.state()}
+        return {"model": self.engine.ranks.gather(self.engine.model.state_dict()), "engine": self.engine.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state()`."""

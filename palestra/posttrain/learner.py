@@ -52,7 +52,8 @@ class Learner:
         anchor = self.engine.logprobs(batch, temperature=temperature) if spec.algorithm.needs_anchor else None
         reference = None
         if self.reference is not None:
-            reference = logprobs(self.reference, batch, micro_tokens=micro, temperature=temperature)
+            ranks = self.engine.ranks
+            reference = logprobs(self.reference, batch, micro_tokens=micro, temperature=temperature, ranks=ranks)
         values = None if self.critic is None else self.critic.values(batch)
         return with_advantages(
             batch,

@@ -5,7 +5,7 @@ Most time in this field is lost to a wrong chat template and to a generator that
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 
 import torch
@@ -91,26 +91,16 @@ log = logging.getLogger("palestra.posttrain")
 
 TOKENS = 32
 """Tokens of each of the four completions of the self-test."""
+Sampled = tuple[Batch, torch.Tensor, float]
+"""Completions, their log-probabilities by the generator (T), and the temperature."""
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """A larger mean gap means that trainer and generator are not the same model."""
 
 
-def self_test(episode: Episode, writer: Engine, engine: TrainEngine) -> dict[str, float]:
-    """Log the first prompt, sample from it, and refuse a generator whose log-probabilities are not the trainer's."""
-    prompt, tokenizer = episode.prompt, writer.tokenizer
-    assert tokenizer is not None
-    shown = tokenizer.decode(prompt, specials=True)
-    log.info("the first prompt is %s, %d tokens:\n%s", episode.problem.id, len(prompt), shown)
-    log.info("its tokens: %s", list(prompt))
-    room = min(TOKENS, episode.context - len(prompt))
-    sampling = Sampling(temperature=episode.sampling.temperature, max_new_tokens=room, seed=episode.seed >> 1)
-    (result,) = writer.run([Request(prompt, sampling, n=4)])
-    batch = Batch.pack(
-        [prompt + one.tokens for one in result.generations],
-        [[0.0] * len(prompt) + [1.0] * len(one.tokens) for one in result.generations],
-    )
-    sampled = torch.tensor([lp for one in result.generations for lp in (0.0,) * len(prompt) + one.logprobs])
-    gap = (engine.logprobs(batch, temperature=sampling.temperature).cpu() - sampled)[batch.loss_mask > 0]
+def self_test(sample: Callable[[], Sampled], engine: TrainEngine) -> dict[str, float]:
+    """Refuse a generator whose log-probabilities are not the trainer's, by completions that the first rank samples."""
+    batch, sampled, temperature = engine.ranks.on_first(sample)
+    gap = (engine.logprobs(batch, temperature=temperature).cpu() - sampled)[batch.loss_mask > 0]
     k3 = (gap.exp() - 1 - gap).mean().item()
     mean, most = gap.abs().mean().item(), gap.abs().max().item()
     log.info(
@@ -124,3 +114,21 @@ def self_test(episode: Episode, writer: Engine, engine: TrainEngine) -> dict[str
             f"more than {limit:g}: they are not the same model, and training on it would be wrong"
         )
     return {"selftest/gap_mean": mean, "selftest/gap_max": most, "selftest/k3": k3}
+
+
+def first_samples(episode: Episode, writer: Engine) -> Sampled:
+    """Log the first prompt, and sample from it."""
+    prompt, tokenizer = episode.prompt, writer.tokenizer
+    assert tokenizer is not None
+    shown = tokenizer.decode(prompt, specials=True)
+    log.info("the first prompt is %s, %d tokens:\n%s", episode.problem.id, len(prompt), shown)
+    log.info("its tokens: %s", list(prompt))
+    room = min(TOKENS, episode.context - len(prompt))
+    sampling = Sampling(temperature=episode.sampling.temperature, max_new_tokens=room, seed=episode.seed >> 1)
+    (result,) = writer.run([Request(prompt, sampling, n=4)])
+    batch = Batch.pack(
+        [prompt + one.tokens for one in result.generations],
+        [[0.0] * len(prompt) + [1.0] * len(one.tokens) for one in result.generations],
+    )
+    sampled = torch.tensor([lp for one in result.generations for lp in (0.0,) * len(prompt) + one.logprobs])
+    return batch, sampled, sampling.temperature

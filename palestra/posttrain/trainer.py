@@ -19,7 +19,7 @@ from palestra.rollout.records import Recording, RolloutReplay
 from palestra.rollout.types import Group
 from palestra.runs.checkpoint import Checkpoint
 from palestra.runs.loop import Counters, Row, Stopped, due, restore, run
-from palestra.runs.recorder import Recorder
+from palestra.runs.recorder import Recorder, Silent
 from palestra.runs.session import Session
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
@@ -57,27 +57,35 @@ class PosttrainParts:
     """What a session is made of."""
 
     learner: GroupLearner
-    executor: Executor | RolloutReplay
-    """Where groups come from."""
-    writer: Engine
-    """The engine that generates."""
-    generator: LocalGenerator
+    rollout: "RolloutParts | None"
+    """Where groups come from; None on all ranks but the first, which get them from it."""
     keeper: Keeper
     evaluate: Callable[[Callable[[], None]], dict[str, float]]
     """Metrics on held-out problems, by the published weights; its argument is called between bursts."""
     suites: SuiteRunner
-    loop: LoopThread
-    """Where workflows run."""
     self_test: Callable[[], dict[str, float]]
     """Before the first step: logs a prompt, and compares the trainer's log-probabilities with the generator's."""
 
 
+@dataclass
+class RolloutParts:
+    """What makes completions."""
+
+    executor: Executor | RolloutReplay
+    writer: Engine
+    """The engine that generates."""
+    generator: LocalGenerator
+    loop: LoopThread
+    """Where workflows run."""
+
+
 def train(spec: PosttrainSpec | DistillSpec, session: Session, parts: PosttrainParts, *, show: bool = True) -> None:
     """Train to the end of the spec's steps, from the session's newest checkpoint if it has one."""
-    saved = restore(session)
+    ranks = parts.learner.engine.ranks
+    saved = restore(session, ranks)
     with ExitStack() as stack:
         trainer = PosttrainTrainer(spec, session, parts, saved, stack, show)
-        run(spec, session, trainer, trainer.record, saved)
+        run(spec, session, trainer, trainer.record, saved, ranks)
 
 
 class PosttrainTrainer:
@@ -95,6 +103,7 @@ class PosttrainTrainer:
         show: bool,
     ):
         self.spec, self.session, self.parts, self.policy = spec, session, parts, parts.learner.engine.model
+        self.ranks = parts.learner.engine.ranks
         self.steps = self.tokens = 0
         self.exhausted = False
         """Whether no prompts are left."""
@@ -102,18 +111,33 @@ class PosttrainTrainer:
             self.steps, self.tokens = saved.state["steps"], saved.state["tokens"]
             parts.keeper.load(saved.meta.path / "model")
             parts.learner.load_state(saved.state["learner"])
-            parts.executor.load_state(saved.state["executor"])
-        parts.writer.publish(parts.learner.engine.weights(), self.steps)
+        weights = parts.learner.engine.weights()
         self.speed = Speed(parts.learner.engine)
-        self.record = stack.enter_context(Recorder(session, spec, total=spec.train.steps, unit="steps", show=show))
-        self._profile = stack.enter_context(profiled(spec.train.profile, session.path / "profile.json", True))
-        self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
-        self._watchdog = stack.enter_context(RolloutWatchdog(STALL_SECONDS, parts.executor.describe, parts.loop.loop))
-        self._lag, self._last_progress = LoopLag(), (0.0, 0)
         self._groups: list[Group] = []
         self._filtered: list[Group] = []
         self._learned: Row = {}
-        parts.loop.start(self._lag.run())
+        self._rollouts: Recording | None = None
+        first = parts.rollout
+        profile = session.path / "profile.json"
+        self._profile = stack.enter_context(profiled(spec.train.profile, profile, first is not None))
+        self.record: Recorder | Silent = stack.enter_context(
+            Silent() if first is None else Recorder(session, spec, total=spec.train.steps, unit="steps", show=show)
+        )
+        if first is None:
+            return
+        if saved is not None:
+            first.executor.load_state(saved.state["executor"])
+        first.writer.publish(weights, self.steps)
+        self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
+        self._watchdog = stack.enter_context(RolloutWatchdog(STALL_SECONDS, first.executor.describe, first.loop.loop))
+        self._lag, self._last_progress = LoopLag(), (0.0, 0)
+        first.loop.start(self._lag.run())
+
+    @property
+    def rollout(self) -> RolloutParts:
+        """Of the first rank."""
+        assert self.parts.rollout is not None
+        return self.parts.rollout
 
     @property
     def counters(self) -> dict[str, int]:
@@ -129,20 +153,22 @@ class PosttrainTrainer:
 
     def step(self) -> None:
         """Rollout → train → publish."""
-        parts, span, version = self.parts, self.record.span, self.steps + 1
+        learner, span, version = self.parts.learner, self.record.span, self.steps + 1
         try:
             with span("rollout"):
-                groups, filtered = parts.executor.take(self._work)
+                groups, filtered = self.ranks.on_first(lambda: self.rollout.executor.take(self._work))
         except NothingLeft as reason:
             log.warning("the run ends at step %d: %s", self.steps, reason)
             self.exhausted = True
             return
         with span("train"), self._profile(version):
-            batch = parts.learner.prepare(groups, self.steps)
-            self._learned = parts.learner.learn(batch, self.steps, self._overlap)
+            batch = learner.prepare(groups, self.steps)
+            self._learned = learner.learn(batch, self.steps, self._overlap)
         with span("publish", version=version):
-            parts.writer.publish(parts.learner.engine.weights(), version, keep_cache=self.spec.rollout.keep_cache)
-            parts.executor.publish(version)
+            weights = learner.engine.weights()
+            if self.ranks.first:
+                self.rollout.writer.publish(weights, version, keep_cache=self.spec.rollout.keep_cache)
+                self.rollout.executor.publish(version)
         if self._rollouts is not None:
             with span("record"):
                 self._rollouts.write(version, groups, filtered, batch)
@@ -155,7 +181,8 @@ class PosttrainTrainer:
             return {}
         groups = self._groups  # empty if distillation trains on given completions alone
         rewards = group_metrics(groups, self._filtered, self.steps - 1) if groups else {}
-        row = self._learned | rewards | self.parts.executor.metrics() | self._lag.take()
+        generated = self.ranks.on_first(lambda: self.rollout.executor.metrics() | self._lag.take())
+        row = self._learned | rewards | generated
         if timeouts := row.get("status/timeout"):
             log.warning(
                 "step %d: the verifier took longer than rollout.verify_seconds = %g (or its task's own limit) for "
@@ -179,7 +206,7 @@ class PosttrainTrainer:
         with self.speed.paused():
             if "eval" in names:
                 with self.record.span("eval"):
-                    row |= self.parts.evaluate(self._check)
+                    row |= self.ranks.on_first(lambda: self.parts.evaluate(self._check))
             if labels:
                 with self.record.span("suites"):
                     row |= self.parts.suites.measure(labels, self.counters, self._check_busy)
@@ -194,8 +221,11 @@ class PosttrainTrainer:
 
     def state(self) -> dict[str, Any]:
         """Counters, learner, and the groups in flight."""
-        self.parts.executor.collect()
-        return {**self.counters, "learner": self.parts.learner.state(), "executor": self.parts.executor.state()}
+        state: dict[str, Any] = {**self.counters, "learner": self.parts.learner.state()}
+        if self.ranks.first:
+            self.rollout.executor.collect()
+            state["executor"] = self.rollout.executor.state()
+        return state
 
     def model(self) -> Callable[[Path], None]:
         return self.parts.keeper.writer()
@@ -204,7 +234,7 @@ class PosttrainTrainer:
         """Between two bursts: stop if requested, and let the watchdog know of progress."""
         if self.session.stop_requested:
             raise Stopped
-        now = (self.parts.writer.metrics()["generated_tokens"], self.parts.executor.settled)
+        now = (self.rollout.writer.metrics()["generated_tokens"], self.rollout.executor.settled)
         if now != self._last_progress:
             self._watchdog.progress()
         self._last_progress = now
@@ -217,12 +247,14 @@ class PosttrainTrainer:
     def _work(self, seconds: float) -> bool:
         """Generate while the trainer waits for groups."""
         self._check()
-        return self.parts.generator.work(seconds)
+        return self.rollout.generator.work(seconds)
 
     def _overlap(self) -> None:
         """Generate between micro-batches, if completions may be off-policy."""
+        if not self.ranks.first:
+            return
         self._watchdog.progress()
         if self.spec.rollout.staleness > 0:
-            self.parts.executor.collect()
-            self.parts.executor.admit()
-            self.parts.writer.burst()
+            self.rollout.executor.collect()
+            self.rollout.executor.admit()
+            self.rollout.writer.burst()

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from palestra.spec.base import Every, ExperimentSpec, listed
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.parallel import ParallelSpec
 from palestra.spec.schedule import Rate, constant, warmup_conflicts
 from palestra.spec.shape import Shape, described
 from palestra.spec.tasks import SuiteUse, suite_conflicts
@@ -376,6 +377,20 @@ class LanguageModelSpec(ExperimentSpec):
     """Length of training and computation."""
     optim: Annotated[OptimSpec, Field(discriminator="name")] = AdamWSpec(name="adamw")
     """Optimizer."""
+    devices: Execution[int | None] = Field(default=None, ge=1)
+    """Processes that train together, one GPU each; null: what `parallel` asks for, or those that `torchrun` started."""
+    parallel: Execution[ParallelSpec] = ParallelSpec()
+    """How these processes share the model. By default each has its own examples and a part of every parameter."""
+
+    @property
+    def processes(self) -> int:
+        """Processes that train together."""
+        return self.devices or self.parallel.processes
+
+    @property
+    def examples(self) -> int:
+        """Sequences of a step, which processes divide between them."""
+        raise NotImplementedError
 
     @model_validator(mode="before")
     @classmethod
@@ -398,11 +413,24 @@ class LanguageModelSpec(ExperimentSpec):
         return f"default for {self.kind}" + (" with LoRA" if self.model.lora is not None and path[1] == "lr" else "")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Incomplete model, conflicting training settings."""
+        """Conflicting training settings; processes that do not fit the model, the batch or the seeds."""
         if self.model.lora is not None and self.optim.name == "muon":
             yield Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW")
         elif self.tuning and self.model.init and self.optim.name == "muon" and "lr" not in self.optim.model_fields_set:
             yield Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning")
+        if self.processes > 1 and self.max_session > 1:
+            yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
+        shape, parallel = self.model.shape, self.parallel
+        if not parallel.divides(self.processes):
+            asked = " · ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if size > 1)
+            yield Conflict(("devices",), f"expected the product of `parallel`: {asked}, got {self.devices}")
+        sizes = parallel.sizes(self.processes)
+        if self.examples < (apart := sizes["data"] * sizes["shard"] * sizes["expert"]):
+            reason = f"expected data · shard · expert of at most {self.examples}, the examples of a step, got {apart}"
+            yield Conflict(("parallel",), reason)
+        if shape is not None:
+            problems = parallel.problems(shape, lora=self.model.lora is not None)
+            yield from (Conflict(("parallel", *path), reason) for path, reason in problems)
 
     def derived(self) -> dict[str, int | float | str]:
         """Compute precision."""
@@ -420,14 +448,14 @@ class LmSpec(LanguageModelSpec):
     """Evaluation."""
     every: LmEvery = LmEvery()
     """How often to checkpoint, evaluate and log."""
-    devices: Execution[int | None] = Field(default=None, ge=1)
-    """Data-parallel processes, one GPU each; null: those that `torchrun` started, else one."""
+
+    @property
+    def examples(self) -> int:
+        return self.train.batch
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Seeds and processes at once, examples longer than the model's context, a warm-up beyond the end."""
+        """Examples longer than the model's context, a warm-up beyond the end."""
         yield from super().conflicts()
-        if (self.devices or 1) > 1 and self.max_session > 1:
-            yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
         shape = self.model.shape
         if shape is not None and self.data.context > shape.context:
             yield Conflict(("data", "context"), f"expected at most model.shape.context = {shape.context} tokens")

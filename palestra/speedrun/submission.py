@@ -146,7 +146,7 @@ def _measured(done: Run, seed: int, peak: float | None) -> dict[str, Any]:
     chosen = precision(spec.train.precision, device.type)
     flops, source = (peak, "given") if peak is not None else peak_of(device, chosen)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else manifest["cpu"]
-    devices = spec.devices or 1
+    devices = spec.processes
     training, wall = seconds(rows)
     git = manifest["git"] or {}
     status = read_status(folder) or {}

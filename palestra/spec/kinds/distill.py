@@ -110,6 +110,10 @@ class DistillSpec(LanguageModelSpec):
     """How often to checkpoint, evaluate and log."""
 
     @property
+    def examples(self) -> int:
+        return self.train.prompts_per_step * self.rollout.group
+
+    @property
     def answered(self) -> int:
         """Prompts per batch that the student completes."""
         return round(self.on_policy * self.train.prompts_per_step)
@@ -125,6 +129,10 @@ class DistillSpec(LanguageModelSpec):
         if self.model.init is None:
             yield Conflict(("model", "init"), "expected a trained model to start from")
         yield from suite_conflicts(self.suites, self.counts)
+        for axis in ("context", "tensor", "pipeline"):
+            if getattr(self.parallel, axis) > 1:
+                reason = "expected 1, because the teacher's distributions need whole logits: use `shard` or `data`"
+                yield Conflict(("parallel", axis), reason)
         yield from self._shares()
         yield from warmup_conflicts(self.optim, self.train.steps, "optim")
 

@@ -147,6 +147,8 @@ class DpoSpec(WritingSpec):
         yield from super().conflicts()
         if self.model.init is None:
             yield Conflict(("model", "init"), "expected a trained model, which is also the reference model")
+        if self.parallel.pipeline > 1:
+            yield Conflict(("parallel", "pipeline"), "expected 1, because the reference model is not split into layers")
         if self.loss.label_smoothing and self.loss.type != "sigmoid":
             yield Conflict(("loss", "label_smoothing"), "expected 0, because only `type: sigmoid` uses it")
 
@@ -177,6 +179,8 @@ class RewardModelSpec(LmSpec):
         yield from super().conflicts()
         if self.model.lora is not None:
             yield Conflict(("model", "lora"), "expected null: a reward model's head and weights train together")
+        if self.parallel.schedule == "zero_bubble":
+            yield Conflict(("parallel", "schedule"), "expected 1f1b or interleaved, because of the reward model's head")
         if self.data.format == "plain":
             reason = "expected chat, because a reward model scores conversations, written with the chat template"
             yield Conflict(("data", "format"), reason)

@@ -181,6 +181,10 @@ class PosttrainSpec(LanguageModelSpec):
     every: PosttrainEvery = PosttrainEvery()
     """How often to checkpoint, evaluate and log."""
 
+    @property
+    def examples(self) -> int:
+        return self.train.prompts_per_step * self.rollout.group
+
     def conflicts(self) -> Iterator[Conflict]:
         """Missing model, unknown tasks, conflicting settings."""
         yield from super().conflicts()
@@ -200,9 +204,8 @@ class PosttrainSpec(LanguageModelSpec):
 
     def derived(self) -> dict[str, int | float | str]:
         """Completions and tokens per step and in total."""
-        completions = self.train.prompts_per_step * self.rollout.group
         return super().derived() | {
-            "completions per step": completions,
-            "new tokens per step, at most": completions * self.rollout.max_new_tokens,
-            "completions in total": completions * self.train.steps,
+            "completions per step": self.examples,
+            "new tokens per step, at most": self.examples * self.rollout.max_new_tokens,
+            "completions in total": self.examples * self.train.steps,
         }
