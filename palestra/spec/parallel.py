@@ -16,8 +16,7 @@ class ParallelSpec(Model):
     data: int = Field(default=1, ge=1)
     """Copies of the model, each trained on its own examples (DDP; with `shard`: HSDP)."""
     shard: int | None = Field(default=None, ge=1)
-    """Processes that split parameters, gradients and optimizer state, each with its own examples (FSDP); null: as many
-    as the other axes leave of `devices`."""
+    """Processes that split parameters and optimizer state (FSDP), each with its own examples; null: what is left."""
     context: int = Field(default=1, ge=1)
     """Processes that split the tokens of a micro-batch; in attention they split the heads (Ulysses)."""
     expert: int = Field(default=1, ge=1)
