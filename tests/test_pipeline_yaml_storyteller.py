@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import zygote
 from conftest import Scratch
 
 from palestra.pipeline.form import load_pipeline
@@ -74,7 +75,7 @@ def test_books_are_known_by_their_names_and_sizes_not_by_where_they_lie(tmp_path
 @pytest.mark.slow
 def test_storyteller_learns_from_rewards_and_the_second_run_does_nothing(scratch: Scratch):
     nothing = str(scratch.path / "nothing")
-    first = scratch.start("pipeline", "run", STORYTELLER, PALESTRA_DATA=nothing)
+    first = scratch.start("pipeline", "run", STORYTELLER, PALESTRA_DATA=nothing, **{zygote.PICTURES: "1"})
     _, said = first.communicate(timeout=1200)
     assert first.returncode == 0, said
     scores = {}

@@ -81,7 +81,7 @@ def test_quickstart_cut_short_rises_from_two_seeds_with_and_without_staleness(tm
             run = palestra.run({**spec, "name": f"sums_{staleness}", "seed": seed}, root=tmp_path, quiet=True)
             rows = [row["eval/accuracy"] for row in run.metrics(seed) if "eval/accuracy" in row]
             assert rows[0] < 0.6
-            assert rows[-1] > 0.85
+            assert rows[-1] > 0.8  # 0.85 to 0.95, by seed and processor
             ends[staleness, seed] = rows[-1]
     sync, late = (fmean(ends[staleness, seed] for seed in (0, 1)) for staleness in (0, 1))
     assert abs(sync - late) < 0.08  # 200 problems have a standard error of 0.02

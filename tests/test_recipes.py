@@ -115,7 +115,7 @@ def follow(with_model: Path, tmp_path: Path) -> Callable[..., Followed]:
     def followed(name: str, *parts: str) -> Followed:
         folder, said = shutil.copytree(with_model, tmp_path / name), []
         for part in parts:
-            shutil.copytree(ROOT / part, folder / part)
+            (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
         whole = [text for _, language, text in blocks(RECIPES / f"{name}.md") if language == "bash"]
         assert any(text.startswith(MODEL) for text in whole), "the page makes no model, or makes it another way"
         for file, language, text in blocks(RECIPES / f"{name}.md"):
@@ -207,7 +207,7 @@ def test_add_workflow_followed_asks_twice_and_trains_what_was_drawn(follow: Call
 
 @pytest.mark.slow
 def test_add_preset_followed_gives_a_preset_that_runs(follow: Callable[..., Followed]) -> None:
-    page = follow("add_preset", "palestra", "docs", "tests")
+    page = follow("add_preset", "palestra", "docs", "tests", "README.md", "pyproject.toml")
     assert re.match(r"\.+ .*\n(1\d|[5-9]) passed", page.said[1])
     resolved = (page.session("magistral") / "spec.yaml").read_text()
     assert re.search(r"preset: magistral\n.*scale: advantage_std\n", resolved, re.S)

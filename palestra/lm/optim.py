@@ -63,21 +63,25 @@ def muon_step(stacks: Sequence[Stack], lr: float, spec: MuonSpec) -> None:
     much an output changes. Rates tuned for 0.2·√max(rows, columns), which imitates Adam's size, are others.
     """
     for group in _alike([stack for stack in stacks if stack.parameter.grad is not None]):
-        parameters, momenta = tuple(stack.parameter for stack in group), tuple(stack.momentum for stack in group)
-        gradients = tuple(p.grad for p in parameters if p.grad is not None)
+        parameters, momenta = [stack.parameter for stack in group], [part(stack.momentum) for stack in group]
+        gradients = [part(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_lerp_(momenta, gradients, 1 - spec.momentum)
-        ahead = torch._foreach_lerp(gradients, momenta, spec.momentum) if spec.nesterov else momenta
+        ahead = [stack.momentum for stack in group]
+        if spec.nesterov:
+            ahead = [torch.empty_like(momentum) for momentum in ahead]
+            torch._foreach_copy_([*map(part, ahead)], torch._foreach_lerp(gradients, momenta, spec.momentum))
         directions = torch.stack([whole(direction) for direction in ahead])  # (n, [experts,] rows, columns)
         parts = group[0].parts
-        matrices = [part.flatten(0, -3) for part in directions.split(parts, dim=-2)]
+        matrices = [rows.flatten(0, -3) for rows in directions.split(parts, dim=-2)]
         turned = {}
         for rows in dict.fromkeys(parts):  # those of one shape at once: queries, keys and values, gate and up
-            batch = torch.cat([part for part in matrices if part.shape[-2] == rows])
+            batch = torch.cat([matrix for matrix in matrices if matrix.shape[-2] == rows])
             scale = max(1.0, rows / batch.shape[-1]) ** 0.5
             turned[rows] = iter((orthogonalize(batch, spec.ns_steps) * scale).chunk(parts.count(rows)))
         updates = torch.cat([next(turned[rows]) for rows in parts], dim=-2).view_as(directions).to(directions.dtype)
-        torch._foreach_mul_(parameters, 1 - lr * spec.weight_decay)
-        torch._foreach_add_(parameters, tuple(map(like, updates, parameters)), alpha=-lr)
+        mine = [part(parameter) for parameter in parameters]
+        torch._foreach_mul_(mine, 1 - lr * spec.weight_decay)
+        torch._foreach_add_(mine, [part(like(*pair)) for pair in zip(updates, parameters, strict=True)], alpha=-lr)
 
 
 def orthogonalize(batch: Tensor, steps: int) -> Tensor:

@@ -111,13 +111,13 @@ class _Exchange(torch.autograd.Function):
 
 def _gathered(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    dist.all_gather_single(out, x.contiguous(), group=group)
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out
 
 
 def _scattered(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    dist.reduce_scatter_single(out, x.contiguous(), group=group)
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
     return out
 
 
