@@ -168,7 +168,9 @@ def test_posttraining_has_the_same_bits_with_suites_and_measures_what_it_publish
 @pytest.mark.slow  # it must be stopped within the suite, which is over in a moment
 def test_posttraining_that_is_stopped_in_a_suite_measures_it_again(tmp_path):
     lab = posttrain_lab.Lab(tmp_path)
-    path = write_suite(tmp_path, tasks=[{"task": "posttrain_tasks:Signalling", "name": "letters"}])
+    path = write_suite(
+        tmp_path, tasks=[{"task": "posttrain_tasks:Signalling", "name": "letters", "args": {"pause": 0.05}}]
+    )
     changes: dict[str, Any] = {"suites": [{"suite": path, "every": "2 steps"}]}
     whole = lab.run(name="whole", **changes)
     (tmp_path / "signal").write_text(f"{int(signal.SIGTERM)} 3")

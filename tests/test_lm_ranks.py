@@ -1,7 +1,6 @@
 """Training on two ranks: the numbers of one process, one run folder, stops, failures, and resumes on fewer or more."""
 
 import json
-import os
 import random
 import socket
 import subprocess
@@ -171,7 +170,12 @@ def chat(folder: Path, kind: str, init: Path | None = None, **changes: Any) -> d
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """The session's folders of runs by one process and by two ranks."""
     folder = tmp_path_factory.mktemp("both")
-    os.environ["PALESTRA_CACHE"] = str(folder / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PALESTRA_CACHE", str(folder / "cache"))
+        return _trained_by_both(folder)
+
+
+def _trained_by_both(folder: Path) -> dict[str, list[Path]]:
     base = palestra.run(chat(folder, "sft", name="base"), root=folder / "base", quiet=True)
     model = base.checkpoint("last") / "model"
     samples = {"prompts": ["abc"], "max_new_tokens": 4, "every": "4 steps"}
@@ -184,7 +188,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     for spec in specs:
         palestra.run(spec, root=folder / "one", quiet=True)
     run_on_ranks(folder, [{"spec": spec, "root": "two"} for spec in specs])
-    del os.environ["PALESTRA_CACHE"]
     return {
         spec["name"]: [next(folder.glob(f"{root}/{spec['name']}/*/sessions/0")) for root in ("one", "two")]
         for spec in specs

@@ -214,7 +214,7 @@ def test_add_preset_followed_gives_a_preset_that_runs(follow: Callable[..., Foll
     assert page.rows("magistral")[-1]["step"] == 2
     assert "magistral" in (page.folder / "docs" / "reference" / "spec.md").read_text()
     # Its tests can fail: another scale is another algorithm.
-    presets = page.folder / "palestra" / "spec" / "presets.py"
-    presets.write_text(presets.read_text().replace('"advantage_std"', '"batch_std"'))
+    presets = page.folder / "palestra" / "spec" / "algorithm.py"
+    presets.write_text(presets.read_text().replace('"scale": "advantage_std"', '"scale": "batch_std"'))
     with pytest.raises(AssertionError, match="5 failed"):
         run(f"python -m pytest -q {' '.join(TESTS)} -k magistral", page.folder)
