@@ -95,7 +95,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(
     ("size", "jobs"),
     [
-        pytest.param(2, [f"{axes}/micro-batches/measure" for axes, _ in AXES], id="quick"),
+        pytest.param(2, [f"{axes}/one_sequence/measure" for axes, _ in AXES], id="quick"),
         *(
             pytest.param(2, [f"{axes}/{case}/measure" for case in cases], marks=pytest.mark.slow, id=axes)
             for axes, cases in AXES
