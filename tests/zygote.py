@@ -9,6 +9,7 @@ processes are started anew.
 """
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -101,7 +102,8 @@ def main(number: int) -> None:
     before = set(os.environ)
     install()
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # in the base install there is no torch
+            importlib.import_module(name)
     added = {name: value for name, value in os.environ.items() if name not in before}  # by what was imported
     gc.freeze()  # not looked at, and so not copied, by the collector of a forked process
     request = serve(socket.socket(fileno=number))
