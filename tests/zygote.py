@@ -111,7 +111,9 @@ def main(number: int) -> None:
     os.environ.clear()
     os.environ.update(added | request["env"])
     sys.argv[:] = request["argv"]
-    if (threads := os.environ.get("OMP_NUM_THREADS", "1")) != "1":  # which torch reads at import
+    if (
+        "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS", "1")) != "1"
+    ):  # which torch reads at import
         sys.modules["torch"].set_num_threads(int(threads))
     code: Any = 0
     try:
