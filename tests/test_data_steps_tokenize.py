@@ -72,6 +72,7 @@ def test_tokenize_of_latest_and_contest_is_not_refused(tmp_path: Path, source: P
     path.parent.mkdir()
     path.write_text('{"text": "a"}\n')
     tokenize(tmp_path / "out", source=path, tokenizer=tmp_path / "vocabulary", workers=1)
+    assert len(TokenStore.open(tmp_path / "out")) == 1
 
 
 def test_data_steps_of_a_pipeline_run_one_after_the_other_and_not_again(tmp_path: Path, source: Path) -> None:

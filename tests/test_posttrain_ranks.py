@@ -59,6 +59,10 @@ def test_axes_that_the_model_does_not_allow_are_refused_before_there_is_a_folder
         lab.run(parallel={"tensor": 4})
     with pytest.raises(PalestraError, match="data · shard · expert of at most 16, the examples of a step, got 32"):
         lab.run(parallel={"shard": 32})
+    with pytest.raises(PalestraError, match=r"parallel\.pipeline: expected 1, because adapters are not split"):
+        lab.run(parallel={"pipeline": 2}, model__lora={"rank": 2})
+    with pytest.raises(PalestraError, match=r"parallel\.schedule: expected 1f1b or interleaved"):
+        lab.run(parallel={"pipeline": 2, "schedule": "zero_bubble"}, algorithm={"preset": "ppo"})
     assert set(lab.root.glob("*/*")) == before
 
 

@@ -63,6 +63,8 @@ class ParallelSpec(Model):
                 yield Conflict(("tensor",), f"expected a divisor of the model's {name} = {count}")
         if self.tensor > 1 and shape.qk_norm == "full":
             yield Conflict(("tensor",), "expected 1, because `qk_norm: full` normalizes over all heads together")
+        if self.pipeline > 1 and lora:
+            yield Conflict(("pipeline",), "expected 1, because adapters are not split: use `shard` for them")
         if self.tensor > 1 and lora:
             yield Conflict(("tensor",), "expected 1, because adapters are not split: use `shard` for them")
         if shape.heads % (self.tensor * self.context):

@@ -179,8 +179,8 @@ class RewardModelSpec(LmSpec):
         yield from super().conflicts()
         if self.model.lora is not None:
             yield Conflict(("model", "lora"), "expected null: a reward model's head and weights train together")
-        if self.parallel.schedule == "zero_bubble":
-            yield Conflict(("parallel", "schedule"), "expected 1f1b or interleaved, because of the reward model's head")
+        if self.parallel.pipeline > 1:
+            yield Conflict(("parallel", "pipeline"), "expected 1, because the reward model's head is not split")
         if self.data.format == "plain":
             reason = "expected chat, because a reward model scores conversations, written with the chat template"
             yield Conflict(("data", "format"), reason)

@@ -199,6 +199,8 @@ class PosttrainSpec(LanguageModelSpec):
         if self.rollout.group == 1 and self.algorithm.needs_group:
             reason = f"expected at least 2, because {self.algorithm.preset} compares completions of one prompt"
             yield Conflict(("rollout", "group"), reason)
+        if self.parallel.schedule == "zero_bubble" and self.algorithm.critic is not None:
+            yield Conflict(("parallel", "schedule"), "expected 1f1b or interleaved, because of the value model's head")
         updates = self.train.steps * self.train.minibatches * self.train.epochs
         yield from warmup_conflicts(self.optim, updates, "optim")
 
