@@ -24,7 +24,7 @@ from palestra.evaluate.records import (
 )
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.types import Generator, Sampling, StopReason
+from palestra.generate.types import DrivenGenerator, Generator, Sampling, StopReason
 from palestra.lm.model import Transformer
 from palestra.rollout.episode import Episode, Verify, Workflow, encode_problem
 from palestra.rollout.event_loop import LoopThread
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 
 def pumped(
-    generator: LocalGenerator, work: Coroutine[Any, Any, Result], look: Callable[[], None] = lambda: None
+    generator: DrivenGenerator, work: Coroutine[Any, Any, Result], look: Callable[[], None] = lambda: None
 ) -> Result:
-    """Run `work` in a background event loop while this thread drives the generator, one with `drive="caller"`.
+    """Run `work` in a background event loop while this thread drives the generator.
 
     `look` is called between two bursts and may raise to end it: the coroutine is then cancelled, and has ended when
     this raises.

@@ -72,6 +72,16 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
     async def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
         await asyncio.to_thread(self.engine.publish, weights, version, keep_cache=keep_cache)
 
+    @property
+    def generated(self) -> float:
+        return self.engine.metrics()["generated_tokens"]
+
+    def load(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
+        self.engine.publish(weights, version, keep_cache=keep_cache)
+
+    def overlap(self) -> None:
+        self.engine.burst()
+
     def work(self, seconds: float) -> bool:
         """With `drive="caller"`: a burst; False after waiting at most `seconds` where there is nothing to generate."""
         self._wake.clear()

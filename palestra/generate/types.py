@@ -127,3 +127,28 @@ class Generator(Protocol):
         Running requests continue, with their caches as they are or recomputed.
         """
         ...
+
+
+class DrivenGenerator(Generator, Protocol):
+    """A generator as a training loop sees it: its own thread generates here, or waits for those elsewhere."""
+
+    @property
+    def generated(self) -> float:
+        """Tokens so far, which shows progress."""
+        ...
+
+    def work(self, seconds: float) -> bool:
+        """Generate, or wait at most `seconds` and return False where there is nothing to do here."""
+        ...
+
+    def overlap(self) -> None:
+        """Generate between two micro-batches, where that is this thread's work."""
+        ...
+
+    def wake(self) -> None:
+        """End a wait in `work`, from any thread."""
+        ...
+
+    def load(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
+        """`publish`, and wait for it."""
+        ...

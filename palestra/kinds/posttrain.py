@@ -173,8 +173,7 @@ def _rollout(
     longest = max((len(question.prompt) for task in questions for question in task.questions), default=0)
     new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
     eval_context = max(context, min(start.shape.context, longest + new))
-    writer = _writer(spec, start, engine, weights, eval_context)
-    generator = LocalGenerator(writer, drive="caller")
+    generator = LocalGenerator(_writer(spec, start, engine, weights, eval_context), drive="caller")
     starter = Starter(
         tasks=verifiers.tasks,
         workflow=make_workflow(spec.rollout.workflow),
@@ -218,7 +217,7 @@ def _rollout(
         )
         return pumped(generator, work, look).metrics
 
-    return RolloutParts(executor, writer, generator, loop), evaluate, partial(first_samples, first, writer)
+    return RolloutParts(executor, generator, loop), evaluate, partial(first_samples, first, generator)
 
 
 def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:

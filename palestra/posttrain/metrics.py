@@ -11,8 +11,8 @@ from statistics import fmean, pstdev
 import torch
 
 from palestra.errors import PalestraError
-from palestra.generate.engine.engine import Engine
-from palestra.generate.types import Request, Sampling
+from palestra.evaluate.completions import pumped
+from palestra.generate.types import DrivenGenerator, Request, Sampling
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.rollout.episode import Episode
@@ -116,16 +116,15 @@ def self_test(sample: Callable[[], Sampled], engine: TrainEngine) -> dict[str, f
     return {"selftest/gap_mean": mean, "selftest/gap_max": most, "selftest/k3": k3}
 
 
-def first_samples(episode: Episode, writer: Engine) -> Sampled:
+def first_samples(episode: Episode, generator: DrivenGenerator) -> Sampled:
     """Log the first prompt, and sample from it."""
-    prompt, tokenizer = episode.prompt, writer.tokenizer
-    assert tokenizer is not None
-    shown = tokenizer.decode(prompt, specials=True)
+    prompt = episode.prompt
+    shown = episode.tokenizer.decode(prompt, specials=True)
     log.info("the first prompt is %s, %d tokens:\n%s", episode.problem.id, len(prompt), shown)
     log.info("its tokens: %s", list(prompt))
     room = min(TOKENS, episode.context - len(prompt))
     sampling = Sampling(temperature=episode.sampling.temperature, max_new_tokens=room, seed=episode.seed >> 1)
-    (result,) = writer.run([Request(prompt, sampling, n=4)])
+    result = pumped(generator, generator.generate(Request(prompt, sampling, n=4)))
     batch = Batch.pack(
         [prompt + one.tokens for one in result.generations],
         [[0.0] * len(prompt) + [1.0] * len(one.tokens) for one in result.generations],

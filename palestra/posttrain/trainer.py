@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from palestra.generate.engine.engine import Engine
-from palestra.generate.local import LocalGenerator
+from palestra.generate.types import DrivenGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.trainer import Keeper, Speed, SuiteRunner, profiled
@@ -72,9 +71,7 @@ class RolloutParts:
     """What makes completions."""
 
     executor: Executor | RolloutReplay
-    writer: Engine
-    """The engine that generates."""
-    generator: LocalGenerator
+    generator: DrivenGenerator
     loop: LoopThread
     """Where workflows run."""
 
@@ -127,7 +124,7 @@ class PosttrainTrainer:
             return
         if saved is not None:
             first.executor.load_state(saved.state["executor"])
-        first.writer.publish(weights, self.steps)
+        first.generator.load(weights, self.steps)
         self._rollouts = stack.enter_context(Recording(session)) if spec.rollout.record else None
         self._watchdog = stack.enter_context(RolloutWatchdog(STALL_SECONDS, first.executor.describe, first.loop.loop))
         self._lag, self._last_progress = LoopLag(), (0.0, 0)
@@ -167,7 +164,7 @@ class PosttrainTrainer:
         with span("publish", version=version):
             weights = learner.engine.weights()
             if self.ranks.first:
-                self.rollout.writer.publish(weights, version, keep_cache=self.spec.rollout.keep_cache)
+                self.rollout.generator.load(weights, version, keep_cache=self.spec.rollout.keep_cache)
                 self.rollout.executor.publish(version)
         if self._rollouts is not None:
             with span("record"):
@@ -234,7 +231,7 @@ class PosttrainTrainer:
         """Between two bursts: stop if requested, and let the watchdog know of progress."""
         if self.session.stop_requested:
             raise Stopped
-        now = (self.rollout.writer.metrics()["generated_tokens"], self.rollout.executor.settled)
+        now = (self.rollout.generator.generated, self.rollout.executor.settled)
         if now != self._last_progress:
             self._watchdog.progress()
         self._last_progress = now
@@ -257,4 +254,4 @@ class PosttrainTrainer:
         if self.spec.rollout.staleness > 0:
             self.rollout.executor.collect()
             self.rollout.executor.admit()
-            self.rollout.writer.burst()
+            self.rollout.generator.overlap()
