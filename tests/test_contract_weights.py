@@ -7,10 +7,11 @@ that opens it over a tiny engine, and one line in `CHANNELS`.
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,11 @@ import torch
 from tiny_server import KEY, serving, tiny_engine, tiny_model
 from torch import Tensor
 
+from palestra.cluster.broadcast import Broadcast
+from palestra.cluster.channel import WeightChannel, fetch_newest, open_channel
+from palestra.cluster.files import Files
+from palestra.cluster.memory import CudaMemory, SharedMemory
+from palestra.data.remote import open_filesystem
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import HttpGenerator
 from palestra.generate.engine.engine import Engine
@@ -69,6 +75,46 @@ def from_a_file() -> Iterator[Channel]:
         yield Channel(publish, *_read(engine, address))
 
 
+def carried(open_writer: Callable[[], AbstractContextManager[WeightChannel]]) -> Callable[..., Any]:
+    """An engine that takes over the newest version of a writer, through the address that other processes open."""
+
+    @contextmanager
+    def channel() -> Iterator[Channel]:
+        engine, turns = tiny_engine(), threading.Lock()
+        with open_writer() as writer:
+            reader = open_channel(writer.address)
+
+            def publish(version: int, weights: Weights) -> None:
+                writer.publish(version, weights)
+                with turns:
+                    newest, tensors = fetch_newest(reader)
+                    if newest > engine.version:
+                        engine.publish(tensors, newest)
+
+            yield Channel(publish, *_read(engine))
+
+    return channel
+
+
+@contextmanager
+def folder() -> Iterator[Files]:
+    with TemporaryDirectory() as path:
+        yield Files(path, whole_every=3)
+
+
+@contextmanager
+def bucket() -> Iterator[Files]:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    from s3_server import s3_server
+
+    with s3_server() as s3, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment.items():
+            patch.setenv(name, value)
+        files, _ = open_filesystem("s3://weights")
+        files.mkdir("weights")
+        yield Files("s3://weights/run", whole_every=3)
+
+
 def _read(engine: Engine, address: str | None = None) -> tuple[Callable[[], int], Callable[[], Weights]]:
     def newest() -> int:
         return engine.version if address is None else httpx.get(f"{address}/health").json()["version"]
@@ -76,10 +122,23 @@ def _read(engine: Engine, address: str | None = None) -> tuple[Callable[[], int]
     return newest, lambda: {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
 
 
-CHANNELS = {"engine": in_process, "upload": uploaded, "file": from_a_file}
+CHANNELS = {
+    "engine": in_process,
+    "upload": uploaded,
+    "file": from_a_file,
+    "shm": carried(lambda: closing(SharedMemory())),
+    "cuda": carried(lambda: closing(CudaMemory())),
+    "files": carried(folder),
+    "s3": carried(bucket),
+    "broadcast": carried(lambda: closing(Broadcast())),
+}
+MARKS = {
+    "s3": pytest.mark.slow,
+    "cuda": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+}
 
 
-@pytest.fixture(params=CHANNELS.values(), ids=CHANNELS.keys())
+@pytest.fixture(params=[pytest.param(opened, id=name, marks=MARKS.get(name, ())) for name, opened in CHANNELS.items()])
 def opened(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[Channel]]:
     return request.param
 
@@ -168,7 +227,12 @@ def test_writer_that_dies_halfway_changes_nothing(opened) -> None:
 
 def test_writers_at_the_same_time_leave_one_whole_version(opened) -> None:
     with opened() as channel:
-        threads = [threading.Thread(target=channel.publish, args=(n, weights_of(n))) for n in range(1, 5)]
+
+        def publish(version: int) -> None:
+            with suppress(UsageError):  # refused where a newer one came first
+                channel.publish(version, weights_of(version))
+
+        threads = [threading.Thread(target=publish, args=(n,)) for n in range(1, 5)]
         for thread in threads:
             thread.start()
         for thread in threads:
