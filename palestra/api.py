@@ -33,9 +33,11 @@ def run(
     *,
     resume: str | Path | Run | None = None,
     allow: Sequence[str] = (),
+    restarts: int = 0,
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
+    on: str | None = None,
     overrides: Overrides = (),
     reward: Callable[..., Any] | str | None = None,
     data: Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
@@ -48,9 +50,11 @@ def run(
         spec: A file ("spec.yaml" or "spec.yaml:name"), a dict or a spec; may be left out when resuming.
         resume: A run to continue, by path, name, name/id or id.
         allow: Dotted paths of fields that may differ from the resumed run's spec.
+        restarts: How often a seed that fails continues from its last checkpoint by itself.
         variables: Values of the `${…}` in the spec.
         root: The folder that holds all runs.
         quiet: Do not show progress.
+        on: "ray" or the address of a Ray cluster: the seeds run there, not in processes of this machine.
         overrides: Fields of the spec as on the command line: `["algorithm.lr=1e-3"]`, or a mapping of paths to values.
         reward: A function that verifies completions in place of all training tasks: see docs/recipes/add_reward.md.
         data: Rows to train on, such as a list of dicts or a `datasets.Dataset`; or the spec's field `data`.
@@ -81,9 +85,11 @@ def run(
         loaded = _load_to_run(spec, variables, given)
         if added := _added_fields(loaded, reward, hooks):
             loaded = _load_to_run(spec, variables, given | added)
-        if len(getattr(loaded.spec, "seeds", ())) > 1:  # objects that cannot be pickled are refused first
+        if (
+            on is not None or len(getattr(loaded.spec, "seeds", ())) > 1
+        ):  # objects that cannot be pickled are refused first
             pack({name: value for name, value in objects.items() if name != "env"})
-        launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects)
+        launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects, restarts=restarts, on=on)
         with _missing_extra():
             runs = runner(loaded.spec.kind)
         return runs(loaded.spec, launch)

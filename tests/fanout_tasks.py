@@ -10,7 +10,19 @@ from pathlib import Path
 
 from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, run
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"inline": Inline, "processes": lambda: Processes("test")}
+
+def on_ray() -> Backend:
+    """Ray's, on the cluster of the test or on one that is started for it."""
+    from palestra.cluster.ray import RayBackend
+
+    return RayBackend("test")
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "inline": Inline,
+    "processes": lambda: Processes("test"),
+    "ray": on_ray,
+}
 """Every backend passes the whole contract of tests/test_work_fanout.py: another one is one more entry here."""
 PARALLEL = [name for name in BACKENDS if name != "inline"]
 """Those whose items run while the fan-out does something else, and can be killed."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import fanout_tasks
 import pytest
+from conftest import fast_only
 from test_work_pool import LINUX, gone
 from test_work_tasks import pids_from
 
@@ -24,15 +25,25 @@ from palestra.runs.store import LocalStore
 from palestra.work import fanout
 from palestra.work.fanout import Backend, Resources, Stop, WorkItem, WorkOutcome, run
 
+# Ray takes a while to start: only the slow tests do.
+ANY = fast_only(fanout_tasks.BACKENDS, "inline", "processes")
+PARALLEL = fast_only(fanout_tasks.PARALLEL, "processes")
 
-@pytest.fixture(params=fanout_tasks.BACKENDS)
+
+@pytest.fixture(params=ANY)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return fanout_tasks.BACKENDS[request.param]()
+    return made(request.param, request)
 
 
-@pytest.fixture(params=fanout_tasks.PARALLEL)
+@pytest.fixture(params=PARALLEL)
 def parallel(request: pytest.FixtureRequest) -> Backend:
-    return fanout_tasks.BACKENDS[request.param]()
+    return made(request.param, request)
+
+
+def made(name: str, request: pytest.FixtureRequest) -> Backend:
+    if name == "ray":
+        request.getfixturevalue("one_ray")
+    return fanout_tasks.BACKENDS[name]()
 
 
 class Held:
@@ -224,8 +235,8 @@ def test_item_that_is_done_takes_no_lease(backend):
     assert (outcome.error, outcome.attempts, lease.calls) == (None, 0, [])
 
 
-@pytest.mark.parametrize("name", fanout_tasks.BACKENDS)
-def test_two_fanouts_that_share_leases_run_each_item_once(name, tmp_path):
+@pytest.mark.parametrize("name", ANY)
+def test_two_fanouts_that_share_leases_run_each_item_once(name, tmp_path, request):
     def items() -> list[WorkItem]:
         paths = [tmp_path / str(index) for index in range(4)]
         leases = [Lease(LocalStore(tmp_path / f"leases/{index}")) for index in range(4)]
@@ -235,7 +246,7 @@ def test_two_fanouts_that_share_leases_run_each_item_once(name, tmp_path):
         ]
 
     def work() -> None:
-        outcomes.extend(run(items(), Resources(2), fanout_tasks.BACKENDS[name](), look=0.01))
+        outcomes.extend(run(items(), Resources(2), made(name, request), look=0.01))
 
     outcomes: list[WorkOutcome] = []
     others = threading.Thread(target=work)
@@ -335,11 +346,11 @@ def test_progress_tells_the_state_of_each_until_all_have_ended(backend):
 
 
 @LINUX
-@pytest.mark.parametrize("name", fanout_tasks.PARALLEL)
+@pytest.mark.parametrize("name", PARALLEL)
 def test_parent_that_is_killed_leaves_no_orphan(name, tmp_path):
     code = f"import fanout_tasks; fanout_tasks.main({str(tmp_path / 'pids')!r}, {name!r})"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
-    pids = pids_from(tmp_path / "pids", 2)
+    pids = pids_from(tmp_path / "pids", 2, within=120)  # Ray is started for it
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert all(gone(pid) for pid in pids)

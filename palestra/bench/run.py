@@ -9,10 +9,11 @@ from typing import Any
 from palestra.bench.results import BenchRecord, BenchResult, append, find, measure, shipped
 from palestra.bench.suites import CHECKOUT, SHIPPED, Entry, entries, parse_seeds
 from palestra.bench.table import verdict, write_page
+from palestra.cluster.where import open_backend, refuse_more
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.session import stop_signals
 from palestra.work import fanout
-from palestra.work.fanout import Processes, Resources, Stop, WorkItem
+from palestra.work.fanout import Resources, Stop, WorkItem
 
 Tell = Callable[[str], None]
 
@@ -22,7 +23,8 @@ def bench(
     *,
     seeds: str | None,
     only: str | None,
-    parallel: int,
+    parallel: int | None,
+    on: str | None,
     out: Path | None,
     table_only: bool,
     specs: Path | None,
@@ -38,7 +40,7 @@ def bench(
         out = CHECKOUT / "docs" / "benchmarks.md"
     try:
         if not table_only:
-            run(plan(chosen, wanted, folder, root, tell), root, parallel, tell)
+            run(plan(chosen, wanted, folder, root, tell), root, parallel, tell, on)
     finally:  # finished runs enter the table, also if other runs failed or were stopped
         measured = {entry: measure(entry, folder, root, wanted or entry.seeds) for entry in chosen}
         for entry, records in measured.items():
@@ -84,10 +86,13 @@ def plan(entries: Sequence[Entry], wanted: Sequence[int] | None, specs: Path, ro
     return items
 
 
-def run(items: Sequence[WorkItem], root: Path, parallel: int, tell: Tell) -> None:
-    """Run the items, `parallel` at a time; those that fail do not stop the others."""
+def run(items: Sequence[WorkItem], root: Path, parallel: int | None, tell: Tell, on: str | None = None) -> None:
+    """Run the items, `parallel` at a time, else one per core; those that fail do not stop the others."""
     if not items:
         return
+    backend, available = open_backend(on, "bench")
+    parallel = parallel or available.cores
+    refuse_more(on, available, parallel, 1)
     stop, failed, ended = Stop(), [], 0
     message = iter(["stopping: runs save their state"])
 
@@ -96,7 +101,7 @@ def run(items: Sequence[WorkItem], root: Path, parallel: int, tell: Tell) -> Non
             tell(line)
 
     (logs := root / "logs").mkdir(parents=True, exist_ok=True)
-    running = fanout.run(items, Resources(parallel), Processes("bench"), stop=stop, progress=watch)
+    running = fanout.run(items, Resources(parallel), backend, stop=stop, progress=watch)
     with stop_signals(stop), closing(running) as outcomes:
         for outcome in outcomes:
             ended += 1

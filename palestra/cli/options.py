@@ -28,6 +28,10 @@ Overrides = Annotated[Texts, Argument(help="Override fields of the spec, such as
 Set = Annotated[Texts, Option("--set", "-s", metavar="VAR=VALUE", help="Set a ${VAR} of the spec; repeatable.")]
 RunName = Annotated[str, Argument(help="A run: its path, name, name/id or id.", metavar="RUN")]
 Root = Annotated[Path, Option("--runs", metavar="FOLDER", help="The folder that holds all runs.")]
+On = Annotated[
+    str | None,
+    Option(metavar="ray|HOST:PORT", help="Run workers on Ray, here or on a cluster; by default processes here."),
+]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Do not show progress.")]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from palestra.cli.options import Set, Texts, parse_set
+from palestra.cli.options import On, Set, Texts, parse_set
 from palestra.errors import PalestraError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def run(
     only: Annotated[Texts, Option(metavar="REGEX", help="Only steps whose name matches, and their inputs.")] = None,
     force_failed: Annotated[bool, Option("--force-failed", help="Retry steps that failed before.")] = False,
     max_parallel: Annotated[int, Option(metavar="N", help="Maximum number of parallel steps.", min=1)] = 2,
+    on: On = None,
 ) -> None:
     """Run the steps of a pipeline that are not done yet, and write an HTML report of all of them."""
     from palestra.cli.show import console, table
@@ -48,6 +49,7 @@ def run(
     loaded = load_pipeline(pipeline, variables=parse_set(variables), overrides=overrides or [])
     outputs = open_outputs(prefix or loaded.prefix)
     graph, choice = Graph(loaded.steps), {"only": only or (), "force_failed": force_failed}
+    how = {"max_parallel": max_parallel, "on": on}
     if dry_run:
         planned = plan(graph, outputs, **choice)
         rows = [(step.action, step.reason, outputs.place(step.address)) for step in planned]
@@ -56,7 +58,7 @@ def run(
     progress = _Progress()
     try:
         with progress.live or nullcontext():
-            progress.watch(run_steps(loaded.steps, outputs, **choice, max_parallel=max_parallel, watch=progress.watch))
+            progress.watch(run_steps(loaded.steps, outputs, **choice, **how, watch=progress.watch))
     finally:
         if progress.run is not None:
             _show_table(progress.run)

@@ -1,7 +1,6 @@
 """The commands that compare many runs: `palestra sweep`, `speedrun` and `bench`, and what `search` prints."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ def sweep(
     only: Annotated[Texts, Option(metavar="AXIS=SETTING", help="Only these settings, as size=s,m; repeatable.")] = None,
     group: Annotated[str | None, Option(help="The folder of the runs; by default NAME_COMMIT.", metavar="NAME")] = None,
     parallel: Annotated[int, Option(min=1, help="Worker processes here; more may run elsewhere.")] = 1,
+    on: options.On = None,
     root: options.Root = options.RUNS,
     quiet: options.Quiet = False,
 ) -> None:
@@ -35,7 +35,7 @@ def sweep(
     if plan:
         show_plan(points)
     else:
-        show_sweep(start(points, parallel=parallel, quiet=quiet), points.folder)
+        show_sweep(start(points, parallel=parallel, quiet=quiet, on=on), points.folder)
 
 
 def show_plan(planned: Any) -> None:
@@ -187,13 +187,14 @@ def bench(
     ] = None,
     only: Annotated[str | None, Option(metavar="REGEX", help="Only specs whose name matches.")] = None,
     parallel: Annotated[int | None, Option(min=1, help="Parallel runs; by default one per core.")] = None,
+    on: options.On = None,
     out: Annotated[Path | None, Option(help="The page to write; in a checkout docs/benchmarks.md.")] = None,
     table_only: Annotated[bool, Option("--table", help="Run nothing: update the table from the run folders.")] = False,
     specs: Annotated[Path | None, Option(metavar="FOLDER", help="The specs; by default examples/control.")] = None,
     root: Annotated[Path, Option("--runs", metavar="FOLDER", help="The folder of runs.")] = Path("runs/bench"),
 ) -> None:
     """Run the shipped specs of a suite over seeds and update the table; finished seeds are kept, others resumed."""
-    settings = locals() | {"parallel": parallel or os.cpu_count() or 1}
+    settings = locals()
     from palestra.bench.run import bench as run_suite
 
     run_suite(**settings, tell=typer.echo)

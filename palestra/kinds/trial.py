@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.cluster.where import open_backend
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
@@ -25,7 +26,7 @@ from palestra.spec.model import plain
 from palestra.track.progress import Progress
 from palestra.track.sinks import require_sinks
 from palestra.work import fanout
-from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
+from palestra.work.fanout import STOP_SECONDS, Stop, WorkItem
 from palestra.work.pool import TaskFailed
 from palestra.work.redact import redacted
 
@@ -48,6 +49,10 @@ class Launch:
     """The spec as plain data, for the sessions: the one in their folders is without secrets."""
     init: str | None = None
     """The folder of the initial model, once it is found: all seeds start from the same."""
+    restarts: int = 0
+    """How often a seed that fails continues from its last checkpoint."""
+    on: str | None = None
+    """Where the seeds run: "ray", or the address of a Ray cluster; None: on this machine."""
 
 
 SessionRunner = Callable[[Path, Launch], None]
@@ -123,11 +128,11 @@ def run_sessions(
         if info != trial.info:  # an allowed change of the spec, which may have added seeds
             with clear_write_errors(trial.path):
                 write_json(trial.path / "trial.json", info)
-        if len(folders) == 1:
+        if len(folders) == 1 and launch.on is None and not launch.restarts:
             session(folders[0], launch)
         elif folders:
             progress = Progress(total, unit, enabled=launch.show)
-            _run_in_parallel(spec.name, launch, session, trial, folders, threads, progress)
+            _run_in_parallel(spec, launch, session, trial, folders, threads, progress)
     numbers = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in summary(trial).items()}
     with clear_write_errors(trial.path):
         write_json(trial.path / "summary.json", numbers)
@@ -165,15 +170,31 @@ def _prepare(spec: ExperimentSpec, launch: Launch, trial: Run, fixed: Sequence[s
 
 
 def _run_in_parallel(
-    name: str, launch: Launch, session: SessionRunner, trial: Run, folders: list[Path], threads: int, progress: Progress
+    spec: ExperimentSpec,
+    launch: Launch,
+    session: SessionRunner,
+    trial: Run,
+    folders: list[Path],
+    threads: int,
+    progress: Progress,
 ) -> None:
-    quiet, stop = replace(launch, show=False), Stop()
+    quiet, stop = replace(launch, show=False, on=None), Stop()
+    backend, available = open_backend(launch.on, spec.name, spec=None if launch.objects else launch.spec)
+    gpu = 1.0 if launch.on is not None and device_of(spec).type == "cuda" else 0.0
     items = [
-        WorkItem(folder.name, _in_worker, (session, folder, quiet), cores=threads, log=folder / "log.txt")
+        WorkItem(
+            folder.name,
+            _in_worker,
+            (session, folder, quiet),
+            cores=threads,
+            gpu=gpu,
+            retries=launch.restarts,
+            log=folder / "log.txt",
+        )
         for folder in folders
     ]
     show = partial(_show, progress, folders)
-    running = fanout.run(items, Resources(os.cpu_count() or 1), Processes(name), stop=stop, progress=show)
+    running = fanout.run(items, available, backend, stop=stop, progress=show)
     with progress, stop_signals(stop), closing(running) as outcomes:
         errors = {outcome.item.name: outcome.error for outcome in outcomes if outcome.error is not None}
     failures = {folder: errors[folder.name] for folder in folders if folder.name in errors}

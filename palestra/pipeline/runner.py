@@ -1,7 +1,6 @@
 """Runs a pipeline: steps in parallel over the graph, each once, also next to other processes on the same prefix."""
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.where import open_backend, refuse_more
 from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.pipeline.graph import Graph, Node, chosen
 from palestra.pipeline.outputs import Outputs
@@ -18,7 +18,7 @@ from palestra.pipeline.step import Output, Step, call, filled, portable
 from palestra.runs.lease import Lease, Owner
 from palestra.runs.session import stop_signals
 from palestra.work import fanout
-from palestra.work.fanout import Processes, Resources, Stop, WorkItem, WorkOutcome
+from palestra.work.fanout import Resources, Stop, WorkItem, WorkOutcome
 from palestra.work.redact import redact
 
 
@@ -60,14 +60,18 @@ def run(
     only: Sequence[str] = (),
     force_failed: bool = False,
     max_parallel: int = 2,
+    on: str | None = None,
     watch: "Callable[[PipelineRun], None]" = lambda run: None,
 ) -> "PipelineRun":
-    """Run all that the targets need and that is not done; raises `PipelineFailed` at the end if a step failed."""
+    """Run all that the targets need and that is not done; raises `PipelineFailed` at the end if a step failed.
+
+    `on` is "ray" or the address of a Ray cluster: the steps run there, not in processes of this machine.
+    """
     if max_parallel < 1:
         raise UsageError(f"--max-parallel: expected at least 1, got {max_parallel}")
     graph = Graph(targets)
     ended = PipelineRun(graph, outputs, watch)
-    ended.run(chosen(graph, only), force_failed, max_parallel)
+    ended.run(chosen(graph, only), force_failed, max_parallel, on)
     failed = [address for address, state in ended.states.items() if state == "failed"]
     if failed:
         blocked = sum(state == "blocked" for state in ended.states.values())
@@ -98,7 +102,7 @@ class PipelineRun:
         """The steps that this run has run."""
         return [address for address, state in self.states.items() if state == "ran"]
 
-    def run(self, targets: Sequence[str], force_failed: bool, parallel: int) -> None:
+    def run(self, targets: Sequence[str], force_failed: bool, parallel: int, on: str | None = None) -> None:
         """Run what the targets need; `PipelineRun.states` has what failed."""
         states, outputs = self.states, self.outputs
         for address in self.graph.needed(targets, self._is_done):
@@ -110,11 +114,13 @@ class PipelineRun:
             return
         if force_failed:  # what failed before, not what another process fails with in the meantime
             self.forced = {address for address, state in states.items() if state == "waiting" and self._failed(address)}
-        threads = max(1, (os.cpu_count() or 1) // size)
+        backend, available = open_backend(on, "steps", heartbeat_timeout=None)
+        threads = max(1, available.cores // size)
+        refuse_more(on, available, size, threads)
         running = fanout.run(
             iter(partial(self._next, threads), ...),  # without an end
             Resources(size * threads),
-            Processes("steps", heartbeat_timeout=None),
+            backend,
             stop=self.stop,
             grace=STOP_SECONDS,
             look=outputs.look_seconds,

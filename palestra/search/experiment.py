@@ -1,7 +1,6 @@
 """Runs a search: proposes trials, runs them in parallel, pauses and promotes them at rungs."""
 
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -9,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.where import open_backend, refuse_more
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.lease import Lease, kept
 from palestra.runs.recorder import in_words
@@ -28,7 +28,7 @@ from palestra.spec.model import plain
 from palestra.spec.validate import SpecError
 from palestra.track.progress import Progress
 from palestra.work import fanout
-from palestra.work.fanout import Processes, Stop, WorkItem, WorkOutcome
+from palestra.work.fanout import Stop, WorkItem, WorkOutcome
 
 log = logging.getLogger("palestra.search")
 
@@ -45,6 +45,7 @@ def search(
     variables: Mapping[str, Any] | None = None,
     root: str | Path = "runs",
     quiet: bool = False,
+    on: str | None = None,
     overrides: Overrides = (),
 ) -> Experiment:
     """Run the search of a spec's `search:` block to its end, or continue one that was stopped or killed.
@@ -56,6 +57,7 @@ def search(
         variables: Values of the `${…}` in the spec.
         root: The folder that holds all runs.
         quiet: Do not show progress.
+        on: "ray" or the address of a Ray cluster: the trials run there, not in processes of this machine.
         overrides: Fields of the spec: `["search.trials=8"]`, or a mapping of paths to values.
     """
     given = dict(parse(overrides)) | ({} if keep is None else {"search.keep": keep})
@@ -80,13 +82,15 @@ def search(
         experiment = new_experiment(Path(root), loaded, sys.argv)
     assert loaded.search is not None
     with kept(Lease(LocalStore(experiment.path))):
-        return Search(experiment, loaded, loaded.search, show=not quiet).run()
+        return Search(experiment, loaded, loaded.search, show=not quiet, on=on).run()
 
 
 class Search:
     """One search while it runs."""
 
-    def __init__(self, experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, *, show: bool):
+    def __init__(
+        self, experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, *, show: bool, on: str | None = None
+    ):
         self.experiment, self.spec, self.search, self.show = experiment, spec, search, show
         self.metric, self.direction = search.goal(spec.kind)
         self.maximize = self.direction == "maximize"
@@ -95,15 +99,17 @@ class Search:
         self.study = Study(experiment.path, search, self.direction)
         self.data = given_data(spec)
         self.running: set[int] = set()
-        cores = max(1, (os.cpu_count() or 1) // self.threads)
+        self.backend, available = open_backend(on, spec.name)
+        cores = max(1, available.cores // self.threads)
         parallel = search.parallel or max(1, cores // min(spec.max_session, cores))
-        self.resources, self.gpu_share = shared(parallel, self.threads, spec.device)
+        refuse_more(on, available, parallel, self.threads)
+        self.resources, self.gpu_share = shared(parallel, self.threads, spec.device, available)
 
     def run(self) -> Experiment:
         """Run until every trial is complete, pruned or failed; then write the results."""
         stop = Stop()
         progress = Progress(self.search.trials, "trials", self.spec.name, enabled=self.show)
-        running = fanout.run(self._items(), self.resources, Processes(self.spec.name), stop=stop)
+        running = fanout.run(self._items(), self.resources, self.backend, stop=stop)
         with progress, stop_signals(stop), closing(running) as outcomes:
             self._show(progress)
             for outcome in outcomes:

@@ -1,7 +1,6 @@
 """One trial of a search: its folder, its worker, its pause at a rung, and its outcome."""
 
 import math
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,16 +123,8 @@ def _statuses(run: Run) -> list[dict[str, Any]]:
     return [status for session in run.sessions if (status := read_status(session.path)) is not None]
 
 
-def gpus() -> list[str]:
-    """The GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them; without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    folder = Path("/proc/driver/nvidia/gpus")
-    return [str(index) for index in range(len(list(folder.iterdir())))] if folder.is_dir() else []
-
-
-def shared(parallel: int, threads: int, device: str) -> tuple[Resources, float]:
+def shared(parallel: int, threads: int, device: str, available: Resources) -> tuple[Resources, float]:
     """The cores and GPUs that `parallel` runs share, and the fraction of a GPU that each gets."""
-    names = [] if device == "cpu" else gpus()
-    return Resources(parallel * threads, names), 1.0 / math.ceil(parallel / len(names)) if names else 0.0
+    names = () if device == "cpu" else available.gpus
+    share = 1.0 / math.ceil(parallel / len(names)) if names else 0.0
+    return Resources(parallel * threads, names, available.memory), share

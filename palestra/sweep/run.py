@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.where import open_backend, refuse_more
 from palestra.errors import Interrupted, LeaseLost, PalestraError, UsageError
 from palestra.kinds.trial import Launch
 from palestra.runs.lease import Lease, Owner
@@ -33,7 +34,7 @@ from palestra.spec.load import load as load_spec
 from palestra.spec.model import plain
 from palestra.sweep.results import POINT, write_results
 from palestra.work import fanout
-from palestra.work.fanout import Backend, Inline, Processes, Resources, Stop, WorkItem, WorkOutcome
+from palestra.work.fanout import Backend, Inline, Resources, Stop, WorkItem, WorkOutcome
 from palestra.work.pool import TaskFailed, WorkerDied
 
 log = logging.getLogger("palestra.sweep")
@@ -192,14 +193,18 @@ def plan(
     return Plan(loaded, folder, kept)
 
 
-def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str, Any]:
+def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False, on: str | None = None) -> dict[str, Any]:
     """Run what is not done yet; returns the summary of the whole group.
 
     With `parallel` above 1 that many worker processes share the runs, and the GPUs if there are any. Any number of
-    processes, also on other machines that see the folder, may run the same sweep at the same time.
+    processes, also on other machines that see the folder, may run the same sweep at the same time. `on` is "ray" or
+    the address of a Ray cluster: the workers run there.
     """
-    folder, threads, in_workers = planned.folder, max(1, (os.cpu_count() or 1) // parallel), parallel > 1
-    resources, share = shared(parallel, threads, planned.spec.device)
+    folder, in_workers = planned.folder, parallel > 1 or on is not None
+    backend, available = open_backend(on, folder.name)
+    threads = max(1, available.cores // parallel)
+    refuse_more(on, available, parallel, threads)
+    resources, share = shared(parallel, threads, planned.spec.device, available)
     items = []
     for point in planned.points:
         spec, log = point.spec, folder / "logs" / f"{point.name}.txt" if in_workers else None
@@ -212,7 +217,7 @@ def sweep(planned: Plan, *, parallel: int = 1, quiet: bool = False) -> dict[str,
     if in_workers:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         with stop_signals(stop):
-            claims.run(items, resources, Processes(folder.name), stop=stop)
+            claims.run(items, resources, backend, stop=stop)
     else:
         claims.run(items)
     return write_results(folder)

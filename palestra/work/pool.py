@@ -28,12 +28,19 @@ __all__ = ["Pool", "PoolTask", "TaskFailed", "TaskTimeout", "WorkerDied", "as_co
 LIBRARIES = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")  # <library>_THREADS caps each
 
 
+def name_of(fn: Callable[..., Any] | str) -> str:
+    """A function's name in messages."""
+    return fn if isinstance(fn, str) else getattr(fn, "__qualname__", repr(fn))
+
+
 class PoolTask(Future):
     """A `concurrent.futures.Future` whose `cancel` also ends a running task, by killing its worker."""
 
-    def __init__(self, name: str, payload: bytes, timeout: float | None, log: Path | None) -> None:
+    def __init__(
+        self, name: str, payload: bytes, timeout: float | None, log: Path | None, loads: Callable[[bytes], Any]
+    ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self._loads = name, loads
         self._order = (payload, None if log is None else str(log), timeout)
         self._lock = threading.RLock()  # a worker is signaled only while it runs this task
         self._process: Process | None = None
@@ -76,7 +83,7 @@ class PoolTask(Future):
             if self._unwanted:
                 process.kill()
         try:
-            value = pickle.loads(process.run(self.name, *self._order, silence))
+            value = self._loads(process.run(self.name, *self._order, silence))
         except DiedIdle:
             process.kill()
             return False
@@ -143,10 +150,21 @@ class Pool(AbstractContextManager["Pool"]):
         `timeout` seconds count from when the worker has loaded the function. `log` is a file for everything that the
         task prints; without it, the output goes to the main process's.
         """
+        return self.submit_packed(name_of(fn), pack((fn, args, kwargs)), timeout=timeout, log=log)
+
+    def submit_packed(
+        self,
+        name: str,
+        payload: bytes,
+        *,
+        timeout: float | None = None,
+        log: Path | None = None,
+        loads: Callable[[bytes], Any] = pickle.loads,
+    ) -> PoolTask:
+        """The same for a call that `pack` has pickled; `loads` unpickles its value."""
         if self._closed:
             raise RuntimeError("the pool is closed")
-        name = fn if isinstance(fn, str) else getattr(fn, "__qualname__", repr(fn))
-        task = PoolTask(name, pack((fn, args, kwargs)), timeout, log)
+        task = PoolTask(name, payload, timeout, log, loads)
         self._waiting.put(task)
         return task
 

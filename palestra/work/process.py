@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from palestra.errors import PalestraError
 from palestra.work.worker import Failure
@@ -35,6 +36,10 @@ class TaskFailed(PalestraError):
         self.type_name, self.message, self.traceback = failure.type_name, failure.message, failure.traceback
         self.exit_code = failure.exit_code
         self.__cause__ = _rebuilt(failure)
+        self._arguments = name, failure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskFailed, self._arguments
 
 
 class TaskTimeout(PalestraError):
@@ -47,6 +52,10 @@ class WorkerDied(PalestraError):
     def __init__(self, name: str, why: str, returncode: int) -> None:
         super().__init__(f"The worker running {name} {why}.")
         self.returncode = returncode
+        self._arguments = name, why, returncode
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerDied, self._arguments
 
 
 class DiedIdle(Exception):
