@@ -6,23 +6,36 @@ torchrun --nproc-per-node 2 tests/ranks_worker.py FOLDER float64 shard=2/tied te
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine
+from palestra.lm.hf import skeleton
 from palestra.lm.lora import add_lora
 from palestra.lm.model import Transformer
 from palestra.lm.moe import router_terms
 from palestra.lm.objectives import reward_loss
 from palestra.lm.optim import Ema, Optimizer
-from palestra.lm.ranks import Ranks
+from palestra.lm.ranks import Ranks, part
 from palestra.lm.scorer import ScalarModel
+from palestra.lm.shards import folder as folders
+from palestra.lm.shards import saver
+from palestra.lm.shards.boxes import Boxes
+from palestra.lm.shards.boxes import load as load_boxes
+from palestra.lm.shards.boxes import save as save_boxes
+from palestra.lm.shards.folder import fill, sample, save_folder
+from palestra.runs.checkpoint import load, save
 from palestra.spec.kinds.lm import RewardLossSpec
 from palestra.spec.lm import AdamWSpec, LoraSpec, MuonSpec
 from palestra.spec.schedule import Schedule
@@ -132,19 +145,7 @@ def apart(one: Mapping[str, Tensor | float], other: Mapping[str, Tensor | float]
     return max(float(((a - b).abs() / a.abs().clamp_min(1.0)).max()) for a, b in pairs)
 
 
-def copied(state):
-    if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
-    return state.clone() if isinstance(state, Tensor) else state
-
-
-def flat(state, name: str = "") -> dict[str, Tensor | float]:
-    if isinstance(state, dict):
-        return {key: value for part in state for key, value in flat(state[part], f"{name}/{part}").items()}
-    return {} if state is None else {name: state}
-
-
-def measure(case: Case, ranks: Ranks) -> dict[str, float]:
+def measure(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
     """How far what the ranks do is from what one process does."""
     alone, together = Run(case, Ranks()), Run(case, ranks)
     runs = (alone, together)
@@ -163,20 +164,19 @@ def measure(case: Case, ranks: Ranks) -> dict[str, float]:
             found[f"averaged weights {step}"] = apart(*(run.engine.weights() for run in runs))
         found[f"losses {step}"] = apart(*(run.backward(step) for run in runs))
         found[f"steps {step}"] = apart(*(run.step(step) for run in runs))
-    found["state"] = apart(*(flat(run.engine.state()) for run in runs))
-    found |= {f"{name} in turn": value for name, value in exchanged(alone, together).items()}
+    found["state"] = apart(*(tensors(run) for run in runs))
+    found |= {f"{name} in turn": value for name, value in exchanged(alone, together, folder).items()}
     return found
 
 
-def exchanged(alone: Run, together: Run) -> dict[str, float]:
+def exchanged(alone: Run, together: Run, folder: Path) -> dict[str, float]:
     """One process goes on with what the ranks have kept, and the ranks with what it has."""
-    kept = [(copied(run.engine.state()), copied(weights(run))) for run in (together, alone)]
     others = [Run(run.case, run.engine.ranks) for run in (alone, together)]
-    for run, (state, model) in zip(others, kept, strict=True):
+    kept = checkpoint(together, folder), checkpoint(alone, folder / f"alone {together.engine.ranks.rank}")
+    for run, path in zip(others, kept, strict=True):
         run.backward(5)  # loaded by an engine that has been at work
         run.step(5)
-        run.engine.ranks.scatter(model, run.engine.model)
-        run.engine.load_state(state)
+        restore(run, path)
     for run in (alone, *others):
         run.backward(3)
         run.step(3)
@@ -192,7 +192,165 @@ def weights(run: Run) -> dict[str, Tensor]:
     return run.engine.ranks.gather(run.engine.model.state_dict())
 
 
-def twenty(case: Case, ranks: Ranks) -> dict[str, float]:
+def tensors(run: Run) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole."""
+    return run.engine.ranks.gather({f"model/{name}": t for name, t in run.engine.model.state_dict().items()}) | (
+        run.engine.ranks.gather(run.engine._tensors())
+    )
+
+
+def checkpoint(run: Run, folder: Path) -> Path:
+    """Save a run as the loop does; the checkpoint."""
+    ranks, shape = run.engine.ranks, run.case.shape
+    state = {"engine": run.engine.state(), "model": ranks.keep(run.engine.model.state_dict())}
+    if ranks.size == 1:
+        return save(folder, 1, state, reasons={"kept"})
+    mine = ranks.keep(run.engine.transformer.state_dict())
+    about = {"shape": shape, "mine": mine, "tokenizer": None, "eos": (), "base_config": {}}
+    write = (lambda folder, group: None) if run.case.lora else partial(save_folder, **about)
+    kept, trained_on = partial(save, folder, 1, reasons={"kept"}), Event()
+
+    def later(*arguments: Any) -> None:
+        trained_on.wait()
+        save_boxes(*arguments)
+
+    # Nothing is written before all has changed: what is saved are the numbers of before.
+    with patch.object(saver, "save", later), torch.no_grad():
+        ranks.saver.save((lambda state, model: kept(state, model=model)) if ranks.first else None, state, write)
+        mine = [part(t) for t in (*run.engine.model.state_dict().values(), *run.engine._tensors().values())]
+        before = [tensor.clone() for tensor in mine]
+        for tensor in mine:
+            tensor.zero_()
+        trained_on.set()
+        ranks.saver.settle()
+        for tensor, value in zip(mine, before, strict=True):
+            tensor.copy_(value)
+    return folder / "checkpoints" / "step_000000001"
+
+
+def restore(run: Run, path: Path) -> None:
+    """Continue from `checkpoint`."""
+    state, ranks = load(path).state, run.engine.ranks
+    ranks.restore(state["model"], run.engine.model.state_dict(), path)
+    run.engine.load_state(state["engine"], path)
+
+
+def differing(one: Run, other: Run) -> float:
+    """How many tensors of two runs differ in a bit."""
+    mine, theirs = tensors(one), tensors(other)
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+    return float(sum(not torch.equal(mine[name].reshape(-1), theirs[name].reshape(-1)) for name in mine))
+
+
+def reload(case: Case, ranks: Ranks, folder: Path, then: Sequence[Ranks] = ()) -> dict[str, float]:
+    """Save under one layout, load under it, others and on one process: tensors that differ, and how far runs part."""
+    run, found = Run(case, ranks), {}
+    for step in (0, 1):
+        run.backward(step)
+        run.step(step)
+    with counted() as gathered:
+        path = checkpoint(run, folder)
+    weights_of = {name: tensor.nbytes for name, tensor in run.engine.transformer.state_dict().items()}
+    if ranks.layout is not None and not ranks.partial:  # a stage knows its own tensors alone
+        # One file of the model at a time: a rank's share of it, or a tensor.
+        bound = sum(weights_of.values()) / ranks.size + max(weights_of.values())
+        found["too much gathered"] = float(max(gathered, default=0) > bound)
+    others = {str(place): Run(case, other) for place, other in enumerate((ranks, *then, Ranks()))}
+    for name, other in others.items():
+        restore(other, path)
+        found[f"restored {name}"] = differing(run, other)
+    for name, other in others.items():
+        found[f"built {name}"] = built(run, other, path)
+    expected = run.backward(2)
+    losses = {name: other.backward(2) for name, other in others.items()}
+    for each in (run, *others.values()):
+        each.step(2)
+    for name, other in others.items():
+        found[f"losses {name}"] = apart(expected, losses[name])
+        found[f"weights {name}"] = apart(weights(run), weights(other))
+    found["exact"] = differing(run, others["0"]) + apart(expected, losses["0"])
+    return found
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of what is read at once to write the model's folder; nothing else is made whole."""
+    bytes_of: list[int] = []
+
+    def counting(parts: Path, wanted: Mapping[str, Boxes], **options: Any) -> None:
+        bytes_of.append(sum(box.tensor.nbytes for boxes in wanted.values() for box in boxes.boxes))
+        load_boxes(parts, wanted, **options)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("a tensor was gathered")
+
+    with patch.object(folders, "load", counting), patch.object(DTensor, "full_tensor", refused):
+        yield bytes_of
+
+
+def built(run: Run, other: Run, path: Path) -> float:
+    """How many tensors of a model that was split without memory and then read, or sampled, differ."""
+    if run.case.lora or run.case.scalar or other.engine.ranks.size == 1:
+        return 0.0
+    sources = [(partial(fill, folder=path / "model"), run.engine.transformer.state_dict())]
+    whole = Transformer(run.case.shape)
+    whole.initialize(torch.Generator().manual_seed(3))
+    sources.append((partial(sample, seed=3), whole.state_dict()))
+    differ = 0
+    for source, wanted in sources:
+        model = skeleton(run.case.shape, torch.get_default_dtype())
+        model.source = source
+        other.engine.ranks.shard(model)
+        mine, theirs = other.engine.ranks.gather(model.state_dict()), run.engine.ranks.gather(wanted)
+        assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+        differ += sum(not torch.equal(mine[name], theirs[name]) for name in mine)
+    return float(differ)
+
+
+def unused(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
+    """How far ranks are from one process where no token chooses the experts of the last ones."""
+    runs = Run(case, Ranks()), Run(case, ranks)
+    for run in runs:
+        for name, parameter in run.engine.model.named_parameters():
+            if name.endswith("router"):  # of equal experts the first are chosen
+                torch.nn.init.zeros_(parameter)
+    losses = [run.backward(0) for run in runs]
+    for run in runs:
+        run.step(0)
+    return {"losses": apart(*losses), "weights": apart(*map(weights, runs))}
+
+
+def poisoned(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
+    """Whether all ranks skip a step in which the last one's loss is NaN, and then go on together."""
+    runs = Run(case, Ranks()), Run(case, ranks)
+    for run in runs:
+        run.backward(0)
+        run.step(0)
+    together, sound = runs[1], runs[1].loss
+    before = tensors(together)
+
+    def loss(model: Any, batch: Batch) -> Loss:
+        result = sound(model, batch)
+        return replace(result, total=result.total * (torch.nan if ranks.rank == ranks.size - 1 else 1.0))
+
+    together.loss = loss
+    together.backward(1)
+    skipped = together.step(1)["skipped"]
+    after = tensors(together)
+    differ = sum(not torch.equal(before[name], after[name]) for name in before)
+    together.loss = sound
+    losses = [run.backward(1) for run in runs]
+    for run in runs:
+        run.step(1)
+    return {
+        "not skipped": 1.0 - skipped,
+        "changed": float(differ),
+        "losses": apart(*losses),
+        "weights": apart(*map(weights, runs)),
+    }
+
+
+def twenty(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
     """How far losses and weights are from those of one process in the course of 20 steps."""
     runs, losses = (Run(case, Ranks()), Run(case, ranks)), []
     for step in range(20):
@@ -202,14 +360,21 @@ def twenty(case: Case, ranks: Ranks) -> dict[str, float]:
     return {"losses": max(losses), "weights": apart(*(weights(run) for run in runs))}
 
 
-def shares(case: Case, ranks: Ranks) -> dict[str, float]:
+def shares(case: Case, ranks: Ranks, folder: Path) -> dict[str, float]:
     """How much of a model a rank has."""
     parameters = list(Run(case, ranks).engine.model.parameters())
     mine = sum(p.to_local().numel() for p in parameters)
     return {"mine": mine, "all": sum(p.numel() for p in parameters)}
 
 
-JOBS = {"measure": measure, "twenty": twenty, "shares": shares}
+JOBS = {
+    "measure": measure,
+    "twenty": twenty,
+    "shares": shares,
+    "reload": reload,
+    "unused": unused,
+    "poisoned": poisoned,
+}
 
 
 def even(case: Case) -> Case:
@@ -220,7 +385,7 @@ def even(case: Case) -> Case:
 
 
 def main(folder: Path, dtype: str, *jobs: str) -> None:
-    """Jobs are `AXIS=SIZE,…/CASE/WHAT`."""
+    """Jobs are `AXIS=SIZE,…/CASE/WHAT`, or `AXIS=SIZE,…>AXIS=SIZE,…/CASE/reload`."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, dtype))
     layouts: dict[str, Ranks] = {}
@@ -228,11 +393,15 @@ def main(folder: Path, dtype: str, *jobs: str) -> None:
     for job in jobs:
         axes, name, what = job.split("/")
         name = name.replace("_", " ")
-        sizes: dict[str, Any] = dict(part.split("=") for part in axes.split(","))
-        sizes = {axis: size if axis == "schedule" else int(size) for axis, size in sizes.items()}
-        if axes not in layouts:
-            layouts[axes] = Ranks.join(torch.device("cpu"), **sizes)
-        found[job] = JOBS[what](CASES[name] if sizes.keys() == {"shard"} else even(CASES[name]), layouts[axes])
+        for layout in axes.split(">"):
+            sizes: dict[str, Any] = dict(part.split("=") for part in layout.split(","))
+            sizes = {axis: size if axis == "schedule" else int(size) for axis, size in sizes.items()}
+            if layout not in layouts:
+                layouts[layout] = Ranks.join(torch.device("cpu"), **sizes)
+        first, *others = (layouts[layout] for layout in axes.split(">"))
+        case = CASES[name] if axes.startswith("shard=") and not {",", ">"} & {*axes} else even(CASES[name])
+        more = {"then": others} if others else {}
+        found[job] = JOBS[what](case, first, folder / job.replace("/", " "), **more)
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -13,6 +13,7 @@ import zygote
 from conftest import ENVIRONMENT, Scratch, last_step, numbers
 from ranks_worker import CASES
 from safetensors.torch import load_file
+from torch import Tensor
 
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
@@ -209,10 +210,15 @@ def assert_same_numbers(one: Path, two: Path) -> None:
 
 
 def files(session: Path) -> list[str]:
-    """All files of a session's trial but the pictures, which processes of tests do not draw."""
+    """All files of a session's trial, and its checkpoints, but the pictures, which processes of tests do not draw."""
     trial = session.parent.parent
     found = (path.relative_to(trial) for path in trial.rglob("*") if path.is_file())
-    return sorted(str(path) for path in found if path.parts[0] != "plots")
+    return sorted({"/".join(path.parts[:4]) for path in found if path.parts[0] != "plots"})
+
+
+def weights(model: Path) -> dict[str, Tensor]:
+    """All that a model's folder has."""
+    return {name: tensor for path in model.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.slow
@@ -221,10 +227,10 @@ def test_run_of_two_ranks_has_the_files_and_numbers_of_one_process(both, name):
     one, two = both[name]
     assert_same_numbers(one, two)
     assert files(one) == files(two)
-    weights = sorted(one.glob("checkpoints/*/model/*.safetensors"))
-    assert weights
-    for path in weights:
-        mine, other = load_file(path), load_file(two / path.relative_to(one))
+    models = sorted(one.glob("checkpoints/*/model"))
+    assert models
+    for path in models:
+        mine, other = weights(path), weights(two / path.relative_to(one))
         assert mine.keys() == other.keys()
         for key, tensor in mine.items():
             assert (tensor - other[key]).abs().max() < 1e-5, key

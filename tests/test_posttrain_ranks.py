@@ -1,5 +1,6 @@
 """Post-training on two ranks: the groups, losses and evaluations of one process, under every axis."""
 
+import shutil
 from typing import Any
 
 import pytest
@@ -64,6 +65,24 @@ def test_axes_that_the_model_does_not_allow_are_refused_before_there_is_a_folder
     with pytest.raises(PalestraError, match=r"parallel\.schedule: expected 1f1b or interleaved"):
         lab.run(parallel={"pipeline": 2, "schedule": "zero_bubble"}, algorithm={"preset": "ppo"})
     assert set(lab.root.glob("*/*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", AXES, ids=str)
+def test_run_with_a_value_model_continues_under_its_layout_to_the_bit_and_under_another(lab: Lab, parallel):
+    changes: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "rollout__staleness": 0}
+    whole = lab.run(**changes, parallel=parallel)
+    half = lab.run(**changes, parallel=parallel, train__steps=3)
+    other = AXES[AXES.index(parallel) - 1]
+    for layout, exact in ((parallel, True), (other, False)):
+        copy = lab.root / "copies" / f"{next(iter(parallel))}_{exact}"
+        shutil.copytree(half.path, copy)
+        overrides = ["train.steps=5", f"parallel={layout}".replace("'", "")]
+        longer = palestra.run(
+            resume=copy, root=lab.root, quiet=True, overrides=overrides, allow=["train.steps", "parallel"]
+        )
+        last, expected = rows(longer)[-1], rows(whole)[-1]
+        assert last == (expected if exact else pytest.approx(expected, rel=1e-4, abs=1e-6))
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
         data = DATA[spec.kind](spec.data, start.tokenizer_folder)
         if ranks.first:
             check_data(session, data, start)
-        model = models.build_model(spec, start, session.seed, device)
+        model = models.build_model(spec, start, session.seed, device, ranks)
         objective = objective_of(spec, start, data, session.seed, model, ranks)
         trained = models.scored_model(model, start) if spec.kind == "reward_model" else model
         ranks.shard(trained)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +22,9 @@ from palestra.lm.hf_config import is_classifier, read_folder
 from palestra.lm.lora import CONFIG as ADAPTER_CONFIG
 from palestra.lm.lora import adapted, adapter_state, adapter_weights, add_lora, load_peft, merged_weights, save_peft
 from palestra.lm.model import Transformer
-from palestra.lm.ranks import Ranks, whole
+from palestra.lm.ranks import ALONE, Ranks
 from palestra.lm.scorer import ScalarModel
+from palestra.lm.shards.folder import SCORE, fill, sample, save_folder
 from palestra.runs.checkpoint import is_checkpoint, keep
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
@@ -222,11 +224,17 @@ def writes_chat(spec: LmSpec) -> bool:
     return isinstance(spec.data, ChatData) and spec.data.format == "chat"
 
 
-def build_model(spec: LanguageModelSpec, start: Start, seed: int, device: torch.device) -> Transformer:
-    """The model before the first step."""
+def build_model(
+    spec: LanguageModelSpec, start: Start, seed: int, device: torch.device, ranks: Ranks = ALONE
+) -> Transformer:
+    """The model before the first step; for several ranks without memory, which it gets when it is split."""
     dtype = named_dtype(precision(spec.train.precision, device.type))
-    generator = torch.Generator().manual_seed(stream_key(seed, "weights") >> 1)
-    if start.folder is not None:
+    key = stream_key(seed, "weights") >> 1
+    generator = torch.Generator().manual_seed(key)
+    if ranks.size > 1 and (start.folder is None or not (start.folder / ADAPTER_CONFIG).exists()):
+        model = hf.skeleton(start.shape, dtype)
+        model.source = partial(sample, seed=key) if start.folder is None else partial(fill, folder=start.folder)
+    elif start.folder is not None:
         model = open_model(start.folder, dtype=dtype, device=device)[0].model
     else:
         model = Transformer(start.shape, dtype)
@@ -263,33 +271,30 @@ class ModelCheckpoint:
         self.model, self.start, self.ranks = model, start, ranks
         self.transformer = model.transformer if isinstance(model, ScalarModel) else model
 
-    def writer(self) -> Callable[[Path], None]:
-        """Gather the weights, on every rank; the returned function writes them into a folder, on rank 0."""
+    def writer(self) -> Callable[..., None]:
+        """What writes the weights into a folder; of several ranks, those of now, and all call it with their group."""
+        tokenizer, eos, config = self.start.tokenizer, self.start.eos, self.start.config
         if adapted(self.transformer):
             assert self.start.folder is not None  # ModelSpec.problems
             base = str(self.start.folder.absolute())  # adapters are read from anywhere
-            adapters = self.ranks.gather(adapter_state(self.transformer))
-            tokenizer, eos = self.start.tokenizer, self.start.eos
-            return lambda folder: save_peft(folder, self.transformer, base, adapters, tokenizer=tokenizer, eos=eos)
-        weights = self.ranks.gather(self.transformer.state_dict())
-        score = whole(self.model.value.weight) if isinstance(self.model, ScalarModel) else None
-        return lambda folder: hf.save_weights(
-            folder,
-            self.start.shape,
-            weights,
-            tokenizer=self.start.tokenizer,
-            eos=self.start.eos,
-            base_config=self.start.config,
-            score=score,
-        )
+            alone, adapters = self.ranks.size == 1, self.ranks.gather(adapter_state(self.transformer))
+            adapters = adapters if alone else {name: tensor.to("cpu", copy=True) for name, tensor in adapters.items()}
+
+            def write(folder: Path, group: Any = None) -> None:
+                if self.ranks.first:
+                    save_peft(folder, self.transformer, base, adapters, tokenizer=tokenizer, eos=eos)
+
+            return write
+        about = {"tokenizer": tokenizer, "eos": eos, "base_config": config}
+        score = self.model.value.weight if isinstance(self.model, ScalarModel) else None
+        if self.ranks.size == 1:
+            return partial(hf.save_pretrained, model=self.transformer, score=score, **about)
+        weights = self.transformer.state_dict() | ({} if score is None else {SCORE: score})
+        return partial(save_folder, shape=self.start.shape, mine=self.ranks.keep(weights), **about)
 
     def load(self, folder: Path) -> None:
         """Load the weights of a folder that `writer` wrote."""
         if adapted(self.transformer):
             self.ranks.scatter(adapter_weights(folder, self.transformer), self.transformer)
-            return
-        saved = hf.load_pretrained(folder)
-        self.ranks.scatter(saved.model.state_dict(), self.transformer)
-        if isinstance(self.model, ScalarModel):
-            assert saved.score is not None
-            self.ranks.scatter({"value.weight": saved.score}, self.model)
+        else:
+            fill(self.model, folder)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -156,15 +157,30 @@ class TrainEngine:
 
     def state(self) -> dict[str, Any]:
         """Optimizer and moving average, and the weights themselves where the average stands in the model's folder."""
-        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.ranks.size > 1:
+            averaged = None if self.ema is None else self.ema.count
+            return {"skipped": self.optimizer.skipped, "averaged": averaged, "shards": self.ranks.keep(self._tensors())}
         return {
-            "optimiser": self.optimizer.state(self.ranks.gather),
-            "ema": None if self.ema is None else self.ema.state(self.ranks.gather),
-            "weights": None if self.ema is None else self.ranks.gather(trained),
+            "optimiser": self.optimizer.state(),
+            "ema": None if self.ema is None else self.ema.state(),
+            "weights": None if self.ema is None else self.ranks.keep(self.optimizer.parameters),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors of the state that this rank has."""
+        columns = self.optimizer.tensors()
+        if self.ema is not None:
+            columns |= {"average": self.ema.average, "weights": self.optimizer.parameters}
+        return {f"{column}/{name}": tensor for column, named in columns.items() for name, tensor in named.items()}
+
+    def load_state(self, state: dict[str, Any], checkpoint: Path | None = None) -> None:
+        """Continue from `state()`, of which the shards of several ranks lie in a checkpoint."""
+        if "shards" in state:
+            self.ranks.restore(state["shards"], self._tensors(), checkpoint)
+            self.optimizer.skipped = state["skipped"]
+            if self.ema is not None:
+                self.ema.count = state["averaged"]
+            return
         self.optimizer.load_state(state["optimiser"], partial=self.ranks.partial)
         if self.ema is not None:
             self.ema.load_state(state["ema"], partial=self.ranks.partial)

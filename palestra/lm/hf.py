@@ -45,6 +45,10 @@ class Shards:
         """One tensor, in the precision it is stored in."""
         return self._files[name].get_tensor(name)
 
+    def slice(self, name: str) -> Any:
+        """One tensor, of which only what it is indexed with is read."""
+        return self._files[name].get_slice(name)
+
     def _open(self, path: Path) -> None:
         try:
             file = safe_open(path, framework="pt", device="cpu")
@@ -200,20 +204,8 @@ def save_weights(
     weights as they are; `base_config` is that of the model they come from; `score` makes it a reward model.
     """
     base = base_config or {}
-    shape = shape if score is None else shape.model_copy(update={"tied": True})  # a score stands in for the head
-    family = hf_config.family_of(shape, base.get("model_type"))
-    if family is None or (score is not None and not family.classifies):
-        family, config = None, hf_config.own_config(shape)
-    else:
-        config = {key: value for key, value in base.items() if key in hf_config.KEPT}
-        config |= hf_config.write_config(hf_config.canonical(shape), family) | {"architectures": [family.architecture]}
-    if score is not None:
-        name = "PalestraForSequenceClassification" if family is None else family.classifier
-        config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    special = special_ids(tokenizer, eos, base)
-    config |= {**special, "torch_dtype": str(dtype or weights["embed"].dtype).removeprefix("torch.")}
-
-    expected = {name: tensor.shape for name, tensor in _skeleton(shape).state_dict().items()}
+    shape, family, config = described(shape, base, scores=score is not None)
+    expected = {name: tensor.shape for name, tensor in skeleton(shape).state_dict().items()}
     wrong = [name for name, size in expected.items() if name not in weights or weights[name].shape != size]
     if wrong:
         raise DamagedModel(f"weights that are missing or do not have the sizes of {shape!r}: {', '.join(wrong[:20])}")
@@ -227,16 +219,47 @@ def save_weights(
             yield "score.weight", score.detach().to("cpu", dtype or score.dtype)
 
     with written_whole(folder) as part:
-        write_json(part / "config.json", config)
-        write_json(part / GENERATION_CONFIG, special)
-        if tokenizer is not None:
-            tokenizer.save(part)
+        write_about(part, config, dtype or weights["embed"].dtype, tokenizer, eos, base)
         write_shards(part, tensors(), max_shard_bytes)
+
+
+def described(
+    shape: Shape, base: Mapping[str, Any], *, scores: bool
+) -> tuple[Shape, hf_config.Family | None, dict[str, Any]]:
+    """The shape that a folder has, the family that expresses it, and its config.json without tokens and precision."""
+    shape = shape.model_copy(update={"tied": True}) if scores else shape  # a score stands in for the head
+    family = hf_config.family_of(shape, base.get("model_type"))
+    if family is None or (scores and not family.classifies):
+        family, config = None, hf_config.own_config(shape)
+    else:
+        config = {key: value for key, value in base.items() if key in hf_config.KEPT}
+        config |= hf_config.write_config(hf_config.canonical(shape), family) | {"architectures": [family.architecture]}
+    if scores:
+        name = "PalestraForSequenceClassification" if family is None else family.classifier
+        config |= {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return shape, family, config
+
+
+def write_about(
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None,
+    eos: Sequence[int],
+    base: Mapping[str, Any],
+) -> None:
+    """Write the configs and the tokenizer."""
+    special = special_ids(tokenizer, eos, base)
+    precision = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    write_json(folder / "config.json", {**config, **special, **precision})
+    write_json(folder / GENERATION_CONFIG, special)
+    if tokenizer is not None:
+        tokenizer.save(folder)
 
 
 def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, device: torch.device | str) -> Transformer:
     """A transformer on a device whose parameters hold nothing yet, in their own precision from the start."""
-    model = _skeleton(shape, dtype)
+    model = skeleton(shape, dtype)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(param_dtype)
     # `to_empty` as it is, but for `empty_like`, which imports sympy when it is given a tensor without memory.
@@ -245,7 +268,7 @@ def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, devi
 
 def slots(shape: Shape, family: hf_config.Family | None) -> list[Slot]:
     """Every tensor of a family's checkpoint of that shape; without a family, names are the transformer's own."""
-    model = _skeleton(shape)
+    model = skeleton(shape)
     if family is None:
         return [Slot(name, name) for name in model.state_dict()]
     places = [Slot("model.embed_tokens.weight", "embed")]
@@ -258,12 +281,12 @@ def slots(shape: Shape, family: hf_config.Family | None) -> list[Slot]:
 
 def buffers_of(shape: Shape) -> set[str]:
     """The names of selection biases, which keep their precision; families do not have them."""
-    return {name for name, _ in _skeleton(shape).named_buffers()}
+    return {name for name, _ in skeleton(shape).named_buffers()}
 
 
 def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score: bool) -> set[str]:
     """The names of the stored tensors, after a check that they and their shapes are those of the model."""
-    state = _skeleton(shape).state_dict()
+    state = skeleton(shape).state_dict()
     expected = {slot.theirs: tuple(state[slot.ours][slot.index].shape) for slot in places}
     if score:
         expected["score.weight"] = (1, shape.width)
@@ -331,7 +354,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)  # gone already when all went well
 
 
-def _skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
+def skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
     """A transformer without memory: only names and shapes."""
     with torch.device("meta"):
         return Transformer(shape, dtype)

@@ -25,7 +25,7 @@ class LoraLinear(Linear):
     def __init__(self, base: Linear, targets: list[str], rank: int, scale: float):
         nn.Module.__init__(self)
         self.parts, self.weight, self.bias, self.scale = base.parts, base.weight, base.bias, scale
-        inputs, device = base.weight.shape[1], base.weight.device
+        inputs, device = base.weight.shape[1], "cpu" if base.weight.is_meta else base.weight.device
         self.lora_a = nn.ParameterDict({part: torch.empty(rank, inputs, device=device) for part in targets})
         self.lora_b = nn.ParameterDict({part: torch.zeros(base.parts[part], rank, device=device) for part in targets})
 

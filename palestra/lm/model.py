@@ -1,6 +1,6 @@
 """The transformer. Training and generation run these modules; only what `attend` does differs between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -126,6 +126,8 @@ class Transformer(nn.Module):
         """How layers are spread over ranks, where they are, and micro-batches sent through them."""
         self.part: Part | None = None
         """The layers of the next forward pass in a pipeline."""
+        self.source: Callable[[Any], None] | None = None
+        """What fills it once it is split over ranks, where it has no memory before."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.norm_eps)
@@ -173,17 +175,20 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:
+        """Set the parameters to `initial`."""
+        for parameter, (_, weight) in zip(self.parameters(), self.initial(generator), strict=True):
+            parameter.copy_(weight)
+
+    def initial(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         """Normal weights of deviation 0.02, outputs of the residual branches scaled by 1/√(2L) (GPT-2), norms 1.
 
         Sampled on the CPU, so that a seed gives the same model on every device.
         """
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif parameter.ndim < 2:
-                parameter.zero_()
+            if parameter.ndim < 2:
+                yield name, torch.full(parameter.shape, float(name.endswith("norm.weight")), device="cpu")
             else:
                 residual = name.endswith(("attn.o.weight", "down.weight", "mlp.down"))
                 deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
                 normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter.copy_(normal * deviation)
+                yield name, normal * deviation

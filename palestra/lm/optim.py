@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,6 @@ from palestra.spec.schedule import in_fractions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that is iterated: the steepest at 0 that leads all singular values to between about 0.7 and 1.2."""
-Gather = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Makes whole tensors of what ranks have of them."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW remembers of a parameter."""
 TOGETHER = 2**26
@@ -169,12 +167,17 @@ class Optimizer:
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=self.spec.eps,
             )  # fmt: skip
 
-    def state(self, gather: Gather = gathered) -> dict[str, Any]:
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All that is remembered by the parameters' names, by what it is; what this rank has of it."""
+        columns = {key: {name: moments[key] for name, moments in self.adam.items()} for key in MOMENTS}
+        return columns | {"momentum": {name: stack.momentum for name, stack in self.stacks.items()}}
+
+    def state(self) -> dict[str, Any]:
         """All that is remembered, by the parameters' names; whole on every rank, and not copied where it is whole."""
-        columns = {key: gather({name: moments[key] for name, moments in self.adam.items()}) for key in MOMENTS}
+        columns = {key: gathered(named) for key, named in self.tensors().items()}
         return {
             "adam": {name: {key: columns[key][name] for key in MOMENTS} for name in columns["step"]},
-            "momentum": gather({name: stack.momentum for name, stack in self.stacks.items()}),
+            "momentum": columns["momentum"],
             "skipped": self.skipped,
         }
 
@@ -226,9 +229,9 @@ class Ema:
         finally:
             swap()
 
-    def state(self, gather: Gather = gathered) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The average, whole on every rank, and how many steps are in it."""
-        return {"average": gather(self.average), "count": self.count}
+        return {"average": gathered(self.average), "count": self.count}
 
     def load_state(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
         """Continue from `state()`."""

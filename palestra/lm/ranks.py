@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +16,9 @@ from palestra.data.store import balanced, micro_batches
 from palestra.lm.batch import Batch
 from palestra.lm.model import Block, Transformer
 from palestra.lm.scorer import ValueHead
+from palestra.lm.shards.boxes import boxes, load
+from palestra.lm.shards.saver import SHARDS, Saver, Shards
+from palestra.runs.loop import AT_ONCE, AtOnce
 
 if TYPE_CHECKING:
     from palestra.lm.parallel.layout import Layout
@@ -53,11 +57,10 @@ def gathered(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def spread(full: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-    """Copy what `gathered` gave into this rank's tensors."""
-    from palestra.lm.parallel.names import parted
-
-    for name, value in parted(full, mine).items():
-        mine[name].copy_(like(value.to(mine[name].device), mine[name]))
+    """Copy what `gathered` gave into this rank's tensors; what is absent stays as it is."""
+    for name, own in boxes(mine).items():
+        if name in full:
+            own.fill(full[name].reshape(own.whole))
 
 
 def split_again(model: nn.Module) -> None:
@@ -87,6 +90,8 @@ class Ranks:
     size: int = 1
     layout: "Layout | None" = None
     """Who holds what of a model, where there are several and they train one."""
+    saver: Saver | AtOnce = AT_ONCE
+    """Writes their checkpoints."""
 
     @classmethod
     def join(cls, device: torch.device, schedule: str = "1f1b", **sizes: int) -> "Ranks":
@@ -104,9 +109,13 @@ class Ranks:
             # Collectives of objects and numbers on the host never wait for the GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
             atexit.register(_leave)  # not before: torch cannot join the same processes a second time
+        if not sizes:
+            return cls(dist.get_rank(), size)
         from palestra.lm.parallel.layout import Layout  # takes a second to import
 
-        return cls(dist.get_rank(), size, Layout.of(device.type, schedule, **sizes) if sizes else None)
+        layout = Layout.of(device.type, schedule, **sizes)
+        group: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return cls(dist.get_rank(), size, layout, Saver(group))
 
     @property
     def first(self) -> bool:
@@ -117,24 +126,36 @@ class Ranks:
         """Spread parameters, gradients and optimizer state over the ranks (FSDP2), a block at a time."""
         if self.size == 1:
             return
+        assert self.layout is not None
+        self.layout.split(model)
+        if any(self.layout.size(axes) > 1 for axes in ("data", "parts", "tensor")):  # else nobody has the same layers
+            self._shard(model, self.layout)
+        self._materialize(model, self.layout)
+
+    def _shard(self, model: nn.Module, layout: "Layout") -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         from palestra.lm.parallel.expert import Experts
 
-        assert self.layout is not None
-        self.layout.split(model)
-        if all(self.layout.size(axes) == 1 for axes in ("data", "parts", "tensor")):
-            return  # a pipeline alone: nobody else has these layers
         for module in reversed(list(model.modules())):  # blocks before the transformer, which takes what is left
             if isinstance(module, Experts | Block | ValueHead | Transformer):
                 # The head reads the transformer's own parameters after its forward pass.
                 whole = isinstance(module, Transformer)
-                fully_shard(module, mesh=self.layout.mesh_of(module), reshard_after_forward=not whole)
+                fully_shard(module, mesh=layout.mesh_of(module), reshard_after_forward=not whole)
                 assert isinstance(module, FSDPModule)
                 # Losses are divided by the global denominator already. A value head sees all tokens on every rank.
-                same = self.layout.size("context") if isinstance(module, ValueHead) else 1
+                same = layout.size("context") if isinstance(module, ValueHead) else 1
                 module.set_gradient_divide_factor(float(same))
                 module.set_force_sum_reduction_for_comms(True)  # Gloo can add and nothing else
+
+    def _materialize(self, model: nn.Module, layout: "Layout") -> None:
+        """Give a model that was split without memory its weights, each rank its part."""
+        device = layout.meshes["data"].device_type
+        for module in model.modules():
+            if isinstance(module, Transformer) and module.source is not None:
+                model._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t.to(device))
+                module.source(module)
+                module.source = None
 
     def micro_batches(self, batch: Batch, max_tokens: int, group: int) -> list[tuple[Batch, float]]:
         """This rank's micro-batches of the common batch, each with 1, or 0 where its results do not count.
@@ -195,6 +216,21 @@ class Ranks:
     def partial(self) -> bool:
         """Whether other ranks have parameters that this one knows nothing of."""
         return self.layout is not None and self.layout.size("pipeline") > 1
+
+    def keep(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a checkpoint keeps of tensors: themselves, or copies on the host of what each of several ranks has."""
+        if self.size == 1:
+            return gathered(named)
+        return Shards({name: mine.staged() for name, mine in boxes(named).items()})
+
+    def restore(self, kept: Mapping[str, Tensor] | str, mine: Mapping[str, Tensor], checkpoint: Path | None) -> None:
+        """Copy what `keep` gave into tensors, from a checkpoint of any layout: the tensors, or where they lie in it."""
+        if not isinstance(kept, str):
+            spread(kept, mine)
+            return
+        assert checkpoint is not None
+        wanted = {f"{kept}/{name}": part for name, part in boxes(mine).items()}
+        load(checkpoint / SHARDS, wanted, within=f"{kept}/", partial=self.partial)
 
     @torch.no_grad()
     def scatter(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -34,7 +34,9 @@ class ScalarModel(nn.Module):
     def __init__(self, transformer: Transformer):
         super().__init__()
         self.transformer = transformer
-        self.value = ValueHead(transformer.shape.width).to(transformer.embed.device)
+        self.value = ValueHead(transformer.shape.width)
+        if not transformer.embed.is_meta:
+            self.value.to(transformer.embed.device)
 
     def values(self, batch: Batch) -> Tensor:
         """The value of each token and those before it (T), in FP32."""

@@ -121,8 +121,8 @@ class Objective(Protocol):
 class Keeper(Protocol):
     """Writes the model into a checkpoint as others can load it, and reads it back."""
 
-    def writer(self) -> Callable[[Path], None]:
-        """Gathers the weights, on every rank; what it gives writes them into a folder, on the first."""
+    def writer(self) -> Callable[..., None]:
+        """What writes the weights into a folder; of several ranks, those of now, and all call it with their group."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -192,7 +192,7 @@ class LmTrainer:
         self._sums: dict[str, Any] = {}
         if saved is not None:
             parts.keeper.load(saved.meta.path / "model")
-            parts.engine.load_state(saved.state["engine"])
+            parts.engine.load_state(saved.state["engine"], saved.meta.path)
             self.steps, self.tokens = saved.state["steps"], saved.state["tokens"]
 
     @property
@@ -252,13 +252,13 @@ class LmTrainer:
     def state(self) -> dict[str, Any]:
         return {**self.counters, "engine": self.engine.state()}
 
-    def model(self) -> Callable[[Path], None]:
+    def model(self) -> Callable[..., None]:
         """The averaged weights."""
         with self.engine.averaged():
-            gathered = self.parts.keeper.writer()
+            write = self.parts.keeper.writer()
 
-        def write(folder: Path) -> None:
-            with self.engine.averaged():  # what one process gathers are the parameters themselves
-                gathered(folder)
+        def averaged(folder: Path) -> None:
+            with self.engine.averaged():  # what one process writes are the parameters themselves
+                write(folder)
 
-        return write
+        return averaged if self.engine.ranks.size == 1 else write

@@ -1,6 +1,7 @@
 """The value model of post-training: its predictions before each token, and its loss."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,12 +56,12 @@ class Critic:
 
     def state(self) -> dict[str, Any]:
         """Its weights and its optimizer's state."""
-        return {"model": self.engine.ranks.gather(self.engine.model.state_dict()), "engine": self.engine.state()}
+        return {"model": self.engine.ranks.keep(self.engine.model.state_dict()), "engine": self.engine.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
-        self.engine.ranks.scatter(state["model"], self.engine.model)
-        self.engine.load_state(state["engine"])
+    def load_state(self, state: dict[str, Any], checkpoint: Path | None = None) -> None:
+        """Continue from `state()`, of which the shards of several ranks lie in a checkpoint."""
+        self.engine.ranks.restore(state["model"], self.engine.model.state_dict(), checkpoint)
+        self.engine.load_state(state["engine"], checkpoint)
 
 
 def expected(model: ScalarModel, batch: Batch) -> tuple[Tensor, ModelOutput]:

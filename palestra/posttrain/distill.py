@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,13 +268,14 @@ class Distiller:
     def state(self) -> dict[str, Any]:
         """The optimizer, and the teacher's weights if they change."""
         changes = self.spec.teacher.refresh is not None
-        return {"engine": self.engine.state(), "teacher": dict(self.teacher.model.state_dict()) if changes else None}
+        weights = self.teacher.model.state_dict()
+        return {"engine": self.engine.state(), "teacher": self.engine.ranks.keep(weights) if changes else None}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], checkpoint: Path | None = None) -> None:
         """Continue from `state()`; the student's own weights are in the checkpoint's model."""
-        self.engine.load_state(state["engine"])
+        self.engine.load_state(state["engine"], checkpoint)
         if state["teacher"] is not None:
-            self.teacher.model.load_state_dict(state["teacher"])
+            self.engine.ranks.restore(state["teacher"], self.teacher.model.state_dict(), checkpoint)
 
 
 def own_lessons(groups: Sequence[Group], teacher: Teacher) -> list[DistillLesson]:

@@ -23,6 +23,10 @@ NAME = re.compile(r"step_(\d{9,})")
 HIDDEN = re.compile(r"\.(step_\d{9,})\.(part|old)-[0-9a-f]+")
 
 
+Files = dict[str, dict[str, int]]
+"""Sizes and checksums by path inside a checkpoint."""
+
+
 class DamagedCheckpoint(PalestraError):
     """A checkpoint that is incomplete or corrupt."""
 
@@ -45,7 +49,7 @@ class Meta:
     counters: dict[str, Any]
     offsets: dict[str, int]
     """Bytes of each append-only file that belong to this checkpoint."""
-    files: dict[str, dict[str, int]]
+    files: Files
     """Size and CRC-32 of every other file, by path inside the checkpoint."""
 
 
@@ -68,12 +72,12 @@ def save(
     metric: str | None = None,
     counters: Mapping[str, Any] | None = None,
     offsets: Mapping[str, int] | None = None,
-    model: Callable[[Path], None] | None = None,
+    model: Callable[[Path], Files | None] | None = None,
 ) -> Path:
     """Write `folder/checkpoints/step_N`; killed at any instant, it exists whole or not at all.
 
     `model` writes a form that others can load into the checkpoint's `model/`: a Hugging Face folder for a language
-    model.
+    model. It may write beside it too, and then gives the checksums of all that it wrote.
     """
     from palestra.runs.tree import flatten, safetensors_chunks  # NumPy, which listing runs does without
 
@@ -89,11 +93,9 @@ def save(
         }
         sync_folder(temporary / "state")
         if model is not None:
-            model(temporary / "model")
-            for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                files[str(path.relative_to(temporary))] = {"size": path.stat().st_size, "crc32": _crc_of_file(path)}
+            files |= model(temporary / "model") or checksums(temporary, written(temporary))
+            for inner in {(temporary / name).parent for name in files}:
+                sync_folder(inner)
         meta = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -123,6 +125,20 @@ def save(
     return final
 
 
+def written(folder: Path) -> list[str]:
+    """The files of a checkpoint that is being written, but for its small state."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in files if path.parts[0] != "state")
+
+
+def checksums(folder: Path, names: Iterable[str]) -> Files:
+    """The size and the CRC-32 of some files, which are then on the disk."""
+    for name in (names := list(names)):
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+    return {name: {"size": (folder / name).stat().st_size, "crc32": _crc_of_file(folder / name)} for name in names}
+
+
 def read_meta(path: Path) -> Meta:
     """The metadata of a checkpoint, verified; sizes of the other files are checked, their contents are not."""
     try:
@@ -142,13 +158,13 @@ def read_meta(path: Path) -> Meta:
     return meta
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, verifying the size and CRC-32 of every file."""
+def load(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Read a checkpoint, verifying the size of every file and, with `verify`, its CRC-32."""
     from palestra.runs.tree import read_safetensors, unflatten
 
     meta = read_meta(path)
     for name, expected in meta.files.items():
-        if _crc_of_file(path / name) != expected["crc32"]:
+        if verify and _crc_of_file(path / name) != expected["crc32"]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: the CRC-32 of {name} differs")
     carriers = read_safetensors(path / "state/arrays.safetensors")
     return Checkpoint(meta.step, unflatten(json.loads((path / "state/tree.json").read_bytes()), carriers), meta)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from palestra.errors import Interrupted
@@ -74,8 +73,32 @@ class Trainer(Protocol):
     def state(self) -> dict[str, Any]:
         """Everything the rest of the run depends on. Taking it changes nothing."""
 
-    def model(self) -> Callable[[Path], None] | None:
+    def model(self) -> Callable[..., None] | None:
         """Writes the model into a checkpoint's folder, in a form that others can load."""
+
+
+class Saver(Protocol):
+    """How a checkpoint is written."""
+
+    def save(self, write: Callable[[Any, Any], object] | None, state: dict[str, Any], model: Any) -> None:
+        """Save a state and a model by `write`, which rank 0 has; it may go on after this returns."""
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise the error of a save that goes on, if it has failed; with `wait` when it is done."""
+
+
+class AtOnce:
+    """By one process, while it waits."""
+
+    def save(self, write: Callable[[Any, Any], object] | None, state: dict[str, Any], model: Any) -> None:
+        assert write is not None
+        write(state, model)
+
+    def settle(self, *, wait: bool = True) -> None:
+        pass
+
+
+AT_ONCE = AtOnce()
 
 
 class Together(Protocol):
@@ -88,11 +111,15 @@ class Together(Protocol):
     def from_first(self, value: Value) -> Value:
         """The value of rank 0."""
 
+    @property
+    def saver(self) -> Saver:
+        """Saves the state and the model of all."""
+
 
 class Alone:
     """One process."""
 
-    first = True
+    first, saver = True, AT_ONCE
 
     def from_first(self, value: Value) -> Value:
         return value
@@ -107,7 +134,7 @@ def restore(session: Session, ranks: Together = ALONE) -> Checkpoint | None:
     path = ranks.from_first(None if saved is None else saved.meta.path)
     if ranks.first:
         log.info("seed %d: %s", session.seed, "from the start" if saved is None else f"resumed at step {saved.step}")
-    return None if path is None else saved or load_checkpoint(path)
+    return None if path is None else saved or load_checkpoint(path, verify=False)  # rank 0 has
 
 
 def run(
@@ -128,6 +155,7 @@ def run(
             loop.measure(row, before, last)
             last = loop.report(row, before, last)
             loop.save(row, before, last)
+            ranks.saver.settle(wait=last or loop.stopping)
             if last:
                 return
             if loop.stopping:
@@ -135,6 +163,7 @@ def run(
     except Stopped:
         if loop.saved != loop.steps:
             loop.checkpoint({"temporary"}, None)
+        ranks.saver.settle()
         raise loop.interrupted() from None
 
 
@@ -214,13 +243,15 @@ class _Loop:
 
     def checkpoint(self, reasons: set[str], score: tuple[str, float] | None) -> None:
         with self.trainer.paused(), self.record.span("checkpoint"):
-            model = self.trainer.model()  # on every rank: weights and state are gathered from all
+            model = self.trainer.model()  # on every rank, of which each has its part
             state = {**self.trainer.state(), "pending": self.pending}
+            write = None
             if self.ranks.first:
                 log.info("step %d: checkpoint (%s)", self.steps, ", ".join(sorted(reasons)))
                 metric, value = score or (None, None)
                 about = {"score": value, "metric": metric, "counters": self.trainer.counters}
-                self.session.checkpoint(self.steps, state, reasons=reasons, model=model, **about)
+                write = self.session.saving(self.steps, reasons=reasons, **about)
+            self.ranks.saver.save(write, state, model)
         self.saved = self.steps
 
 

@@ -266,14 +266,23 @@ class Session:
         self, step: int, state: Any, *, reasons: set[str], model: Callable[[Path], None] | None = None, **about: Any
     ) -> Path:
         """Save all state with the sizes of the append-only files, then prune; see `palestra.runs.checkpoint.save`."""
+        return self.saving(step, reasons=reasons, **about)(state, model)
+
+    def saving(self, step: int, *, reasons: set[str], **about: Any) -> Callable[[Any, Any], Path]:
+        """Note the sizes of the append-only files; what it gives saves the state and model of now, also later."""
         with clear_write_errors(self.path):
             self._lease.renew()  # a process that was stopped and has lost the folder must not write into it
             for flush in self._followed.values():
                 flush()
             offsets = {name: _synced_size(self.path / name) for name in self._growing()}
-            path = checkpoints.save(self.path, step, state, reasons=reasons, offsets=offsets, model=model, **about)
-            checkpoints.prune(self.path)
-        return path
+
+        def write(state: Any, model: Callable[[Path], checkpoints.Files | None] | None) -> Path:
+            with clear_write_errors(self.path):
+                path = checkpoints.save(self.path, step, state, reasons=reasons, offsets=offsets, model=model, **about)
+                checkpoints.prune(self.path)
+            return path
+
+        return write
 
     def restore(self) -> Checkpoint | None:
         """The newest valid checkpoint (None: start from scratch), with every append-only file truncated to it."""

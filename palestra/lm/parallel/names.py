@@ -18,22 +18,6 @@ def joined(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat(parts) if len(parts) > 1 and parts[0].ndim else parts[0] for name, parts in stacks.items()}
 
 
-def parted(full: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse: what belongs to each name of `mine`, in whose order the parts of a stack lie."""
-    parts: dict[str, Tensor] = {}
-    taken: dict[str, int] = {}
-    for name, tensor in mine.items():
-        stack = stack_name(name)
-        if stack == name or not tensor.ndim:
-            if stack in full:
-                parts[name] = full[stack]
-            continue
-        start = taken.get(stack, 0)
-        taken[stack] = start + len(tensor)
-        parts[name] = full[stack][start : taken[stack]]
-    return parts
-
-
 def stack_name(name: str) -> str:
     """The name of the tensor that one belongs to where nothing is split."""
     name = _EXPERTS.sub(r".\1", name)
