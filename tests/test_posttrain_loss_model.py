@@ -1,7 +1,7 @@
 """Losses of a real transformer through the engine: micro-batches, minibatches, temperatures, experts."""
 
 from dataclasses import replace
-from math import isfinite
+from math import exp, isfinite
 
 import pytest
 import torch
@@ -137,3 +137,18 @@ def test_learning_from_two_answers_makes_the_better_one_likelier(preset):
         engine.forward_backward(batch, policy_loss(spec, 1.0), denominator(batch, spec, MAX_NEW_TOKENS))
         engine.optim_step(0.0)
     assert gaps[-1] > gaps[0] + 1.0
+
+
+def test_mismatch_is_the_k3_of_tokens_of_this_version_alone():
+    model, spec = trained_model(), algorithm()
+    groups = drawn_by(model, random_groups(3))
+    batch = ready(spec, groups, model)
+    fresh = (torch.arange(len(batch.tokens)) % 2).float()
+    moved = batch.per_token["behavior"] - 0.3 * fresh  # those of this version are sampled with other probabilities
+    per_token = {**batch.per_token, "behavior": moved, "anchor": moved, "fresh": fresh}
+    weight = denominator(batch, spec, MAX_NEW_TOKENS)
+    sums = engine_of(model).forward_backward(replace(batch, per_token=per_token), policy_loss(spec, 1.0), weight)
+    row = averages(sums)
+    assert row["mismatch"] == pytest.approx(exp(0.3) - 1 - 0.3, rel=1e-4)
+    assert row["kl_behaviour"] < row["mismatch"]
+    assert "mismatch" not in averages({**sums, "fresh": 0.0})

@@ -104,6 +104,9 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
     resume, abort, publish).
     """
 
+    expected = "a palestra server"
+    """What the address should be of."""
+
     def __init__(self, base_url: str, api_key: str | None = None, *, waits: tuple[float, ...] = WAITS):
         self.base_url, self._waits = base_url.rstrip("/"), waits
         headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
@@ -131,13 +134,8 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         async with self._call("POST", "/generate", json=request_json(request, stream=True)) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    return
-                yield self._read(line.removeprefix("data: "), _chunk)
-            raise PalestraError(f"{self.base_url} ended a stream before its end: see the server's log")
+            async for event in self._events(response):
+                yield self._read(event, _chunk)
 
     async def abort(self, id: str) -> None:
         await self._command("POST", "/abort", json={"id": id})
@@ -162,11 +160,21 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
         params = {"version": version, "keep_cache": str(keep_cache).lower()}
         await self._command("PUT", "/update_weights", content=pieces, params=params, headers=headers)
 
+    async def _events(self, response: httpx.Response) -> AsyncIterator[str]:
+        """The server-sent events of a response, up to its `[DONE]`."""
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return
+            if line.startswith("data: "):
+                yield line.removeprefix("data: ")
+        raise PalestraError(f"{self.base_url} ended a stream before its end: see the server's log")
+
     def _read(self, body: str | bytes, parse: Callable[[dict[str, Any]], T]) -> T:
         try:
             return parse(json.loads(body))
         except (ValueError, KeyError, TypeError) as error:
-            raise PalestraError(f"{self.base_url} sent a malformed response: it is not a palestra server") from error
+            message = f"{self.base_url} sent a malformed response: it is not {self.expected}"
+            raise PalestraError(message) from error
 
     async def _command(self, method: str, path: str, **options: Any) -> None:
         """A call that may be made twice."""
@@ -201,7 +209,7 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
             await asyncio.sleep(wait)
         try:
             if response.status_code != 200:
-                raise _error(response.status_code, await response.aread())
+                raise _error(response.status_code, await response.aread(), self.expected)
             yield response
         except httpx.HTTPError as error:
             raise PalestraError(f"{self.base_url} broke off its response to {path}: {_text(error)}") from error
@@ -220,15 +228,18 @@ def _chunk(data: dict[str, Any]) -> Chunk:
     return CHUNK.validate_python(data)
 
 
-def _error(status: int, body: bytes | Mapping[str, Any]) -> PalestraError:
+def _error(status: int, body: bytes | Mapping[str, Any], expected: str = HttpGenerator.expected) -> PalestraError:
     """The error that the engine would have raised here."""
     try:
-        error = json.loads(body)["error"] if isinstance(body, bytes) else body
-        message, code = error["message"], error["code"]
-    except (ValueError, KeyError, TypeError):
-        return PalestraError(f"the server sent status {status} and no explanation: it is not a palestra server")
+        data = json.loads(body) if isinstance(body, bytes) else body
+        error = data.get("error", data)
+        message, code = (error, None) if isinstance(error, str) else (str(error["message"]), error.get("code"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return PalestraError(f"the server sent status {status} and no explanation: it is not {expected}")
     if code == "context_length_exceeded":
         return PromptTooLong(message)
     if code == "queue_full" or status == 429:
         return QueueFull(message)
+    if status == 404:
+        return UsageError(f"{message} (status 404): expected {expected}")
     return UsageError(message) if 400 <= status < 500 else PalestraError(message)

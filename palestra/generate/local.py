@@ -76,6 +76,9 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
     def generated(self) -> float:
         return self.engine.metrics()["generated_tokens"]
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def load(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
         self.engine.publish(weights, version, keep_cache=keep_cache)
 

@@ -1,12 +1,17 @@
 """Requests, results, and the `Generator` interface that the engine in this process and the HTTP clients share."""
 
 from collections.abc import AsyncGenerator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+GROUP: ContextVar[int | None] = ContextVar("GROUP", default=None)
+"""The number of the group whose workflow is running: its requests go to one generator, which has its prompt."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,10 @@ class DrivenGenerator(Generator, Protocol):
     @property
     def generated(self) -> float:
         """Tokens so far, which shows progress."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """What a row of metrics should have of it."""
         ...
 
     def work(self, seconds: float) -> bool:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from palestra.errors import Interrupted, UsageError
-from palestra.evaluate.completions import Evaluation, ask, evaluate_model
+from palestra.evaluate.completions import Evaluation, ask, evaluate_model, evaluate_tasks, pumped
 from palestra.evaluate.likelihood import (
     ScoredChoice,
     TextScore,
@@ -31,10 +31,12 @@ from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
 from palestra.lm.model import Transformer
+from palestra.rollout.workflows import make_workflow
 from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
 from palestra.runs.session import Session
 from palestra.runs.store import read_lines, write_bytes
+from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.shape import precision
@@ -43,7 +45,8 @@ from palestra.tasks.verify.workers import Verifiers
 log = logging.getLogger("palestra.evaluate")
 
 ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
-FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype")
+FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype", "generator.engine",
+         "generator.model")  # fmt: skip
 """What results depend on."""
 
 Score = TypeVar("Score", ScoredChoice, TextScore)
@@ -57,7 +60,11 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
     launch = replace(launch, init=str(init))
     # A spec that cannot run is refused here, before it has a folder.
     with Verifiers(spec.tasks, root=launch.root) as verifiers:
-        _, suite = _opened(spec, launch, verifiers, spec.seed)
+        start, suite = _opened(spec, launch, verifiers, spec.seed)
+    if spec.generator is not None:
+        from palestra.kinds.engines import check_engines  # needs the extra `serve`
+
+        check_engines(spec.generator, start)
     return run_sessions(
         spec,
         launch,
@@ -167,6 +174,8 @@ class _Evaluation:
                 append(line(record))
                 self._progress(self.done + 1)
 
+            if self.spec.generator is not None:
+                return self._served(self.spec.generator, done, keep)
             return evaluate_model(
                 model,
                 start.tokenizer,
@@ -181,6 +190,30 @@ class _Evaluation:
                 keep=keep,
                 look=self._stop_if_requested,
             )
+
+    def _served(
+        self, generator: GeneratorSpec, done: list[EvaluationRecord], keep: Callable[[EvaluationRecord], None]
+    ) -> Evaluation:
+        """The same by servers, with what they serve."""
+        from palestra.kinds.engines import open_engines  # needs the extra `serve`
+
+        start, settings, context = self.start, self.spec.eval, self.start.shape.context
+        with ExitStack() as stack:
+            engines = open_engines(generator, self.session, start, stack, context=context)
+            work = evaluate_tasks(
+                engines,
+                start.tokenizer,
+                self.verifiers.verify,
+                self.suite.questions,
+                settings,
+                context=context,
+                max_new_tokens=settings.max_new_tokens,
+                seed=self.session.seed,
+                workflow=make_workflow(settings.workflow),
+                done=done,
+                keep=keep,
+            )
+            return pumped(engines, work, self._stop_if_requested)
 
     def _progress(self, done: int) -> None:
         self.done = done
@@ -230,6 +263,8 @@ def _setup(spec: EvaluateSpec, start: Start, suite: Suite, launch: Launch) -> di
         "dtype": _dtype(spec),
         "device": device_of(spec).type,
     }
+    served = None if spec.generator is None else {"engine": spec.generator.engine, "model": spec.generator.model}
+    model |= {} if served is None else {"served_by": served}
     estimated = {"top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"}
     return {"model": model, **suite.identity(start.tokenizer), "decoding": decoding | estimated}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -55,6 +56,8 @@ class Learner:
             ranks = self.engine.ranks
             reference = logprobs(self.reference, batch, micro_tokens=micro, temperature=temperature, ranks=ranks)
         values = None if self.critic is None else self.critic.values(batch)
+        fresh = (batch.per_token["versions"] == step).float()
+        batch = replace(batch, per_token={**batch.per_token, "fresh": fresh})
         return with_advantages(
             batch,
             spec.algorithm,
@@ -71,7 +74,8 @@ class Learner:
             for place, part in enumerate(self._minibatches(batch, step, epoch)):
                 update = (step * train.epochs + epoch) * train.minibatches + place
                 rows.append(self._update(part, update, between))
-        return {name: fmean(row[name] for row in rows if name in row) for name in rows[-1]}
+        means = {name: fmean(row[name] for row in rows if name in row) for name in rows[-1] if name != "mismatch"}
+        return means | {name: rows[0][name] for name in ("mismatch",) if name in rows[0]}  # later weights are others
 
     def _update(self, batch: Batch, update: int, between: Callable[[], object]) -> dict[str, float]:
         train = self.spec.train
@@ -118,8 +122,8 @@ class Learner:
         """Optimizers, and the value model whole."""
         return {"engine": self.engine.state(), "critic": None if self.critic is None else self.critic.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], checkpoint: Path | None = None) -> None:
         """Continue from `state()`; the policy's own weights are in the checkpoint's model."""
-        self.engine.load_state(state["engine"])
+        self.engine.load_state(state["engine"], checkpoint)
         if self.critic is not None:
-            self.critic.load_state(state["critic"])
+            self.critic.load_state(state["critic"], checkpoint)

@@ -66,6 +66,9 @@ def token_losses(algorithm: AlgorithmSpec, batch: Batch, logprobs: Tensor, entro
         "kl_behaviour": kl.k3(inputs["behavior"], now, clamp=LOG_RATIO_LIMIT),
         "entropy": entropy.detach(),
     }
+    if "fresh" in batch.per_token:
+        terms["fresh"] = batch.per_token["fresh"]
+        terms["mismatch"] = terms["kl_behaviour"] * terms["fresh"]
     if "reference" in inputs:
         terms["kl_reference"] = kl.k3(now, inputs["reference"], clamp=LOG_RATIO_LIMIT)
     if algorithm.kl.where == "loss":
@@ -87,12 +90,17 @@ def averages(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
 
     Means over the trained tokens: `ratio` of π / anchor; `clipped_low` and `clipped_high`, the shares of tokens that
     the trust region clips; `masked`, the share that masks leave out; `kl_behaviour`, k3 of KL(behavior ‖ π);
-    `entropy`; and `kl_reference`, k3 of KL(π ‖ reference). `effective_samples` is (Σw)² / Σw² of the weights
+    `entropy`; `kl_reference`, k3 of KL(π ‖ reference); and `mismatch`, `kl_behaviour` of the `fresh` tokens alone,
+    whose weights were those of this step, if there are any. `effective_samples` is (Σw)² / Σw² of the weights
     w = π / behavior, as a share of the tokens: 1 on-policy. All are 0 where nothing is trained. The loss, its policy
     part and router metrics stay as they are.
     """
     row = token_means(sums, _MEANS)
     weight, squares = row.pop("weight"), row.pop("weight_squared")
+    if fresh := row.pop("fresh", 0.0):
+        row["mismatch"] /= fresh
+    else:
+        row.pop("mismatch", None)
     return {**row, "effective_samples": weight**2 / squares if squares else 0.0}
 
 

@@ -4,6 +4,7 @@ Most time in this field is lost to a wrong chat template and to a generator that
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
@@ -17,6 +18,8 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.rollout.episode import Episode
 from palestra.rollout.types import Group
+from palestra.spec.kinds.distill import DistillSpec
+from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.tasks.task import Status
 
 SAME = 1e-6
@@ -97,8 +100,11 @@ LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """A larger mean gap means that trainer and generator are not the same model."""
 
 
-def self_test(sample: Callable[[], Sampled], engine: TrainEngine) -> dict[str, float]:
-    """Refuse a generator whose log-probabilities are not the trainer's, by completions that the first rank samples."""
+def self_test(sample: Callable[[], Sampled], engine: TrainEngine, bound: float | None = None) -> dict[str, float]:
+    """Refuse a generator whose log-probabilities are not the trainer's, by completions that the first rank samples.
+
+    An engine of another program is refused by `bound`, the largest k3, and ours by the largest mean gap.
+    """
     batch, sampled, temperature = engine.ranks.on_first(sample)
     gap = (engine.logprobs(batch, temperature=temperature).cpu() - sampled)[batch.loss_mask > 0]
     k3 = (gap.exp() - 1 - gap).mean().item()
@@ -108,12 +114,32 @@ def self_test(sample: Callable[[], Sampled], engine: TrainEngine) -> dict[str, f
         len(gap), mean, most, k3,
     )  # fmt: skip
     limit = LIMIT[engine.transformer.dtype]
-    if not mean <= limit:
+    if bound is not None:
+        check_mismatch(k3, bound)
+    elif not mean <= limit:
         raise PalestraError(
             f"the trainer's log-probabilities differ from the generator's by {mean:.2g} a token, "
             f"more than {limit:g}: they are not the same model, and training on it would be wrong"
         )
     return {"selftest/gap_mean": mean, "selftest/gap_max": most, "selftest/k3": k3}
+
+
+def mismatch_bound(spec: PosttrainSpec | DistillSpec) -> float | None:
+    """The largest k3 between another program's log-probabilities and the trainer's; None if our engine generates."""
+    remote = spec.rollout.generator
+    corrected = isinstance(spec, PosttrainSpec) and spec.algorithm.correction.type != "none"
+    return None if remote is None or spec.rollout.replay is not None else math.inf if corrected else remote.mismatch
+
+
+def check_mismatch(k3: float, bound: float) -> None:
+    """Refuse completions whose log-probabilities are not those of the policy."""
+    if not k3 <= bound:
+        raise PalestraError(
+            f"the generator's log-probabilities are not the trainer's: k3 = {k3:.2g} a token, more than "
+            f"rollout.generator.mismatch = {bound:g}. It may send those before the temperature (vLLM needs "
+            "--logprobs-mode processed_logprobs), have other weights, or compute in another precision. Correct for it "
+            "with `algorithm: {anchor: recomputed}` (truncated importance weights), or raise the bound"
+        )
 
 
 def first_samples(episode: Episode, generator: DrivenGenerator) -> Sampled:

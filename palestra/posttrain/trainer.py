@@ -11,7 +11,7 @@ from palestra.generate.types import DrivenGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.trainer import Keeper, Speed, SuiteRunner, profiled
-from palestra.posttrain.metrics import group_metrics
+from palestra.posttrain.metrics import check_mismatch, group_metrics, mismatch_bound
 from palestra.rollout.event_loop import LoopLag, LoopThread, RolloutWatchdog
 from palestra.rollout.executor import Executor
 from palestra.rollout.records import Recording, RolloutReplay
@@ -47,8 +47,8 @@ class GroupLearner(Protocol):
     def state(self) -> dict[str, Any]:
         """Everything but the weights of the model that is trained."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`."""
+    def load_state(self, state: dict[str, Any], checkpoint: Path | None = None) -> None:
+        """Continue from `state()`, of which the shards of several ranks lie in a checkpoint."""
 
 
 @dataclass
@@ -107,12 +107,13 @@ class PosttrainTrainer:
         if saved is not None:
             self.steps, self.tokens = saved.state["steps"], saved.state["tokens"]
             parts.keeper.load(saved.meta.path / "model")
-            parts.learner.load_state(saved.state["learner"])
+            parts.learner.load_state(saved.state["learner"], saved.meta.path)
         weights = parts.learner.engine.weights()
         self.speed = Speed(parts.learner.engine)
         self._groups: list[Group] = []
         self._filtered: list[Group] = []
         self._learned: Row = {}
+        self._bound = mismatch_bound(spec)
         self._rollouts: Recording | None = None
         first = parts.rollout
         profile = session.path / "profile.json"
@@ -161,6 +162,8 @@ class PosttrainTrainer:
         with span("train"), self._profile(version):
             batch = learner.prepare(groups, self.steps)
             self._learned = learner.learn(batch, self.steps, self._overlap)
+        if self._bound is not None and (k3 := self._learned.get("mismatch")) is not None:
+            check_mismatch(k3, self._bound)
         with span("publish", version=version):
             weights = learner.engine.weights()
             if self.ranks.first:
@@ -178,7 +181,7 @@ class PosttrainTrainer:
             return {}
         groups = self._groups  # empty if distillation trains on given completions alone
         rewards = group_metrics(groups, self._filtered, self.steps - 1) if groups else {}
-        generated = self.ranks.on_first(lambda: self.rollout.executor.metrics() | self._lag.take())
+        generated = self.ranks.on_first(self._generated)
         row = self._learned | rewards | generated
         if timeouts := row.get("status/timeout"):
             log.warning(
@@ -190,6 +193,9 @@ class PosttrainTrainer:
         if (why := self.parts.learner.why_no_gradient(groups, row)) is not None:
             log.warning("step %d: nothing is learned: %s", self.steps, why)
         return row
+
+    def _generated(self) -> Row:
+        return self.rollout.executor.metrics() | self.rollout.generator.counters() | self._lag.take()
 
     def due(self, before: Counters, last: bool) -> list[str]:
         """Held-out problems, and suites by their names."""
@@ -224,7 +230,7 @@ class PosttrainTrainer:
             state["executor"] = self.rollout.executor.state()
         return state
 
-    def model(self) -> Callable[[Path], None]:
+    def model(self) -> Callable[..., None]:
         return self.parts.keeper.writer()
 
     def _check(self) -> None:

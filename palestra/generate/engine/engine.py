@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -188,14 +188,21 @@ class Engine:
     def resume(self) -> None:
         self._paused = False
 
-    def publish(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
+    def publish(
+        self,
+        weights: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
+        version: int,
+        *,
+        keep_cache: bool = True,
+    ) -> None:
         """Take over weights between two bursts; tokens from now on are of `version`.
 
+        A function that gives them is called there too, when nothing else uses the device.
         With `keep_cache` running sequences continue from what they have cached. Without it their caches are recomputed
         by the new weights.
         """
         with self._turns.taken():
-            self._runner.load(weights)
+            self._runner.load(weights() if callable(weights) else weights)
             self.version = version
             rows = self._scheduler.rows
             for sample in rows:

@@ -45,6 +45,12 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
 class Options(BaseModel):
     """What chat and plain completions have in common. A null is as good as leaving the field out."""
 
@@ -60,7 +66,7 @@ class Options(BaseModel):
         Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[list[wire.StopString], Field(max_length=MOST_STOPS)]
     ) = []
     stream: bool = False
-    stream_options: "StreamOptions | None" = None
+    stream_options: StreamOptions | None = None
     # Beyond OpenAI's, under the names that vLLM gave them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     min_p: wire.MinP = 0.0
@@ -103,12 +109,6 @@ class Options(BaseModel):
             seed=self.seed,
             logprobs=alternatives,
         )
-
-
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
 
 
 def _prompts(value: Any) -> Any:

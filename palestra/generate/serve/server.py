@@ -22,6 +22,7 @@ from palestra.generate.local import LocalGenerator
 from palestra.generate.serve import gate
 from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, Reply
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
+from palestra.generate.serve.tokens import AbortRequests, TokenReply, TokensBody
 from palestra.generate.types import Request
 
 try:
@@ -89,6 +90,7 @@ def create_app(
     _explain_errors(app, service)
     _add_openai(app, service, tokenizer, model_name)
     _add_generate(app, service)
+    _add_tokens(app, service, model_name)
     _add_weights(app, generator)
     _add_monitoring(app, service, model_name)
     return app
@@ -103,8 +105,7 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
     model = {"id": model_name, "object": "model", "created": int(time.time()), "owned_by": "palestra"}
 
     def check(body: ChatBody | CompletionBody) -> None:
-        if body.model is not None:
-            check_model(body.model)
+        _check_model(body.model, model_name)
         prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         if prompts * body.n > MOST_SAMPLES:
             many = f"{prompts:,} prompts with n = {body.n:,} are more than the {MOST_SAMPLES:,} samples of one request"
@@ -112,11 +113,6 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
         if body.characters > most_characters:
             long = f"the prompt has {body.characters:,} characters"
             raise PromptTooLong(f"{long}, but the context is {engine.context} tokens")
-
-    def check_model(name: str) -> None:
-        if name != model_name:
-            message = f"The model {name!r} is not served here: this is {model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def respond(body: ChatBody | CompletionBody, prompts: Sequence[Sequence[int]], http: HttpRequest) -> Response:
         id = f"{'chatcmpl' if isinstance(body, ChatBody) else 'cmpl'}-{uuid.uuid4().hex}"
@@ -151,7 +147,7 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        check_model(name)
+        _check_model(name, model_name)
         return model
 
 
@@ -170,6 +166,32 @@ def _add_generate(app: FastAPI, service: Service) -> None:
     async def abort(body: AbortBody) -> dict[str, str]:
         await service.generator.abort(body.id)
         return {"id": body.id}
+
+
+def _add_tokens(app: FastAPI, service: Service, model_name: str) -> None:
+    """The same as vLLM has it."""
+
+    @app.post("/inference/v1/generate")
+    async def generate(body: TokensBody, http: HttpRequest) -> Response:
+        _check_model(body.model, model_name)
+        request = body.request(service.generator.engine.context)
+        reply = TokenReply(body, request, model_name, int(time.time()))
+        if body.stream:
+            return gate.EventStream(service.chunk_events(request, reply.part), service.explain)
+        (result,) = await gate.unless_gone(http.receive, service.results([request]))
+        return JSONResponse(reply.whole(result))
+
+    @app.post("/inference/v1/abort_requests")
+    async def abort(body: AbortRequests) -> Response:
+        for id in body.ids:
+            await service.generator.abort(id)
+        return Response()
+
+
+def _check_model(name: str | None, served: str) -> None:
+    if name not in (None, served):
+        message = f"The model {name!r} is not served here: this is {served!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _add_weights(app: FastAPI, generator: LocalGenerator) -> None:

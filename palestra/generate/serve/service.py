@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -89,11 +90,13 @@ class Service:
             yield event(data)
         yield DONE
 
-    async def chunk_events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed `/generate`."""
+    async def chunk_events(
+        self, request: Request, part: Callable[[Chunk], dict[str, Any]] = vars
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a request's tokens; `part` is the JSON of a chunk."""
         async with aclosing(self.chunks([request])) as chunks:
             async for _, chunk in chunks:
-                yield event(vars(chunk))
+                yield event(part(chunk))
         yield DONE
 
     def explain(self, error: BaseException) -> ApiError:

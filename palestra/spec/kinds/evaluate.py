@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from palestra.spec.base import Every, ExperimentSpec, Name
+from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
 from palestra.spec.lm import TextSource
 from palestra.spec.model import Conflict, Execution, Model
@@ -114,6 +115,8 @@ class EvaluateSpec(ExperimentSpec):
     """Texts, evaluated in bits per byte."""
     dtype: Literal["auto", "bf16", "fp32", "fp16"] = "auto"
     """Precision of weights and compute; auto: what the device computes fast."""
+    generator: GeneratorSpec | None = None
+    """Servers that complete the tasks with what they serve; prompts are of `model`'s tokenizer. Null: this process."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Nothing to evaluate, duplicate names, conflicting settings."""
@@ -125,6 +128,8 @@ class EvaluateSpec(ExperimentSpec):
                 if labels[use.label] > 1:
                     reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"
                     yield Conflict((where, place, "name"), reason)
+        if self.generator is not None and not self.tasks:
+            yield Conflict(("generator",), "expected null, because there are no tasks to complete")
         if self.every != Every():
             reason = "expected nothing: completions are saved at once, and there is one row of metrics"
             yield Conflict(("every",), reason)

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from palestra.spec.algorithm import AlgorithmSpec
 from palestra.spec.base import Every, Function
+from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
@@ -94,6 +95,16 @@ class RolloutSpec(Model):
     """Worker processes for verifiers that may hang; null: one per core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
     """Train on the recorded rollouts of another run, step by step: the run or its rollouts.jsonl; null: sample."""
+    generator: GeneratorSpec | None = None
+    """Another program that samples the completions, such as a vLLM server; null: the engine in this process."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A generator that cannot be trained with."""
+        if self.generator is not None and self.generator.engine == "openai":
+            reason = (
+                "expected vllm, sglang or palestra: OpenAI's protocol has no token log-probabilities and new weights"
+            )
+            yield Conflict(("generator", "engine"), f"{reason}; it is for kind evaluate")
 
 
 class PosttrainTrain(ComputeSpec):

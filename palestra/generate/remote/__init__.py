@@ -1,0 +1,1 @@
+"""Generators whose engine is another program: vLLM, SGLang, any server of OpenAI's protocol."""
