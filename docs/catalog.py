@@ -21,6 +21,7 @@ EXTRAS = {
     "train": "training: torch, Gymnasium, tokenizers, Hugging Face files, GGUF files",
     "serve": "`palestra serve MODEL` and its client",
     "search": "`palestra search SPEC`: Optuna and CMA-ES",
+    "ray": "`--on ray`: runs on a Ray cluster",
     "data": "the data steps `html_to_markdown` (trafilatura) and `filter` by language (langdetect)",
     "eval": "verifiers of mathematics (math-verify) and of instructions (langdetect)",
     "reasoning-gym": "the task `reasoning_gym`",

@@ -249,6 +249,21 @@ def scratch(tmp_path: Path) -> Iterator[Scratch]:
     made.end()
 
 
+@pytest.fixture(scope="session")
+def one_ray() -> Iterator[str]:
+    """A Ray cluster for all tests of this process, with more cores than the machine has, and two GPUs in name only."""
+    from palestra.cluster.ray import connect
+
+    pytest.importorskip("ray", reason="pip install 'palestra[ray]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+        connect("local", num_cpus=8, num_gpus=2, object_store_memory=100 * 2**20)
+    import ray
+
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs draw what they draw outside of tests."""

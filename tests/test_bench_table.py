@@ -240,7 +240,7 @@ def test_bench_a_run_that_fails_leaves_the_others_and_the_table(scratch):
 )
 def test_bench_bad_arguments_are_usage_errors(tmp_path, given, said):
     settings = {"suite": None, "seeds": None, "only": None, "parallel": 1, "table_only": False, "tell": print}
-    places = {"out": tmp_path / "page.md", "specs": tmp_path, "root": tmp_path / "runs"}
+    places = {"on": None, "out": tmp_path / "page.md", "specs": tmp_path, "root": tmp_path / "runs"}
     with pytest.raises(UsageError, match=said):
         bench(**{**settings, **places, **given})
 

@@ -8,17 +8,25 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from cluster_things import Threads, hosted_tiny_engine
 from conftest import fast_only
+from engine_servers import remote, vllm_server
 from small_lm import overflowing
 from tiny_server import CONTEXT, KEY, TOKENIZER, serving, tiny_engine, tiny_model
 
+from palestra.cluster.actor import Actor, Hub
+from palestra.cluster.crew import Crew
+from palestra.cluster.files import Files
+from palestra.cluster.fleet import Fleet
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import HttpGenerator
 from palestra.generate.engine.engine import Engine, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
+from palestra.generate.remote.dialects import Vllm
 from palestra.generate.types import Chunk, Generator, Request, Sampling, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
@@ -63,7 +71,46 @@ async def over_http(**settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]
             yield generator, engine.metrics
 
 
-IMPLEMENTATIONS = {"local": local, "caller": driven_by_its_caller, "http": over_http}
+@asynccontextmanager
+async def fleet(**settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]:
+    with TemporaryDirectory() as folder:
+        hub, channel = Hub(Threads()), Files(folder)
+        generators = Fleet(hub, channel)
+
+        def start(name: str) -> Actor:
+            return hub.start(name, hosted_tiny_engine, channel.address, settings, log=None)
+
+        generators.crew = Crew("generator", 1, start, generators.prepare, generators.prepared)
+        try:
+            await until(lambda: len(generators.crew.ready()) == 1)
+            members = generators.crew.ready()
+
+            def metrics() -> Mapping[str, float]:
+                found = [actor.call("metrics").result(SECONDS) for actor in members]
+                return {name: sum(one[name] for one in found) for name in found[0]}
+
+            yield generators, metrics
+        finally:
+            generators.crew.close()
+            hub.close()
+
+
+@asynccontextmanager
+async def over_vllm(**settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]:
+    engine = tiny_engine(**settings)
+    with vllm_server(engine, KEY) as (address, problems), remote(address, Vllm(), api_key=KEY) as generator:
+        async with generator:
+            yield generator, engine.metrics
+        assert not problems
+
+
+IMPLEMENTATIONS = {
+    "local": local,
+    "caller": driven_by_its_caller,
+    "http": over_http,
+    "vllm": over_vllm,
+    "fleet": fleet,
+}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())

@@ -144,6 +144,7 @@ def expert_shares(run: Run) -> torch.Tensor:
     return load / load.mean(-1, keepdim=True)
 
 
+@pytest.mark.timeout(900)
 def test_shakespeare_spec_is_below_1_80_a_character_after_two_thirds_of_its_steps(folder):
     text = Path(os.environ.get("PALESTRA_DATA", ROOT / "../shared/data")) / "tinyshakespeare" / "input.txt"
     if not text.exists():

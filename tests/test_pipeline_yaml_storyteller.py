@@ -73,6 +73,7 @@ def test_books_are_known_by_their_names_and_sizes_not_by_where_they_lie(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_storyteller_learns_from_rewards_and_the_second_run_does_nothing(scratch: Scratch):
     nothing = str(scratch.path / "nothing")
     first = scratch.start("pipeline", "run", STORYTELLER, PALESTRA_DATA=nothing, **{zygote.PICTURES: "1"})

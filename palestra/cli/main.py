@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from palestra import __version__
 from palestra.cli import options
+from palestra.cli.cluster import app as cluster
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
@@ -97,6 +98,10 @@ def train(
     allow: Annotated[
         Texts, Option(metavar="FIELD", help="A field that may differ from the run's spec; repeatable.")
     ] = None,
+    restarts: Annotated[
+        int, Option(metavar="N", min=0, help="Continue a failed seed from its checkpoint, N times.")
+    ] = 0,
+    on: options.On = None,
     root: options.Root = options.RUNS,
     quiet: options.Quiet = False,
 ) -> None:
@@ -119,6 +124,7 @@ def search(
     variables: options.Set = None,
     resume: Annotated[str | None, Option(metavar="FOLDER", help="Search to continue: folder, name or name/id.")] = None,
     keep: Annotated[int | None, Option(metavar="N", help="Keep only checkpoints of the best N trials.", min=1)] = None,
+    on: options.On = None,
     root: options.Root = options.RUNS,
     quiet: options.Quiet = False,
 ) -> None:
@@ -309,6 +315,7 @@ def evaluate(
     show_evaluation(start(**settings | {"k": None if k is None else options.parse_numbers(k)}))
 
 
+app.add_typer(cluster, name="cluster", rich_help_panel=options.EXPERIMENTS)
 models = typer.Typer(help="Download models and convert them to the Hugging Face format.", no_args_is_help=True)
 app.add_typer(models, name="model", rich_help_panel=options.MODELS)
 data = typer.Typer(help="Inspect and upload datasets.", no_args_is_help=True)

@@ -68,7 +68,7 @@ def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start, ranks: Ranks) -> Distiller:
-    model = models.build_model(spec, start, session.seed, device_of(spec))
+    model = models.build_model(spec, start, session.seed, device_of(spec), ranks)
     engine = train_engine(spec, start, model, spec.train.steps, ranks)
     given = _given(spec, start, session.seed)
     if given is not None and ranks.first:

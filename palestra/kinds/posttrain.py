@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
+from palestra.cluster.placement import Placement
 from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
 from palestra.evaluate.completions import ask, evaluate_tasks, pumped
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.types import Sampling
+from palestra.generate.types import DrivenGenerator, Sampling
 from palestra.kinds import models
 from palestra.kinds.lm import check_data, summary
 from palestra.kinds.measures import Suites, check_suites
 from palestra.kinds.models import Start
+from palestra.kinds.placed import TasksKind, open_fleet, open_placement, open_verifiers
 from palestra.kinds.ranks import check_ranks, check_split, done, follow, following, joined, ranks_here, together
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.datasets import Data, bytes_of_tokens, chat_data, mixture_of
@@ -33,7 +35,7 @@ from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.learner import AuxiliaryLoss, Learner
-from palestra.posttrain.metrics import Sampled, first_samples, self_test
+from palestra.posttrain.metrics import Sampled, first_samples, mismatch_bound, self_test
 from palestra.posttrain.trainer import GroupLearner, PosttrainParts, RolloutParts, train
 from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.event_loop import LoopThread
@@ -52,8 +54,6 @@ from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.posttrain")
 
-TasksKind = PosttrainSpec | DistillSpec
-"""Specs of models that are trained on their own completions of tasks."""
 MakeLearner = Callable[[Any, Session, Start, Ranks], GroupLearner]
 
 FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
@@ -102,6 +102,10 @@ def run_tasks(
             for use in uses:
                 encode_problem(tasks[use.label].problems(use.split)[0], start.tokenizer)
     make_workflow(spec.rollout.workflow)
+    if spec.rollout.generator is not None:
+        from palestra.kinds.engines import check_engines  # needs the extra `serve`
+
+        check_engines(spec.rollout.generator, start)
     if spec.rollout.replay is not None and launch.resume is None:
         for seed in spec.seeds:
             find_rollouts(spec.rollout.replay, launch.root, seed, spec.train.steps)
@@ -138,7 +142,7 @@ def _run_session(make_learner: MakeLearner, session: Session, spec: TasksKind, l
         else:
             rollout, evaluate, sample = None, _elsewhere, _elsewhere
         replayed = spec.rollout.replay is not None
-        test = (lambda: {}) if replayed else partial(self_test, sample, learner.engine)
+        test = (lambda: {}) if replayed else partial(self_test, sample, learner.engine, mismatch_bound(spec))
         parts = PosttrainParts(learner, rollout, keeper, evaluate, suites, test)
         train(spec, session, parts, show=launch.show)
 
@@ -160,12 +164,8 @@ def _rollout(
     prompts = spec.answered if isinstance(spec, DistillSpec) else spec.train.prompts_per_step
     chosen = make_filter(spec.algorithm.filters) if isinstance(spec, PosttrainSpec) else lambda group: None
     seed = session.seed
-    verifiers, held_out = (
-        stack.enter_context(
-            Verifiers(uses, workers=spec.rollout.verifiers, timeout=spec.rollout.verify_seconds, root=launch.root)
-        )
-        for uses in (spec.tasks.train, spec.tasks.eval)
-    )
+    placement = open_placement(spec, session, launch, stack)
+    verifiers, held_out = open_verifiers(spec, launch, placement, stack)
     # After the verifiers, so that it ends before them: its tasks may be waiting for one.
     loop = stack.enter_context(LoopThread())
     questions = ask(spec.tasks.eval, held_out.tasks, start.tokenizer, spec.eval.problems)
@@ -173,7 +173,7 @@ def _rollout(
     longest = max((len(question.prompt) for task in questions for question in task.questions), default=0)
     new = spec.eval.max_new_tokens or spec.rollout.max_new_tokens
     eval_context = max(context, min(start.shape.context, longest + new))
-    generator = LocalGenerator(_writer(spec, start, engine, weights, eval_context), drive="caller")
+    generator = _generator(spec, session, start, launch, placement, stack, engine, weights, eval_context)
     starter = Starter(
         tasks=verifiers.tasks,
         workflow=make_workflow(spec.rollout.workflow),
@@ -220,6 +220,30 @@ def _rollout(
     return RolloutParts(executor, generator, loop), evaluate, partial(first_samples, first, generator)
 
 
+def _generator(
+    spec: TasksKind,
+    session: Session,
+    start: Start,
+    launch: Launch,
+    placement: Placement | None,
+    stack: ExitStack,
+    engine: TrainEngine,
+    weights: dict[str, torch.Tensor],
+    context: int,
+) -> DrivenGenerator:
+    """The engine in this process, engines in others, or servers of other programs."""
+    if spec.rollout.generator is not None:
+        from palestra.kinds.engines import open_engines  # needs the extra `serve`
+
+        return open_engines(spec.rollout.generator, session, start, stack, context=context, weights=weights)
+    settings = _engine_settings(spec, engine, context)
+    if placement is not None and spec.cluster.generators:
+        return open_fleet(spec, session, launch, placement, stack, **settings)
+    model = models.model_copy(start, engine, weights, settings["dtype"])
+    writer = Engine(model, eos=frozenset(start.eos), tokenizer=start.tokenizer, device=engine.device, **settings)
+    return LocalGenerator(writer, drive="caller")
+
+
 def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
     """The conversations of the auxiliary SFT loss."""
     if spec.sft is None:
@@ -245,7 +269,7 @@ def _first(spec: TasksKind, verifiers: Verifiers, starter: Starter) -> Episode:
 def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int, ranks: Ranks) -> TrainEngine:
     """The engine that trains the model in so many optimizer steps."""
     ranks.shard(model)
-    compile_for_training(model, spec.train, model.embed.device)
+    compile_for_training(model, spec.train, device_of(spec))
     return TrainEngine(
         model,
         Optimizer(model, spec.optim, updates),
@@ -257,7 +281,7 @@ def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int
 
 def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) -> Learner:
     algorithm, seed = spec.algorithm, session.seed
-    model, examples = models.build_model(spec, start, seed, device_of(spec)), _sft_data(spec, start)
+    model, examples = models.build_model(spec, start, seed, device_of(spec), ranks), _sft_data(spec, start)
     if examples is not None and ranks.first:
         check_data(session, examples, start)
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
@@ -275,26 +299,19 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) 
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, auxiliary=auxiliary)
 
 
-def _writer(
-    spec: TasksKind, start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], context: int
-) -> Engine:
-    """The engine that generates, with its own copy of the weights in the compute dtype."""
-    dtype, device = engine.transformer.dtype, engine.device
+def _engine_settings(spec: TasksKind, engine: TrainEngine, context: int) -> dict[str, Any]:
+    """Of the engine that generates, with its own copy of the weights in the compute dtype."""
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
     rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
-    most = 1024 if device.type == "cuda" else 512
-    return Engine(
-        models.model_copy(start, engine, weights, dtype),
-        eos=frozenset(start.eos),
-        tokenizer=start.tokenizer,
-        dtype=dtype,
-        device=device,
-        context=context,
-        kv_bytes=_room_for_keys(engine),
-        max_running=min(rows, most),
-        max_waiting=2**20,
-    )
+    most = 1024 if engine.device.type == "cuda" else 512
+    return {
+        "dtype": engine.transformer.dtype,
+        "context": context,
+        "kv_bytes": _room_for_keys(engine),
+        "max_running": min(rows, most),
+        "max_waiting": 2**20,
+    }
 
 
 def _room_for_keys(engine: TrainEngine) -> int | None:

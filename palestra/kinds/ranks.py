@@ -1,7 +1,6 @@
 """One seed trained by several processes: started here for `devices`, or already started by `torchrun`."""
 
 import os
-import socket
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager
@@ -9,7 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
+from palestra.cluster.network import use_network_of
+from palestra.cluster.placement import address_of, backend_of, check_room
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.kinds.trial import Launch, SessionRunner
 from palestra.lm.ranks import Ranks
@@ -18,7 +20,7 @@ from palestra.runs.session import log, logging_to, stop_signals
 from palestra.spec.lm import LanguageModelSpec
 from palestra.spec.shape import Shape
 from palestra.work import fanout
-from palestra.work.fanout import STOP_SECONDS, Processes, Resources, Stop, WorkItem
+from palestra.work.fanout import STOP_SECONDS, Resources, Stop, WorkItem
 
 FOLLOW_SECONDS = 5.0  # for the other ranks to notice that one has failed
 
@@ -32,8 +34,15 @@ def check_ranks(spec: LanguageModelSpec, ranks: Ranks, device: torch.device) -> 
     if ranks.size > 1 and not spec.parallel.divides(ranks.size):
         asked = spec.parallel.processes
         raise UsageError(f"parallel: its product is {asked}, but torchrun has started {ranks.size} processes")
-    if ranks.size == 1 and device.type == "cuda" and spec.processes > torch.cuda.device_count():
+    if (
+        ranks.size == 1
+        and device.type == "cuda"
+        and not spec.cluster.ray
+        and spec.processes > torch.cuda.device_count()
+    ):
         raise UsageError(f"devices: {spec.processes}, but torch sees {torch.cuda.device_count()} GPUs here")
+    if ranks.size == 1 and (spec.cluster.ray or spec.cluster.apart):
+        check_room(spec.cluster, spec.processes, device.type == "cuda")
 
 
 def check_split(spec: LanguageModelSpec, shape: Shape) -> None:
@@ -49,8 +58,10 @@ def joined(spec: LanguageModelSpec, device: torch.device) -> Ranks:
 
 
 def ranks_here(spec: LanguageModelSpec) -> int:
-    """How many share this machine's cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or spec.processes)
+    """How many share this machine's cores: trainers and generators, which take turns where nothing is off-policy."""
+    trainers, generators = int(os.environ.get("LOCAL_WORLD_SIZE") or spec.processes), spec.cluster.generators
+    turns = generators and not getattr(spec, "rollout").staleness  # noqa: B009
+    return max(trainers, generators) if turns else trainers + generators
 
 
 def together(session: SessionRunner, spec: LanguageModelSpec, ranks: Ranks, threads: int) -> SessionRunner:
@@ -106,16 +117,16 @@ def _train(session: SessionRunner, ranks: Ranks, folder: Path, launch: Launch) -
 
 def _start(session: SessionRunner, spec: LanguageModelSpec, threads: int, folder: Path, launch: Launch) -> None:
     """Train in one process per rank; the error of the rank that failed first is raised here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size = str(spec.processes)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    size, machine = str(spec.processes), address_of(spec.cluster)
+    # The ranks find each other by a store of this process, wherever they are.
+    store = TCPStore(machine, 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": machine, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    where = meeting | {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     items = [
-        WorkItem(f"rank {rank}", _run_rank, (rank, session, folder, launch), cores=threads)
+        WorkItem(f"rank {rank}", _run_rank, (rank, spec.cluster.ray, session, folder, launch), cores=threads)
         for rank in range(spec.processes)
     ]
-    stop, backend = Stop(), Processes(spec.name, env=where)
+    stop, backend = Stop(), backend_of(spec.cluster, spec.name, env=where)
     running = fanout.run(items, Resources(spec.processes * threads), backend, stop=stop, follow=FOLLOW_SECONDS)
     with stop_signals(stop), closing(running) as outcomes:
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -128,6 +139,9 @@ def _start(session: SessionRunner, spec: LanguageModelSpec, threads: int, folder
         raise Interrupted(f"did not save within {STOP_SECONDS:g} s: it resumes from its last checkpoint")
 
 
-def _run_rank(rank: int, session: SessionRunner, folder: Path, launch: Launch) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def _run_rank(rank: int, on_ray: bool, session: SessionRunner, folder: Path, launch: Launch) -> None:
+    # Ray shows each process its own GPU alone.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0" if on_ray else str(rank)}
+    if on_ray:
+        use_network_of(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     session(folder, launch)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from palestra.errors import PalestraError
+from palestra.generate.types import GROUP
 from palestra.rollout.event_loop import LoopThread
 from palestra.rollout.records import group_state, load_group
 from palestra.rollout.types import Group, Trajectory
@@ -138,7 +139,7 @@ class Executor:
                 order.version, order.since = self.version, time.monotonic()
                 self._running[order.number] = order
                 started.append(order)
-                workflows.append(_limited(workflow, self.spec.timeout_seconds))
+                workflows.append(_limited(workflow, self.spec.timeout_seconds, order.number))
         finally:
             if started:
                 self._loop.start_all(workflows, hand_in)
@@ -330,7 +331,8 @@ def _finite(trajectory: Trajectory, id: str) -> Trajectory:
     return replace(trajectory, verdict=replace(verdict, status=Status.ERROR, note=note))
 
 
-async def _limited(coroutine: Awaitable[list[Trajectory]], seconds: float) -> list[Trajectory]:
+async def _limited(coroutine: Awaitable[list[Trajectory]], seconds: float, number: int) -> list[Trajectory]:
+    GROUP.set(number)
     limit = asyncio.timeout(seconds)
     try:
         async with limit:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from palestra.spec.base import Every, ExperimentSpec, listed
+from palestra.spec.cluster import ClusterSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.parallel import ParallelSpec
 from palestra.spec.schedule import Rate, constant, warmup_conflicts
@@ -381,11 +382,13 @@ class LanguageModelSpec(ExperimentSpec):
     """Processes that train together, one GPU each; null: what `parallel` asks for, or those that `torchrun` started."""
     parallel: Execution[ParallelSpec] = ParallelSpec()
     """How these processes share the model. By default each has its own examples and a part of every parameter."""
+    cluster: Execution[ClusterSpec] = ClusterSpec()
+    """Where the run's processes are: on this machine or a Ray cluster, and how many generate and verify."""
 
     @property
     def processes(self) -> int:
         """Processes that train together."""
-        return self.devices or self.parallel.processes
+        return self.devices or self.cluster.trainers or self.parallel.processes
 
     @property
     def examples(self) -> int:
@@ -420,6 +423,13 @@ class LanguageModelSpec(ExperimentSpec):
             yield Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning")
         if self.processes > 1 and self.max_session > 1:
             yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
+        if self.devices is not None and self.cluster.trainers not in (None, self.devices):
+            yield Conflict(("cluster", "trainers"), f"expected `devices` = {self.devices}, or null")
+        if self.cluster.apart and "rollout" not in type(self).model_fields:
+            role = "generators" if self.cluster.generators else "verifiers"
+            yield Conflict(("cluster", role), f"expected 0, because {self.kind} has no rollouts")
+        elif self.cluster.generators and self.model_dump()["rollout"]["generator"] is not None:
+            yield Conflict(("cluster", "generators"), "expected 0, because `rollout.generator` generates")
         shape, parallel = self.model.shape, self.parallel
         if not parallel.divides(self.processes):
             asked = " · ".join(f"{axis} {size}" for axis, size in parallel.sizes().items() if size > 1)

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from palestra.work.worker import pack
 
 log = logging.getLogger("palestra.tasks")
 
+Verify = Callable[[Problem, Completion], Awaitable[Verdict]]
 MOST_WORKERS = 16  # unless set otherwise: each that has imported sympy takes 100 MB
 
 
@@ -74,10 +75,7 @@ class Verifiers:
 
     def begin(self, problem: Problem, completion: Completion) -> Verdict | Awaitable[Verdict]:
         """`verify` without a wait: the verdict where the verifier only computes, else an awaitable of it."""
-        if problem.task not in self._verifiers:
-            raise UsageError(
-                f"{problem.id} belongs to none of the tasks that are verified here: {', '.join(self.tasks) or 'none'}"
-            )
+        self._check_known(problem)
         recipe = self._recipes.get(problem.task)
         pool = None if recipe is None else self._processes()
         started = time.perf_counter()
@@ -105,6 +103,12 @@ class Verifiers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_known(self, problem: Problem) -> None:
+        if problem.task not in self._verifiers:
+            raise UsageError(
+                f"{problem.id} belongs to none of the tasks that are verified here: {', '.join(self.tasks) or 'none'}"
+            )
 
     def _add(self, use: TaskUse, root: Path) -> None:
         label, same = use.label, ("task", "args", "reward")
@@ -152,6 +156,18 @@ class Verifiers:
             self._logged.add(problem.task)
             log.error("verifying a completion of %s failed; further failures are only counted\n%s", problem.id, trace)
         return Verdict(0.0, Status.ERROR, seconds=time.perf_counter() - started, note=note)
+
+
+class VerifiersElsewhere(Verifiers):
+    """The same, with the verifiers in other processes; `ask` has one of them verify a completion."""
+
+    def __init__(self, uses: Sequence[TaskUse], ask: Verify, *, root: Path = Path(ROOT)):
+        super().__init__(uses, root=root)
+        self._ask = ask
+
+    def begin(self, problem: Problem, completion: Completion) -> Verdict | Awaitable[Verdict]:
+        self._check_known(problem)
+        return self._ended(problem, self._ask(problem, completion), time.perf_counter())
 
 
 def _verified(verifier: Any, problem: Problem, completion: Completion) -> Verdict:
