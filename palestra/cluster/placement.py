@@ -39,11 +39,11 @@ def check_room(spec: ClusterSpec, trainers: int, cuda: bool) -> None:
     if not spec.ray:
         require(asked, local_resources())
         return
-    from ray.util import remove_placement_group
-
     from palestra.cluster.ray import connect, placed
 
     connect(spec.address, spec.temp_dir)
+    from ray.util import remove_placement_group
+
     remove_placement_group(placed(asked))  # it has been possible
 
 

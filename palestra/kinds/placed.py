@@ -61,7 +61,8 @@ def open_fleet(
     """Engines in other processes, with the settings of the one that the trainer would have."""
     channel = _channel(spec, session, stack)
     fleet = Fleet(placement.hub, channel)
-    first, gpus = spec.processes, [str(gpu) for gpu in range(torch.cuda.device_count())]
+    on_gpu = device_of(spec).type == "cuda"
+    first, gpus = spec.processes, [str(gpu) for gpu in range(torch.cuda.device_count() if on_gpu else 0)]
     fleet.crew = placement.crew(
         "generator",
         spec.cluster.generators,
