@@ -99,8 +99,15 @@ def hosted_tiny_engine(address: str, settings: dict[str, Any]) -> Any:
     from palestra.cluster.channel import ChannelError, open_channel
     from palestra.cluster.fleet import HostedEngine
 
+    slow = settings.pop("slow", 0.0)
+
     class Hurt(HostedEngine):
         """With what can go wrong with it."""
+
+        def fetch(self, version: int, keep_cache: bool) -> None:
+            if not self.generated:  # later it is as fast as the others
+                time.sleep(slow)
+            super().fetch(version, keep_cache)
 
         def forget(self) -> None:
             """Sample with the weights of version 0 from now on."""

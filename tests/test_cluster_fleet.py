@@ -13,6 +13,7 @@ from cluster_things import Threads, hosted_tiny_engine
 from tiny_server import TOKENIZER, tiny_model
 
 from palestra.cluster.actor import Actor, Hub
+from palestra.cluster.broadcast import Broadcast
 from palestra.cluster.channel import WeightChannel
 from palestra.cluster.crew import Crew
 from palestra.cluster.files import Files
@@ -29,12 +30,13 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def fleet_of(size: int, channel: WeightChannel, make: Any = hosted_tiny_engine) -> Iterator[Fleet]:
+def fleet_of(size: int, channel: WeightChannel, slow: dict[str, float] | None = None) -> Iterator[Fleet]:
     hub = Hub(Threads())
     fleet = Fleet(hub, channel)
 
     def start(name: str) -> Actor:
-        return hub.start(name, make, channel.address, {}, log=None)
+        settings = {"slow": (slow or {}).get(name, 0.0)}
+        return hub.start(name, hosted_tiny_engine, channel.address, settings, log=None)
 
     fleet.crew = Crew("generator", size, start, fleet.prepare, fleet.prepared)
     try:
@@ -111,3 +113,20 @@ def test_generator_that_cannot_fetch_is_given_up_and_replaced(tmp_path: Path) ->
         assert "cannot fetch weights" in str(blind.lost)
         wait_for(fleet, 2)
         assert set(sampled(fleet, 6)) == {(1,) * 8}
+
+
+@pytest.mark.parametrize("channel", [SharedMemory, Broadcast])
+def test_generator_that_fetches_more_slowly_than_versions_come_joins_all_the_same(channel: Any) -> None:
+    with fleet_of(1, channel(), slow={"generator/1": 0.3}) as fleet:
+        fleet.load(weights(0), 0)
+        sampled(fleet)
+        fleet.crew.add()
+        version = 0
+        while len(fleet.crew.ready()) < 2:
+            version += 1
+            assert version < 60, "it has not joined"
+            fleet.load(weights(version), version)
+            time.sleep(0.05)
+        assert version > 3, "it was not slow enough"
+        assert fleet.crew.lost == 0
+        assert set(sampled(fleet, 6)) == {(version,) * 8}

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from palestra.cluster.crew import Crew
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import GROUP, Chunk, Request, Result
+
+LOOK_SECONDS = 0.01
 
 
 class HostedEngine(LocalGenerator):
@@ -59,6 +62,7 @@ class Fleet:
         self._paused = False
         self._counted: Counter[tuple[str, int]] = Counter()
         self._loaded: WeakKeyDictionary[Actor, int] = WeakKeyDictionary()
+        self._joining: set[Actor] = set()  # for whom the next version waits
 
     async def generate(self, request: Request) -> Result:
         version = self._loaded_by_all
@@ -93,6 +97,8 @@ class Fleet:
 
     def load(self, weights: Mapping[str, Tensor], version: int, *, keep_cache: bool = True) -> None:
         """All generators have the version when it returns; those that are lost meanwhile are replaced."""
+        while self._joining:
+            time.sleep(LOOK_SECONDS)
         if not isinstance(self._channel, Broadcast):
             self._channel.publish(version, weights)
         with self.crew.lock:  # who joins meanwhile fetches it first
@@ -107,16 +113,29 @@ class Fleet:
         self._loaded_by_all = version
 
     def prepare(self, actor: Actor) -> None:
-        """A generator that joins, before its first request: the newest weights."""
+        """A generator that joins, before its first request: the newest weights.
+
+        One that is slower than the trainer's steps would never have them: the second time the trainer waits for it.
+        """
+        if actor in self._loaded:
+            self._joining.add(actor)
         version = self._version
-        if version >= 0:
-            actor.call("fetch", version, False).result()
-        actor.call("pause" if self._paused else "resume").result()
+        try:
+            if version >= 0:
+                actor.call("fetch", version, False).result()
+            actor.call("pause" if self._paused else "resume").result()
+        except Exception as error:
+            if not isinstance(error, ChannelError) or version == self._version:
+                self._joining.discard(actor)
+                raise
         self._loaded[actor] = version
 
     def prepared(self, actor: Actor) -> bool:
         """Whether it has the weights that the others have."""
-        return self._loaded[actor] == self._version
+        ready = self._loaded[actor] == self._version
+        if ready:
+            self._joining.discard(actor)
+        return ready
 
     @property
     def generated(self) -> float:
