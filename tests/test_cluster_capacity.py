@@ -58,6 +58,8 @@ def test_what_is_short_is_named_though_others_use_more_of_something_else():
 def test_as_much_as_there_is_is_allowed():
     require(ASKED, Resources(6))
     require([Ask("a", 3, gpu=1 / 3)], Resources(3, ["0"]))
+    with pytest.raises(NotEnough):  # and no more
+        require([*ASKED, Ask("more", 1)], Resources(6))
 
 
 def test_other_version_is_refused_in_one_sentence_that_names_both(monkeypatch):

@@ -1,7 +1,6 @@
 """Generators in processes of their own, behind the interface of one."""
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
@@ -19,7 +18,7 @@ from palestra.cluster.channel import ChannelError, WeightChannel
 from palestra.cluster.crew import Crew
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.types import GROUP, Chunk, Request, Result
+from palestra.generate.types import GROUP, Chunk, GeneratesElsewhere, Request, Result
 
 LOOK_SECONDS = 0.01
 
@@ -46,7 +45,7 @@ class HostedEngine(LocalGenerator):
         self._channel.close()
 
 
-class Fleet:
+class Fleet(GeneratesElsewhere):
     """A `DrivenGenerator` of generators elsewhere. Members are made by `start`, and fetch weights from the channel.
 
     A member has `generate`, `stream`, `abort`, `pause`, `resume` and `fetch(version, keep_cache)`.
@@ -56,8 +55,8 @@ class Fleet:
     """Set once its members can be made: they ask this for weights."""
 
     def __init__(self, hub: Hub, channel: WeightChannel):
+        super().__init__()
         self._hub, self._channel = hub, channel
-        self._wake = threading.Event()
         self._version = self._loaded_by_all = -1
         self._paused = False
         self._counted: Counter[tuple[str, int]] = Counter()
@@ -142,16 +141,6 @@ class Fleet:
         for member in self.crew.members():
             self._counted[member["name"], member["pid"]] = member.get("generated", 0)
         return float(self._counted.total())
-
-    def work(self, seconds: float) -> bool:
-        woken = self._wake.wait(seconds)
-        self._wake.clear()
-        return woken
-
-    def overlap(self) -> None: ...
-
-    def wake(self) -> None:
-        self._wake.set()
 
     def counters(self) -> dict[str, float]:
         """For a row: how many there are, how many were lost, calls that were asked again, answers refused."""

@@ -1,5 +1,6 @@
 """Requests, results, and the `Generator` interface that the engine in this process and the HTTP clients share."""
 
+import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -161,3 +162,20 @@ class DrivenGenerator(Generator, Protocol):
     def load(self, weights: "Mapping[str, Tensor]", version: int, *, keep_cache: bool = True) -> None:
         """`publish`, and wait for it."""
         ...
+
+
+class GeneratesElsewhere:
+    """The half of a `DrivenGenerator` whose thread only waits for those that generate."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Event()
+
+    def work(self, seconds: float) -> bool:
+        woken = self._wake.wait(seconds)
+        self._wake.clear()
+        return woken
+
+    def overlap(self) -> None: ...
+
+    def wake(self) -> None:
+        self._wake.set()

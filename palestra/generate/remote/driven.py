@@ -1,7 +1,6 @@
 """Generators over HTTP as one that a training loop drives, on an event loop of their own."""
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, aclosing
@@ -10,21 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from palestra.generate.client import HttpGenerator
-from palestra.generate.types import Chunk, Request, Result
+from palestra.generate.types import Chunk, GeneratesElsewhere, Request, Result
 
 Start = Callable[[Coroutine[Any, Any, Any]], "Future[Any]"]
 LOOK_SECONDS = 0.5  # between two looks at whether a server that loads weights still runs
 
 
-class RemoteEngines(AbstractContextManager["RemoteEngines"]):
+class RemoteEngines(GeneratesElsewhere, AbstractContextManager["RemoteEngines"]):
     """A `DrivenGenerator` that coroutines of any event loop may call. `check` raises where a server is gone."""
 
     def __init__(self, members: Sequence[HttpGenerator], start: Start, check: Callable[[], None] = lambda: None):
         """`start` runs a coroutine on the event loop that all of them use."""
+        super().__init__()
         self._members, self._start, self._check = list(members), start, check
         self._load = [0] * len(self._members)
         self._tokens = 0
-        self._wake = threading.Event()
 
     async def generate(self, request: Request) -> Result:
         place = self._take(request)
@@ -91,14 +90,7 @@ class RemoteEngines(AbstractContextManager["RemoteEngines"]):
     def work(self, seconds: float) -> bool:
         """Wait: the servers generate."""
         self._check()
-        woken = self._wake.wait(seconds)
-        self._wake.clear()
-        return woken
-
-    def overlap(self) -> None: ...
-
-    def wake(self) -> None:
-        self._wake.set()
+        return super().work(seconds)
 
     def __exit__(self, *_: object) -> None:
         """Close all connections; requests in flight end."""
