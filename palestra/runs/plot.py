@@ -43,12 +43,12 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
     """
     tables = [run.metrics() for run in runs]
     columns = {key for rows in tables for row in rows for key in row}
-    x = x or _counted_by(columns)
+    x = x or counted_by(columns)
     if columns and x not in columns:
         known = ", ".join(repr(name) for name in AXES if name in columns)
         raise UsageError(f"--x {x}: no such column; choose one of {known}")
     known = sorted(columns - POSITION)
-    drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := _curve(rows, metric, x))]
+    drawn = [(run, curve) for run, rows in zip(runs, tables, strict=True) if (curve := seed_curve(rows, metric, x))]
     if not drawn:
         hint = did_you_mean(metric, known, f"There are: {', '.join(known) or 'no metrics yet'}.")
         raise UsageError(f"no values of {metric!r} by {x!r} in {', '.join(map(str, (r.path for r in runs)))}. {hint}")
@@ -73,14 +73,14 @@ def curves(runs: Sequence[Run], *, metric: str, x: str | None = None, out: Path)
 def trial_plots(run: Run) -> list[Path]:
     """Write the standard plots into the run's folder: the headline metric's curve and a grid of the other metrics."""
     first, rows = headline(run), run.metrics()
-    metrics = [key for key in _numeric(rows) if not key.startswith("time/")]
-    x = _counted_by({key for row in rows for key in row})
+    metrics = [key for key in numeric(rows) if not key.startswith("time/")]
+    x = counted_by({key for row in rows for key in row})
     written = curves([run], metric=first, x=x, out=run.path / "plots" / "learning_curve")
-    leading = _leading(metrics) if "reward" in metrics else []  # of completions: post-training
+    leading = leading_metrics(metrics) if "reward" in metrics else []  # of completions: post-training
     others = [key for key in metrics if key not in (first, *leading) and not key.startswith("suite/")]
     if leading:
         others.sort(key=lambda key: key.startswith("eval/"))  # details of evaluations last
-    drawn = {key: curve for key in (*leading, *others) if (curve := _curve(rows, key, x))}
+    drawn = {key: curve for key in (*leading, *others) if (curve := seed_curve(rows, key, x))}
     errors = {key: drawn.pop(f"{key}_se") for key in list(drawn) if f"{key}_se" in drawn}
     # Metrics that are constant but for rounding are left out, unless there are no others.
     changing = {key: curve for key, curve in drawn.items() if key in leading or _changes(curve)}
@@ -114,7 +114,7 @@ def suite_plots(run: Run) -> list[Path]:
 
 def _suite_curves(axes: "Axes", results: Sequence[Measured], name: str) -> None:
     for index, task in enumerate(dict.fromkeys(result.task for result in results)):
-        curve = _curve([asdict(result) for result in results if result.task == task], "value", "step")
+        curve = seed_curve([asdict(result) for result in results if result.task == task], "value", "step")
         if curve is None:
             continue
         if task == MEAN:
@@ -142,17 +142,18 @@ def _suite_bars(axes: "Axes", results: Sequence[Measured], name: str) -> None:
 
 def headline(run: Run) -> str:
     """The main metric: the first of the progress line that has values."""
-    metrics = [key for key in _numeric(run.metrics()) if not key.startswith("time/")]
+    metrics = [key for key in numeric(run.metrics()) if not key.startswith("time/")]
     if not metrics:
         raise PalestraError(f"{run.path} has no metrics to plot yet")
     return next((key for key in run.progress()["headline"] if key in metrics), metrics[0])
 
 
-def _counted_by(columns: set[str]) -> str:
+def counted_by(columns: set[str]) -> str:
+    """The column that curves of these columns are drawn over."""
     return next((name for name in AXES if name in columns), "step")
 
 
-def _leading(metrics: Sequence[str]) -> list[str]:
+def leading_metrics(metrics: Sequence[str]) -> list[str]:
     """The metrics to show first; evaluations are those of the tasks, which have standard errors, or their mean."""
     tasks = [key for key in metrics if key.startswith("eval/") and key.endswith("/accuracy") and f"{key}_se" in metrics]
     evaluations = tasks if 1 <= len(tasks) <= 3 else ["eval/accuracy"]
@@ -189,7 +190,7 @@ def _changes(curve: Curve) -> bool:
     return high - low > 1e-5 * max(abs(low), abs(high))
 
 
-def _curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
+def seed_curve(rows: list[dict[str, Any]], metric: str, x: str) -> Curve | None:
     """The metric of each seed on the range of x that all seeds share; None if no seed has it."""
     import numpy as np
 
@@ -268,7 +269,7 @@ def save_figure(figure: "Figure", out: Path) -> list[Path]:
     return paths
 
 
-def _numeric(rows: list[dict[str, Any]]) -> list[str]:
+def numeric(rows: list[dict[str, Any]]) -> list[str]:
     """The metrics that have a number somewhere, in the order they first appear."""
     keys = {key: None for row in rows for key, value in row.items() if _is_number(value)}
     return [key for key in keys if key not in POSITION]

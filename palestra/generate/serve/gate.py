@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -17,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.generate.serve.openai import ApiError
+from palestra.work.hosts import LOOPBACK, from_other_site, host_of
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -164,7 +164,6 @@ def _number(value: float) -> str:
 OPEN_PATHS = frozenset({"/health"})
 # These change what the model generates for everyone.
 CONTROL_PATHS = frozenset({"/update_weights", "/pause", "/resume"})
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass
@@ -213,11 +212,10 @@ class Gate:
         if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             message = "Incorrect or missing API key: send it as Authorization: Bearer KEY"
             error = ApiError(401, message, code="invalid_api_key")
-        elif self.allowed_hosts and _host(headers) not in self.allowed_hosts:
+        elif self.allowed_hosts and host_of(headers) not in self.allowed_hosts:
             allow = "start the server with --allowed-host"
-            error = ApiError(403, f"The host {_host(headers)!r} is not one of those allowed: {allow}")
-        elif headers.get("sec-fetch-site") in ("cross-site", "same-site") or _other_origin(headers):
-            # Any page that a browser on this machine shows can post to a loopback address.
+            error = ApiError(403, f"The host {host_of(headers)!r} is not one of those allowed: {allow}")
+        elif from_other_site(headers):
             error = ApiError(403, "Requests from pages of other sites are refused")
         elif scope["path"] in CONTROL_PATHS and self.api_key is None and not _from_here(scope, headers):
             error = ApiError(403, f"{scope['path']} needs a key from another machine: start the server with --api-key")
@@ -236,23 +234,10 @@ class Gate:
         return scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self.api_key.encode())
 
 
-def _host(headers: Headers) -> str:
-    try:
-        return urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    except ValueError:  # brackets that are not an address
-        return ""
-
-
-def _other_origin(headers: Headers) -> bool:
-    """Whether the request comes from a page of another server."""
-    origin = headers.get("origin")
-    return origin is not None and origin.partition("://")[2] != headers.get("host")
-
-
 def _from_here(scope: Scope, headers: Headers) -> bool:
     """Whether the request comes from this machine, by a name that is always this machine's."""
     address = (scope.get("client") or ("",))[0].removeprefix("::ffff:")
-    return _host(headers) in LOOPBACK and (address.startswith("127.") or address in LOOPBACK)
+    return host_of(headers) in LOOPBACK and (address.startswith("127.") or address in LOOPBACK)
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
