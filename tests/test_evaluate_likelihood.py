@@ -131,18 +131,18 @@ def test_written_is_what_greedy_decoding_writes():
 
 
 def test_ways_of_choosing_closed_form():
-    one = ScoredChoice("s", 0, 0, (-6.0, -4.0, -5.0), (4, 2, 5), (12, 4, 5), None, False)
-    assert [one.chosen(way) for way in ("sum", "token", "byte")] == [1, 2, 0]
-    assert [one.right(way) for way in ("sum", "token", "byte")] == [False, False, True]
-    tie = ScoredChoice("s", 0, 1, (-2.0, -2.0), (1, 1), (1, 1), None, False)
+    one = ScoredChoice("s", 0, 0, (-6.0, -4.0, -5.0), (4, 2, 5), (12, 4, 5), (6, 4, 2), None, False)
+    assert [one.chosen(way) for way in ("sum", "token", "byte", "character")] == [1, 2, 0, 0]
+    assert [one.right(way) for way in ("sum", "token", "byte", "character")] == [False, False, True, True]
+    tie = ScoredChoice("s", 0, 1, (-2.0, -2.0), (1, 1), (1, 1), (1, 1), None, False)
     assert tie.chosen("sum") == 0
 
 
 def test_outcome_closed_form():
     items = [choice("c", "aa", "bb", gold=0), choice("c", "a", "b", "c", "d", gold=3)]
     scored = [
-        ScoredChoice("some", 0, 0, (-1.0, -2.0), (1, 1), (2, 2), None, False),
-        ScoredChoice("some", 1, 3, (-1.0, -2.0, -3.0, -4.0), (1,) * 4, (1,) * 4, None, True),
+        ScoredChoice("some", 0, 0, (-1.0, -2.0), (1, 1), (2, 2), (2, 2), None, False),
+        ScoredChoice("some", 1, 3, (-1.0, -2.0, -3.0, -4.0), (1,) * 4, (1,) * 4, (1,) * 4, None, True),
     ]
     outcome = likelihood_outcome(suite_of(items), scored)
     assert outcome.accuracy.mean == 0.5

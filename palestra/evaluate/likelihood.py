@@ -4,18 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.data.store import micro_batches
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate.likelihood_data import Choices, Item, Option, Texts
 from palestra.evaluate.records import Estimate, estimate, estimated
-from palestra.lm.batch import Batch, score
+from palestra.lm.batch import Batch, forward
 from palestra.lm.head import chunk_rows, logits
 from palestra.lm.model import Transformer
 from palestra.spec.kinds.evaluate import LikelihoodUse
@@ -23,9 +25,9 @@ from palestra.spec.kinds.evaluate import LikelihoodUse
 CHUNK = 32
 """Items or documents scored together. Always the same ones: what a row is packed with can change its last bits."""
 MICRO_TOKENS = 2**14
-"""Tokens in one forward pass at most (one longer sequence goes alone)."""
+"""Tokens in one forward pass, up to the end of a sequence."""
 
-By = Literal["sum", "token", "byte"]
+By = Literal["sum", "token", "byte", "character"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ScoredChoice:
     """Tokens that were scored."""
     bytes: tuple[int, ...]
     """UTF-8 bytes of each answer, or of the tokens that were scored where only what differs is."""
+    characters: tuple[int, ...]
+    """Characters of the same."""
     written: bool | None
     """Whether greedy decoding would write the answer; null where the model chooses between answers."""
     cut: bool
@@ -55,7 +59,8 @@ class ScoredChoice:
 
     def chosen(self, by: By) -> int:
         """The option that the model finds most likely; of equals the first."""
-        sizes = {"sum": [1] * len(self.logprobs), "token": self.tokens, "byte": self.bytes}[by]
+        ones = [1] * len(self.logprobs)
+        sizes = {"sum": ones, "token": self.tokens, "byte": self.bytes, "character": self.characters}[by]
         values = [logprob / size for logprob, size in zip(self.logprobs, sizes, strict=True)]
         return values.index(max(values))
 
@@ -71,7 +76,7 @@ class LikelihoodOutcome:
     items: int
     accuracy: Estimate
     accuracies: dict[str, float]
-    """By normalization (sum, token, byte); empty where there is nothing to choose from."""
+    """By normalization (sum, token, byte, character); empty where there is nothing to choose from."""
     baseline: float
     """The accuracy of guessing."""
     centred: float
@@ -126,10 +131,12 @@ class EncodedChoice:
     cut: bool
 
 
-Border = Literal["answer", "common"]
+Border = Literal["answer", "common", "lm_eval"]
 
 
-def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer") -> list[EncodedChoice]:
+def encode_item(
+    tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer", bos: bool | None = None
+) -> list[EncodedChoice]:
     """The options of an item as tokens, at most `context` each.
 
     A context and its answer are tokenized as the one text that they are: a border that the tokenizer would not make
@@ -141,23 +148,65 @@ def encode_item(tokenizer: Tokenizer, item: Item, context: int, border: Border =
     differ, and an answer to different contexts with all the tokens that these share at the end. At least one token of
     each is scored, also of an answer that another one begins with, where CORE would take the mean of nothing.
 
-    What is too long is truncated at its beginning, but keeps the tokens that begin every text.
+    What is too long is truncated at its beginning, but keeps the tokens that begin every text. With the border
+    `lm_eval` it is as `encode_pairs` has it. `bos` is that of `beginning`.
     """
-    whole = [_tokenized(tokenizer, option) for option in item.options]
+    begins = beginning(tokenizer, bos)
+    if border == "lm_eval":
+        return encode_pairs(tokenizer, [(option.context, option.answer) for option in item.options], context, begins)
+    whole = [_tokenized(tokenizer, option, begins) for option in item.options]
     if border == "common" and item.choice:
-        sequences, begins = [tokens for tokens, _ in whole], max(1, len(tokenizer.beginning))
+        sequences = [tokens for tokens, _ in whole]
         least = min(map(len, sequences)) - 1
         if item.one_context:
             first = min(_shared(sequences), least)
             whole = [(tokens, first) for tokens in sequences]
         else:
-            last = max(1, min(_shared([tokens[::-1] for tokens in sequences]), least + 1 - begins))
+            last = max(1, min(_shared([tokens[::-1] for tokens in sequences]), least + 1 - max(1, len(begins))))
             whole = [(tokens, len(tokens) - last) for tokens in sequences]
     elif item.one_context:
         first = min(start for _, start in whole)
         same = all(tokens[:first] == whole[0][0][:first] for tokens, _ in whole)
         whole = [(tokens, first) for tokens, _ in whole] if same else whole
-    return [_fitted(tokenizer, tokens, start, context) for tokens, start in whole]
+    return [_fitted(tokenizer, tokens, start, context, begins) for tokens, start in whole]
+
+
+def beginning(tokenizer: Tokenizer, bos: bool | None) -> tuple[int, ...]:
+    """The tokens before every text: the tokenizer's own, or with `bos` its BOS token, or none."""
+    if bos is None:
+        return tokenizer.beginning
+    if bos and tokenizer.bos is None:
+        raise UsageError(f"the tokenizer {tokenizer.name} has no BOS token to put before a text")
+    return (tokenizer.bos,) if bos and tokenizer.bos is not None else ()
+
+
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], context: int, begins: Sequence[int], specials: bool = False
+) -> list[EncodedChoice]:
+    """Contexts with continuations as lm-eval tokenizes and truncates them.
+
+    A continuation is scored after as many tokens as the context has by itself, without the white space at its end. The
+    last token need not fit, because it is not read, and what is too long loses its beginning, BOS too. After no context
+    at all, BOS or EOS is read. With `specials`, strings like `<|im_end|>` mean their tokens.
+    """
+    texts = list(dict.fromkeys(text for pair in pairs for text in (pair[0].rstrip(), "".join(pair))))
+    encoded = dict(zip(texts, tokenizer.encode_all(texts), strict=True))
+    marked = (text for text in texts if specials and any(special in text for special in tokenizer.special_strings))
+    encoded |= {text: tokenizer.encode(text, specials=True) for text in marked}
+    results = []
+    for before, after in pairs:
+        opening = begins if before else tokenizer.encode_prompt("")[-1:]
+        tokens, count = encoded[before + after], len(encoded[before.rstrip()])
+        if tokens[: len(opening)] != list(opening):
+            tokens, count = [*opening, *tokens], count + len(opening)
+        count = count if before else len(opening)
+        if not 0 < count < len(tokens):
+            raise UsageError(f"the answer {after!r:.80}, or what it follows, has no tokens in {tokenizer.name}")
+        surplus = max(0, len(tokens) - context - 1)
+        if surplus >= count:
+            raise UsageError(f"an answer of {len(tokens) - count} tokens does not fit in a context of {context}")
+        results.append(EncodedChoice(tokens[surplus:], count - surplus, surplus > 0))
+    return results
 
 
 def score_set(
@@ -192,12 +241,11 @@ def likelihood_outcome(choices: Choices, scored: Sequence[ScoredChoice]) -> Like
     choice = choices.items[0].choice
     guessed = fmean(1 / len(item.options) for item in choices.items) if choice else 0.0
     baseline = guessed if choices.use.baseline is None else choices.use.baseline
-    ways: tuple[By, ...] = ("sum", "token", "byte")
     nats = -math.fsum(row.logprobs[row.gold] for row in scored)
     return LikelihoodOutcome(
         items=len(scored),
         accuracy=accuracy,
-        accuracies={way: fmean(row.right(way) for row in scored) for way in ways} if choice else {},
+        accuracies={way: fmean(row.right(way) for row in scored) for way in get_args(By)} if choice else {},
         baseline=baseline,
         centred=(accuracy.mean - baseline) / (1 - baseline),
         bits_per_byte=nats / math.log(2) / sum(row.bytes[row.gold] for row in scored),
@@ -229,17 +277,19 @@ def _shared(sequences: Sequence[Sequence[int]]) -> int:
     )
 
 
-def _tokenized(tokenizer: Tokenizer, option: Option) -> tuple[list[int], int]:
+def _tokenized(tokenizer: Tokenizer, option: Option, begins: Sequence[int]) -> tuple[list[int], int]:
     """The tokens of context and answer, and which of them is the first with some of the answer."""
     tokens, places = tokenizer.encode_parts([(option.context + option.answer, False)])
     border = len(option.context.rstrip())
     start = next((index for index, (_, end) in enumerate(places) if end > border), None)
     if start is None:
         raise UsageError(f"the answer {option.answer!r:.80} has no tokens in the tokenizer {tokenizer.name}")
-    return [*tokenizer.beginning, *tokens], start + len(tokenizer.beginning)
+    return [*begins, *tokens], start + len(begins)
 
 
-def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -> EncodedChoice:
+def _fitted(
+    tokenizer: Tokenizer, tokens: list[int], start: int, context: int, beginning: Sequence[int]
+) -> EncodedChoice:
     if start == 0:  # there is nothing before the answer: it begins a text
         before = tokenizer.encode_prompt("")
         if not before:
@@ -247,7 +297,7 @@ def _fitted(tokenizer: Tokenizer, tokens: list[int], start: int, context: int) -
                 f"an answer has no context, and the tokenizer {tokenizer.name} has no token that begins a text"
             )
         tokens, start = [*before, *tokens], len(before)
-    begins = len(tokenizer.beginning)
+    begins = len(beginning)
     surplus = len(tokens) - context
     if surplus <= 0:
         return EncodedChoice(tokens, start, False)
@@ -271,58 +321,66 @@ def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, num
     items, encoded = [choices.items[number] for number in numbers], []
     for number, item in zip(numbers, items, strict=True):
         with naming(f"{choices.label}, item {number}"):
-            encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border))
+            encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border, choices.use.bos))
     results = []
-    scores = _score_groups(model, encoded, greedy=not items[0].choice)
-    for number, item, options, scored in zip(numbers, items, encoded, scores, strict=True):
+    scores = iter(score_sequences(model, [option for options in encoded for option in options]))
+    for number, item, options in zip(numbers, items, encoded, strict=True):
+        scored = [next(scores) for _ in options]
         logprobs = tuple(logprob for logprob, _ in scored)
         if not all(map(math.isfinite, logprobs)):
             raise PalestraError(f"{choices.label}, item {number}: the model gives non-finite log-probabilities")
         tokens = tuple(len(option.tokens) - option.start for option in options)
-        sizes, cut = _sizes(tokenizer, choices, item, options), any(option.cut for option in options)
-        written = None if item.choice else scored[0][1]
-        results.append(ScoredChoice(choices.label, number, item.gold, logprobs, tokens, sizes, written, cut))
+        answers, cut = _answers(tokenizer, choices, item, options), any(option.cut for option in options)
+        sizes = tuple(max(1, len(answer)) for answer in answers)
+        characters = tuple(max(1, len(answer.decode(errors="replace"))) for answer in answers)
+        sized = (logprobs, tokens, sizes, characters, None if item.choice else scored[0][1], cut)
+        results.append(ScoredChoice(choices.label, number, item.gold, *sized))
     return results
 
 
-def _sizes(tokenizer: Tokenizer, choices: Choices, item: Item, options: Sequence[EncodedChoice]) -> tuple[int, ...]:
-    """UTF-8 bytes of each answer; where only what differs is scored, of the tokens that are."""
-    if choices.use.border == "answer" or not item.choice:
-        return tuple(len(option.answer.encode()) for option in item.options)
-    scored = (b"".join(tokenizer.piece(token) for token in one.tokens[one.start :]) for one in options)
-    return tuple(max(1, len(piece)) for piece in scored)
+def _answers(tokenizer: Tokenizer, choices: Choices, item: Item, options: Sequence[EncodedChoice]) -> list[bytes]:
+    """Each answer as UTF-8; where only what differs is scored, the tokens that are."""
+    if choices.use.border != "common" or not item.choice:
+        return [option.answer.encode() for option in item.options]
+    return [b"".join(tokenizer.piece(token) for token in one.tokens[one.start :]) for one in options]
 
 
 @torch.no_grad()
-def _score_groups(
-    model: Transformer, groups: Sequence[Sequence[EncodedChoice]], *, greedy: bool = False
-) -> list[list[tuple[float, bool]]]:
-    """For each sequence: log p of its scored tokens, and if `greedy` whether each of them is the most likely one."""
-    sequences = [sequence for group in groups for sequence in group]
-    if not sequences:
-        return [[] for _ in groups]
+def score_sequences(model: Transformer, sequences: Sequence[EncodedChoice]) -> list[tuple[float, bool]]:
+    """For each sequence: log p of its scored tokens, and whether greedy decoding would write each of them.
+
+    The last token of a sequence is predicted and not read. Sequences are taken in the order of their tokens: what
+    neighbors begin with alike, such as a context with several answers, is computed once.
+    """
     scores = [(0.0, False)] * len(sequences)
-    masks = [[float(place >= one.start) for place in range(len(one.tokens))] for one in sequences]
-    batch = Batch.pack([one.tokens for one in sequences], masks)
-    for part in micro_batches(batch.lengths, max(MICRO_TOKENS, max(batch.lengths))):
-        micro = batch.select(part).to(model.embed.device)
-        scored = score(model, micro, entropy=False)
-        mask = micro.loss_mask.bool()
-        best = _most_likely(model, scored.hidden, micro) if greedy else mask
-        bounds = zip(part, scored.logprobs.split(micro.lengths), (best | ~mask).split(micro.lengths), strict=True)
-        for place, logprobs, right in bounds:
-            scores[place] = float(logprobs.double().sum()), bool(right.all())
-    rest = iter(scores)
-    return [[next(rest) for _ in group] for group in groups]
+    order = sorted(range(len(sequences)), key=lambda place: sequences[place].tokens)
+    before = np.cumsum([len(sequences[place].tokens) for place in order]) // MICRO_TOKENS
+    for _, run in groupby(zip(order, before, strict=True), key=itemgetter(1)):
+        part = [place for place, _ in run]
+        some = [sequences[place] for place in part]
+        batch = Batch.pack([one.tokens[:-1] for one in some])
+        ends = np.cumsum(batch.lengths)
+        scored = [len(one.tokens) - one.start for one in some]
+        rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, scored, strict=True)])
+        targets = torch.tensor([token for one in some for token in one.tokens[one.start :]])
+        device = model.embed.device
+        hidden = forward(model, batch.to(device)).hidden[torch.from_numpy(rows).to(device)]
+        logprobs, greedy = _predicted(model, hidden, targets.to(device))
+        bounds = zip(part, logprobs.cpu().double().split(scored), greedy.cpu().split(scored), strict=True)
+        for place, of_tokens, best in bounds:
+            scores[place] = float(of_tokens.sum()), bool(best.all())
+    return scores
 
 
-def _most_likely(model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
-    """(T): whether a scored token is the one that greedy decoding would pick; `hidden` is that of `Scored`."""
-    best = torch.zeros(len(batch.tokens), dtype=torch.bool, device=hidden.device)
+def _predicted(model: Transformer, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of each target after its hidden state, and whether it is the most likely token."""
+    logprobs, greedy = [], []
     rows = chunk_rows(len(model.unembed), hidden.device)
-    for some, states in zip(batch.predicted.split(rows), hidden.split(rows), strict=True):
-        best[some] = logits(states, model.unembed).argmax(-1) == batch.tokens[some]
-    return best
+    for states, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        values = logits(states, model.unembed)
+        logprobs.append(values.gather(1, wanted[:, None])[:, 0] - values.logsumexp(1))
+        greedy.append(values.argmax(1) == wanted)
+    return torch.cat(logprobs), torch.cat(greedy)
 
 
 def windows(tokenizer: Tokenizer, document: str, context: int) -> list[EncodedChoice]:
@@ -358,8 +416,9 @@ def _score_documents(model: Transformer, tokenizer: Tokenizer, texts: Texts, num
     documents = [texts.items[number] for number in numbers]
     cut = [windows(tokenizer, document, model.shape.context) for document in documents]
     begins, scores = bool(tokenizer.encode_prompt("")), []
-    for number, document, some, scored in zip(numbers, documents, cut, _score_groups(model, cut), strict=True):
-        logprob = math.fsum(logprob for logprob, _ in scored)
+    logprobs = iter(score_sequences(model, [window for windows in cut for window in windows]))
+    for number, document, some in zip(numbers, documents, cut, strict=True):
+        logprob = math.fsum(next(logprobs)[0] for _ in some)
         if not math.isfinite(logprob):
             raise PalestraError(f"{texts.label}, document {number}: the model gives non-finite log-probabilities")
         # The bytes of a first token that nothing comes before are not predicted.

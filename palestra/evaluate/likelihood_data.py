@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +18,14 @@ from palestra.errors import UsageError
 from palestra.spec.kinds.evaluate import LikelihoodUse, TextUse
 from palestra.tasks.dataset import load_rows, text_of
 
-LAYOUTS = (("query", "choices", "gold"), ("context_options", "continuation", "gold"), ("context", "continuation"))
-"""The columns of llm-foundry's and CORE's tasks: choices, contexts to choose from, a text to be written."""
+LAYOUTS = (
+    ("query", "choices", "gold"),
+    ("context_options", "continuation", "gold"),
+    ("context", "continuation"),
+    ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+)
+"""The columns of llm-foundry's and CORE's tasks (choices, contexts to choose from, a text to be written), and those of
+HellaSwag."""
 SHOT_END = "\n\n"
 """What separates few-shot examples from each other and from the question."""
 
@@ -142,7 +149,16 @@ def _from_columns(use: LikelihoodUse, row: Row, where: str) -> Item:
     if layout[0] == "context_options":
         contexts = [_text(context, where) for context in _list(row["context_options"], where)]
         return _choice(use, contexts, [_text(row["continuation"], where)] * len(contexts), row["gold"], where)
-    return Item((Option(_text(row["context"], where) + use.delimiter, _text(row["continuation"], where)),), 0)
+    if layout[0] == "context":
+        return Item((Option(_text(row["context"], where) + use.delimiter, _text(row["continuation"], where)),), 0)
+    context = f"{row['activity_label']}: {row['ctx_a']} {str(row['ctx_b']).capitalize()}"
+    answers = [_without_marks(str(ending)) for ending in _list(row["endings"], where)]
+    return _choice(use, [_without_marks(context)] * len(answers), answers, row["label"], where)
+
+
+def _without_marks(text: str) -> str:
+    """As lm-eval cleans HellaSwag: its texts from WikiHow have [title] and other marks in brackets."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _from_templates(use: LikelihoodUse, row: Row, where: str) -> Item:

@@ -74,7 +74,7 @@ def check_suite(suite: Suite, tokenizer: Tokenizer, context: int) -> None:
         bare = load_choices(choices.use.model_copy(update={"shots": 0, "items": None}), suite.spec.seed)
         for number, item in enumerate((choices.items[0], *bare.items)):
             with naming(f"suite {suite.label}: {choices.label}, row {max(1, number)}"):
-                likelihood.encode_item(tokenizer, item, context, choices.use.border)
+                likelihood.encode_item(tokenizer, item, context, choices.use.border, choices.use.bos)
     for texts in suite.texts:
         for number, document in enumerate(texts.items, 1):
             with naming(f"suite {suite.label}: {texts.label}, document {number}"):

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from pydantic import TypeAdapter
 
-from palestra.errors import Interrupted, UsageError
+from palestra.errors import Interrupted, UsageError, needs_extra
 from palestra.evaluate.completions import Evaluation, ask, evaluate_model, evaluate_tasks, pumped
 from palestra.evaluate.likelihood import (
     ScoredChoice,
@@ -23,7 +25,7 @@ from palestra.evaluate.likelihood import (
     text_outcome,
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
-from palestra.evaluate.records import EvaluationRecord, growing, line, read_records, write_records
+from palestra.evaluate.records import Estimate, EvaluationRecord, estimated, growing, line, read_records, write_records
 from palestra.evaluate.suites import SETUP, Suite, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
@@ -44,8 +46,8 @@ from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.evaluate")
 
-ANSWERS, SCORES, TEXTS = "answers.jsonl", "likelihood.jsonl", "texts.jsonl"
-FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "dtype", "generator.engine",
+ANSWERS, SCORES, TEXTS, LM_EVAL = "answers.jsonl", "likelihood.jsonl", "texts.jsonl", "lm_eval.jsonl"
+FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "lm_eval", "dtype", "generator.engine",
          "generator.model")  # fmt: skip
 """What results depend on."""
 
@@ -61,6 +63,10 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
     # A spec that cannot run is refused here, before it has a folder.
     with Verifiers(spec.tasks, root=launch.root) as verifiers:
         start, suite = _opened(spec, launch, verifiers, spec.seed)
+    for use in spec.lm_eval:
+        _lm_eval().task_manager(use)
+    if trained := [use.label for use in spec.tasks if use.split == "train"]:
+        log.warning("%s: the split that models are trained on is scored, which says little", ", ".join(trained))
     if spec.generator is not None:
         from palestra.kinds.engines import check_engines  # needs the extra `serve`
 
@@ -129,9 +135,10 @@ class _Evaluation:
             torch.cuda.empty_cache()
         evaluation = self._answers(model) if suite.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics({**scores, **texts})
-        write_report(self.session.path, setup, evaluation, scores, texts, metrics)
-        if evaluation.records:  # in the order of the problems, not in that of completion
-            write_records(self.session.path / ANSWERS, evaluation.records)
+        lm_eval, records = self._lm_eval(metrics) if self.spec.lm_eval else ({}, [])
+        write_report(self.session.path, setup | {"lm_eval": lm_eval}, evaluation, scores, texts, metrics)
+        if records := [*evaluation.records, *records]:  # in the order of the problems, not in that of completion
+            write_records(self.session.path / ANSWERS, records)
         call_hooks(load_hooks(self.spec.hooks), HookContext(self.done, self.done, metrics, model, self.session.path))
         shown = ["eval/accuracy", *(f"eval/pass@{k}" for k in self.spec.eval.k), "eval/centred", "eval/bits_per_byte"]
         self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=shown)
@@ -191,6 +198,25 @@ class _Evaluation:
                 look=self._stop_if_requested,
             )
 
+    def _lm_eval(self, metrics: dict[str, float]) -> tuple[dict[str, Any], list[EvaluationRecord]]:
+        """The outcomes of lm-eval's tasks by name, which `metrics` get too, and their completions."""
+        module, spec, model = _lm_eval(), self.spec, self.model.to(device_of(self.spec))
+        outcomes, records, rows = {}, [], []
+        for use in spec.lm_eval:
+            lm = module.EngineLM(model, self.start.tokenizer, self.start.eos, use.bos)
+            lm.look = self._stop_if_requested
+            with self.record.span("lm_eval"):
+                found = module.run_lm_eval(lm, use, spec.eval.problems)
+            outcomes |= {task: {**use.model_dump(mode="json"), **outcome} for task, outcome in found[0].items()}
+            records, rows = records + found[1], rows + found[2]
+            self._progress(self.done + 1)
+        if rows:
+            write_bytes(self.session.path / LM_EVAL, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        for task, outcome in outcomes.items():
+            for name, (value, error) in outcome["metrics"].items():
+                metrics |= estimated(f"eval/{task}/{name}", Estimate(value, outcome["documents"], error, None))
+        return outcomes, records
+
     def _served(
         self, generator: GeneratorSpec, done: list[EvaluationRecord], keep: Callable[[EvaluationRecord], None]
     ) -> Evaluation:
@@ -228,6 +254,11 @@ class _Evaluation:
             )
 
 
+def _lm_eval() -> ModuleType:
+    with needs_extra("a task of lm-eval", "lm-eval"):
+        return import_module("palestra.evaluate.lm_eval")
+
+
 def _dtype(spec: EvaluateSpec) -> str:
     return precision(spec.dtype, device_of(spec).type)
 
@@ -243,10 +274,10 @@ def _opened(spec: EvaluateSpec, launch: Launch, verifiers: Verifiers, seed: int)
 
 
 def _count(suite: Suite) -> int:
-    """Problems in each decoding mode, rows with given answers, and documents."""
+    """Problems in each decoding mode, rows with given answers, documents, and tasks of lm-eval."""
     modes = suite.spec.eval.greedy + bool(suite.spec.eval.samples)
     rows = sum(len(source.items) for source in (*suite.choices, *suite.texts))
-    return modes * sum(len(task.questions) for task in suite.questions) + rows
+    return modes * sum(len(task.questions) for task in suite.questions) + rows + len(suite.spec.lm_eval)
 
 
 def _setup(spec: EvaluateSpec, start: Start, suite: Suite, launch: Launch) -> dict[str, Any]:
@@ -265,8 +296,8 @@ def _setup(spec: EvaluateSpec, start: Start, suite: Suite, launch: Launch) -> di
     }
     served = None if spec.generator is None else {"engine": spec.generator.engine, "model": spec.generator.model}
     model |= {} if served is None else {"served_by": served}
-    estimated = {"top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"}
-    return {"model": model, **suite.identity(start.tokenizer), "decoding": decoding | estimated}
+    estimator = {"top_p": 1.0, "top_k": None, "estimator": "1 - C(n-c, k) / C(n, k)"}
+    return {"model": model, **suite.identity(start.tokenizer), "decoding": decoding | estimator}
 
 
 def _weights(folder: str, root: Path) -> list[Path]:

@@ -160,6 +160,13 @@ def _core(file: str, **settings: Any) -> dict[str, Any]:
     return {"path": f"core_eval/{file}.jsonl", "border": "common", **settings}
 
 
+_MMLU = {
+    "doc_to_text": "The following are multiple choice questions (with answers) about {{subject|replace('_', ' ')}}.\n\n"
+    "{{question | trim}}\n{% for text in choices %}{{'ABCD'[loop.index0]}}. {{text}}\n{% endfor %}Answer:",
+    "doc_to_choice": ["A", "B", "C", "D"],
+    "doc_to_target": "answer",
+}
+"""The prompt of lm-eval's tasks mmlu_…, without shots."""
 SUITES: dict[str, dict[str, Any]] = {
     # Files of llm-foundry's evaluation suite, with the shots and delimiters of CORE (Li et al. 2024, arXiv 2406.11794).
     "core": {
@@ -179,6 +186,9 @@ SUITES: dict[str, dict[str, Any]] = {
             _core("bigbench_repeat_copy_logic", shots=10),
         ]
     },
+    # Not in `core`, so that its mean does not depend on which files are there.
+    "hellaswag": {"likelihood": [{"path": "hellaswag.jsonl", "border": "lm_eval", "by": "character"}]},
+    "mmlu": {"likelihood": [{"path": "mmlu.jsonl", "border": "lm_eval", "by": "sum", **_MMLU}]},
 }
 """Built-in suites: blocks of a spec of kind `evaluate`."""
 
@@ -242,6 +252,8 @@ def suite_spec(use: SuiteUse) -> "EvaluateSpec":
         spec = load(use.suite).spec
     if not isinstance(spec, EvaluateSpec):
         raise UsageError(f"the suite {use.suite} is a spec of kind {spec.kind}, expected one of kind evaluate")
+    if spec.lm_eval:
+        raise UsageError(f"the suite {use.suite} has tasks of lm-eval, which evaluate a finished model: palestra eval")
     tasks = [use.label for use in (*spec.tasks, *spec.likelihood, *spec.texts)]
     if CENTRED in tasks:
         raise UsageError(f"the suite {use.suite} has a task called '{CENTRED}', which is the mean over its tasks")

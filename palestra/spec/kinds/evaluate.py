@@ -43,10 +43,12 @@ class LikelihoodUse(Model):
     """Few-shot examples before each question."""
     delimiter: str = " "
     """Text between question and answer."""
-    by: Literal["sum", "token", "byte"] = "token"
-    """Score of a choice: its log-probability, or the mean over its tokens or bytes."""
-    border: Literal["answer", "common"] = "answer"
-    """Scored tokens: the choice's; or, as in CORE, from the first token that differs between choices."""
+    by: Literal["sum", "token", "byte", "character"] = "token"
+    """Score of a choice: its log-probability, or the mean over its tokens, bytes or characters."""
+    border: Literal["answer", "common", "lm_eval"] = "answer"
+    """Scored tokens: the choice's; as in CORE, from the first that differs between choices; or as in lm-eval."""
+    bos: bool | None = None
+    """Whether BOS stands before each text; null: as the tokenizer says."""
     baseline: float | None = Field(default=None, ge=0, lt=1)
     """Accuracy of random guessing, for the centered accuracy; null: 1 / number of choices, 0 without choices."""
     doc_to_text: str | None = Field(default=None, min_length=1)
@@ -83,6 +85,32 @@ class TextUse(TextSource):
         return self.name or self.path.rstrip("/").rpartition("/")[2].partition(".")[0]
 
 
+LM_EVAL = "lm_eval:"
+"""What a task of lm-eval begins with where tasks are given by name."""
+
+
+class LmEvalUse(Model):
+    """A task, group or tag of lm-eval, scored by its own filters and metrics (extra `lm-eval`)."""
+
+    task: str = Field(min_length=1)
+    """Its name in lm-eval, such as arc_easy."""
+    tasks: str | None = Field(default=None, min_length=1)
+    """A folder with YAML files of tasks, or one of these; null: lm-eval's own."""
+    shots: int | None = Field(default=None, ge=0)
+    """Few-shot examples; null: as the task says."""
+    chat: bool = False
+    """Ask in a conversation, with the chat template."""
+    bos: bool | None = None
+    """Whether BOS stands before each text; null: as the tokenizer says."""
+    unsafe_code: bool = False
+    """Let lm-eval run code of the model in this process, without a sandbox, where a task does so."""
+
+    @property
+    def label(self) -> str:
+        """Name in this run."""
+        return self.task
+
+
 class AnswerEval(TaskEval):
     """Evaluation on tasks."""
 
@@ -113,6 +141,8 @@ class EvaluateSpec(ExperimentSpec):
     """Multiple-choice and cloze rows, evaluated by likelihood."""
     texts: list[TextUse] = Field(default=[])
     """Texts, evaluated in bits per byte."""
+    lm_eval: list[LmEvalUse] = Field(default=[])
+    """Tasks of lm-eval."""
     dtype: Literal["auto", "bf16", "fp32", "fp16"] = "auto"
     """Precision of weights and compute; auto: what the device computes fast."""
     generator: GeneratorSpec | None = None
@@ -120,16 +150,19 @@ class EvaluateSpec(ExperimentSpec):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Nothing to evaluate, duplicate names, conflicting settings."""
-        if not self.tasks and not self.likelihood and not self.texts:
-            yield Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`")
-        labels = Counter(use.label for use in (*self.tasks, *self.likelihood, *self.texts))
-        for where, uses in (("tasks", self.tasks), ("likelihood", self.likelihood), ("texts", self.texts)):
+        named = {"tasks": self.tasks, "likelihood": self.likelihood, "texts": self.texts, "lm_eval": self.lm_eval}
+        if not any(named.values()):
+            yield Conflict(("tasks",), "expected a task, or rows in `likelihood`, or `texts`, or `lm_eval`")
+        labels = Counter(use.label for uses in named.values() for use in uses)
+        for where, uses in named.items():
             for place, use in enumerate(uses):
                 if labels[use.label] > 1:
                     reason = f"expected another name: {labels[use.label]} of them are called '{use.label}'"
                     yield Conflict((where, place, "name"), reason)
         if self.generator is not None and not self.tasks:
             yield Conflict(("generator",), "expected null, because there are no tasks to complete")
+        if self.generator is not None and self.lm_eval:
+            yield Conflict(("lm_eval",), "expected none, because `generator` completes the tasks elsewhere")
         if self.every != Every():
             reason = "expected nothing: completions are saved at once, and there is one row of metrics"
             yield Conflict(("every",), reason)
@@ -156,9 +189,9 @@ def evaluation(
 
     Args:
         model: A run, a checkpoint, a Hugging Face folder, s3://… or a Hub id.
-        tasks: Names of tasks, or uses of tasks as a spec has them.
+        tasks: Names of tasks, those of lm-eval as `lm_eval:<name>`, or uses of tasks as a spec has them.
         likelihood: Files of rows with given answers, or uses of them as a spec has them.
-        split: Of the tasks that are given by name; null takes their default.
+        split: Of the tasks that are given by name, but for lm-eval's; null takes their default.
         args: For the tasks that are given by name.
         name: The folder under runs/; by default `eval_` and the last part of the model's name.
         seed: Seed of sampling.
@@ -167,6 +200,8 @@ def evaluation(
         settings: Those of `eval`, such as `problems=200, samples=8, k=[1, 8]`; null leaves the default, which for k is
             1 and all of the samples.
     """
+    uses = [use for use in tasks if not isinstance(use, str) or not use.startswith(LM_EVAL)]
+    lm_eval = [use.removeprefix(LM_EVAL) for use in tasks if isinstance(use, str) and use.startswith(LM_EVAL)]
     named = {"args": dict(args or {}), **({} if split is None else {"split": split})}
     chosen = {key: value for key, value in settings.items() if value is not None}
     if chosen.get("samples"):
@@ -176,8 +211,9 @@ def evaluation(
         "name": name or "eval_" + (re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name) or "model"),
         "seed": seed,
         "model": {"init": str(model)},
-        "tasks": [{"task": use, **named} if isinstance(use, str) else dict(use) for use in tasks],
+        "tasks": [{"task": use, **named} if isinstance(use, str) else dict(use) for use in uses],
         "likelihood": [{"path": use} if isinstance(use, str) else dict(use) for use in likelihood],
+        "lm_eval": [{"task": task, **(args or {})} for task in lm_eval],
         "eval": chosen,
         "dtype": dtype,
         "device": device,

@@ -18,6 +18,7 @@ from palestra.tasks.dataset import files_of, load_rows, text_of
 from palestra.tasks.sandbox.sandbox import Sandbox
 from palestra.tasks.task import Completion, Message, Problem, Status, Task, TaskArgs, Verdict
 from palestra.tasks.verify.code import BEGIN, DONE, complete_code, extract_code, syntax_tree, top_level_names
+from palestra.tasks.verify.latex.extract import cut
 
 STATUSES = {"passed": Status.CORRECT, "failed": Status.WRONG, "timeout": Status.TIMEOUT, "error": Status.ERROR}
 
@@ -35,6 +36,8 @@ class CodeArgs(TaskArgs):
     """Seconds for a program and its tests."""
     sandbox: Literal["strict", "weak"] = "strict"
     """`weak` runs code even where this machine cannot isolate it well, which is refused otherwise."""
+    rule: Literal["lm_eval"] | None = None
+    """As in lm-eval the whole completion, up to a stop string, is code; null: what in it is Python, also in fences."""
     weak: bool = False
     """Also train on problems whose tests must run in the code's own process, where code can cheat."""
 
@@ -83,7 +86,8 @@ class CodeTask(Task[C]):
         """The program in a completion; None where there is none."""
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
-        code, row = self.code(problem, completion.text), problem.row
+        row, whole = problem.row, problem.row.get("prompt", "") + cut(completion.text, self.stop)
+        code = self.code(problem, completion.text) if self.args.rule is None else whole
         if code is None:
             return Verdict(0.0, Status.UNPARSABLE, {"tests": 0.0}, note="no code in the completion")
         outcome = shared_sandbox(self.args.sandbox).run_tests(

@@ -18,6 +18,7 @@ from palestra.tasks.task import Completion, Message, Problem, Task, TaskArgs, Ve
 from palestra.tasks.verify.final_answers import VERIFIERS, Comparison, Extraction, number_of
 from palestra.tasks.verify.latex.compare import memory_capped
 from palestra.tasks.verify.latex.extract import cut, last_boxed
+from palestra.tasks.verify.lm_eval import Rule, verify_gsm8k, verify_minerva
 
 BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
 """The template of a question in a conversation."""
@@ -119,6 +120,8 @@ class Gsm8kArgs(QuestionArgs):
 
     source: str | None = None
     """A file, folder, URL or name on the Hub, with `question` and `answer`; null takes openai/gsm8k."""
+    rule: Rule | None = None
+    """lm-eval's rule, `strict-match` or `flexible-extract`, in place of `extraction`; null: ours."""
 
 
 class Gsm8k(Questions[Gsm8kArgs]):
@@ -139,6 +142,11 @@ class Gsm8k(Questions[Gsm8kArgs]):
                 raise UsageError(f"{where}, row {number + 1}: the answer {answer!r:.60} is not a number")
             solution = self._solution(CALCULATOR.sub("", worked), answer)
             yield Question(number, question, {"question": question, "answer": answer, "solution": solution})
+
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        if self.args.rule is None:
+            return super().verify(problem, completion)
+        return verify_gsm8k(problem.row["answer"], cut(completion.text, self.stops), self.args.rule)
 
 
 class AnswersArgs(QuestionArgs):
@@ -200,6 +208,8 @@ class MathArgs(QuestionArgs):
     """Only problems of these levels, 1 to 5; null means all."""
     subjects: list[str] | None = Field(default=None, min_length=1)
     """Only problems of these subjects, such as algebra or counting_and_probability; null means all."""
+    rule: Literal["lm_eval_math_verify"] | None = None
+    """The metric `math_verify` of lm-eval's minerva_math, in place of `extraction`; null: ours."""
 
 
 class Math(Questions[MathArgs]):
@@ -230,6 +240,13 @@ class Math(Questions[MathArgs]):
                 f"{self.name}: there is no subject {', '.join(sorted(unknown))}; there is {', '.join(sorted(known))}"
             )
         return [one for one in problems if one.row["level"] in levels and one.row["subject"] in subjects]
+
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        if self.args.rule is None:
+            return super().verify(problem, completion)
+        solution = problem.row.get("solution") or f"\\boxed{{{problem.row['answer']}}}"
+        with memory_capped(self._capped):
+            return verify_minerva(solution, cut(completion.text, self.stops))
 
 
 class AimeArgs(QuestionArgs):

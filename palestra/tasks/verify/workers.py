@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from palestra.runs.run import ROOT
 from palestra.spec.imports import known_objects, objects_in
 from palestra.spec.tasks import RewardSpec, TaskUse
 from palestra.tasks.task import Completion, Problem, Status, Task, Verdict, make_task
+from palestra.track.trace import span
 from palestra.work.pool import Pool, TaskFailed, TaskTimeout, WorkerDied
 from palestra.work.worker import pack
 
@@ -50,16 +52,25 @@ class Verifiers:
     """Verifies completions of the problems of some tasks. A context manager: it may start processes."""
 
     def __init__(
-        self, uses: Sequence[TaskUse], *, workers: int | None = None, timeout: float = 10.0, root: Path = Path(ROOT)
+        self,
+        uses: Sequence[TaskUse],
+        *,
+        workers: int | None = None,
+        timeout: float = 10.0,
+        root: Path = Path(ROOT),
+        traced: bool = True,
     ):
-        """`timeout` is in seconds; `workers` null means one a core, up to 16; `root` is the folder of runs."""
+        """`timeout` is in seconds; `workers` null means one a core, up to 16; `root` is the folder of runs.
+
+        With `traced` the verdicts that are waited for are spans of this process's trace.
+        """
         self.tasks: dict[str, Task] = {}
         self._uses: dict[str, TaskUse] = {}
         self._verifiers: dict[str, Any] = {}
         self._recipes: dict[str, VerifierRecipe] = {}
         self._timeout, self._workers = timeout, workers or min(MOST_WORKERS, os.cpu_count() or 1)
         self._pool: Pool | None = None
-        self._closed = False
+        self._closed, self._traced = False, traced
         self._lock = threading.Lock()
         self._logged: set[str] = set()
         for use in uses:
@@ -131,10 +142,13 @@ class Verifiers:
             return self._pool
 
     async def _ended(self, problem: Problem, verdict: Awaitable[Verdict], started: float) -> Verdict:
-        try:
-            return _timed(await verdict, started)
-        except Exception as error:
-            return self._failed(problem, error, started)
+        with span("verify", role="verifier") if self._traced else nullcontext({}) as about:
+            try:
+                ended = _timed(await verdict, started)
+            except Exception as error:
+                ended = self._failed(problem, error, started)
+            about["status"] = ended.status
+        return ended
 
     def _failed(self, problem: Problem, error: Exception, started: float) -> Verdict:
         """The verdict where verification failed; the first failure of each task is logged with its traceback."""
@@ -162,7 +176,7 @@ class VerifiersElsewhere(Verifiers):
     """The same, with the verifiers in other processes; `ask` has one of them verify a completion."""
 
     def __init__(self, uses: Sequence[TaskUse], ask: Verify, *, root: Path = Path(ROOT)):
-        super().__init__(uses, root=root)
+        super().__init__(uses, root=root, traced=False)
         self._ask = ask
 
     def begin(self, problem: Problem, completion: Completion) -> Verdict | Awaitable[Verdict]:
