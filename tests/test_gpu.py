@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from palestra.generate.engine.engine import Engine
+from palestra.generate.engine.kv_cache import Cache
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import token_logprobs
@@ -14,6 +15,10 @@ from palestra.lm.layers import rotate, swiglu
 from palestra.lm.model import Transformer
 from palestra.rl.kl import k3
 from palestra.spec.shape import Shape
+
+if torch.cuda.is_available():
+    from palestra.generate.engine.cuda import KernelAttention
+    from palestra.generate.engine.decode_layers import DecodeLayers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -81,6 +86,49 @@ def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, 
     scores = torch.einsum("bhd,bhtd->bht", q.double(), wide[0]) * dim**-0.5
     expected = torch.einsum("bht,bhtd->bhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), wide[1])
     assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65, 200])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"heads": 9, "kv_heads": 3, "width": 576, "mlp": 1536},
+        {"heads": 2, "kv_heads": 1, "width": 256, "mlp": 100, "qk_norm": "head"},
+        {"heads": 3, "kv_heads": 3, "width": 192, "attention_bias": True, "tied": False},
+        {"head_dim": 128, "heads": 4, "kv_heads": 2, "width": 200, "window": 40},
+    ],
+)
+def test_fused_layers_are_as_near_to_fp32_as_the_modules(rows, changes):
+    shape = Shape(**{**SHAPE.model_dump(exclude_unset=True), **changes})
+    model = make(torch.bfloat16, shape)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2 + 1)
+    model = model.to("cuda", torch.bfloat16).requires_grad_(False)
+    draws = torch.Generator("cuda").manual_seed(rows)
+    tokens = torch.randint(0, 1000, (rows,), device="cuda", generator=draws)
+    lengths = torch.randint(0, shape.context - 1, (rows,), device="cuda", generator=draws)
+    caches = [
+        Cache(shape, rows, shape.context, dtype, torch.device("cuda"))
+        for dtype in (torch.bfloat16,) * 2 + (torch.float32,)
+    ]
+    for name in ("keys", "values"):
+        old = torch.randn(getattr(caches[0], name).shape, device="cuda", generator=draws).bfloat16()
+        for cache in caches:
+            getattr(cache, name).copy_(old)
+    with torch.inference_mode():
+        plain = model(tokens, lengths, KernelAttention(caches[0], lengths)).hidden
+        layers = DecodeLayers.of(model, caches[1])
+        assert layers is not None
+        fused = layers(tokens, lengths)
+        exact = copy.deepcopy(model).float()
+        exact.dtype = torch.float32
+        expected = exact(tokens, lengths, KernelAttention(caches[2], lengths)).hidden
+    assert relative(fused, expected) < 1.3 * relative(plain, expected) + 1e-3
+    for ours, theirs in ((caches[1].keys, caches[2].keys), (caches[1].values, caches[2].values)):
+        assert relative(ours, theirs) < 0.01
 
 
 def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible():

@@ -15,6 +15,7 @@ from torch import Tensor
 from palestra.generate.engine import decode_kernel
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.cpu import Runner
+from palestra.generate.engine.decode_layers import DecodeLayers
 from palestra.generate.engine.kv_cache import Cache, Segment
 from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
@@ -33,6 +34,7 @@ class CudaRunner(Runner):
         self.host = BatchRows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
         self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._layers = DecodeLayers.of(self.model, self.cache)
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
@@ -62,8 +64,11 @@ class CudaRunner(Runner):
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""
-        attend = KernelAttention(self.cache, self.rows.length[:batch])
-        hidden = self.model(self.rows.token[:batch], self.rows.length[:batch], attend).hidden
+        tokens, lengths = self.rows.token[:batch], self.rows.length[:batch]
+        if self._layers is not None:
+            hidden = self._layers(tokens, lengths)
+        else:
+            hidden = self.model(tokens, lengths, KernelAttention(self.cache, lengths)).hidden
         return advance(self.rows, logits(hidden, self.model.unembed), needs)
 
     def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, DecodeStep]:

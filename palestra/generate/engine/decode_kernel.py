@@ -9,6 +9,20 @@ BLOCK = 64
 """Positions of the cache that a program reads at a time."""
 
 
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """Until the kernel before has written everything, where this one may start before that (Hopper and later)."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def proceed(DEPENDENT: tl.constexpr):
+    """Let the kernel after this one start, and wait there."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
     """Write k and v (T, K, dim) to `keys` and `values` (slots, K, context, dim) at each token's slot and position."""
     rows, heads, dim = k.shape
@@ -31,7 +45,15 @@ def _store(
     tl.store(values + at, tl.load(v + row * v_stride + i, mask=inside), mask=inside)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    window: int | None,
+    dependent: bool = False,
+) -> Tensor:
     """Attention of q (B, H, dim) over the first `lengths` positions of each row's slot; any H / K.
 
     Long caches are read by several programs a head, whose results are then joined. How many is decided by the
@@ -44,14 +66,32 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tens
     out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(group))
     common = (slots, lengths, q.stride(0), keys.stride(0), keys.stride(1), dim**-0.5, window or 0)
-    sizes = (group, padded, dim, max(16, triton.next_power_of_2(dim)), BLOCK)
+    sizes = (group, padded, dim, max(16, triton.next_power_of_2(dim)))
+    launch: dict[str, bool] = {"launch_pdl": True} if dependent else {}
     if splits == 1:
-        _attend[(rows, kv, 1)](q, keys, values, out, out, out, *common, 1, *sizes)
+        # Many programs hide each other's waits; few have to read far ahead.
+        block, warps, stages = (32, 2, 2) if rows * kv >= 512 else (128 if dim <= 64 else BLOCK, 4, 3)
+        _attend[(rows, kv, 1)](
+            q,
+            keys,
+            values,
+            out,
+            out,
+            out,
+            *common,
+            1,
+            *sizes,
+            block,
+            dependent,
+            num_warps=warps,
+            num_stages=stages,
+            **launch,
+        )
         return out
     parts = torch.empty((rows, kv, splits, padded, dim), dtype=torch.float32, device=q.device)
     tops, sums = (torch.empty((rows, kv, splits, padded), dtype=torch.float32, device=q.device) for _ in range(2))
-    _attend[(rows, kv, splits)](q, keys, values, parts, tops, sums, *common, splits, *sizes)
-    _join[(rows, kv)](parts, tops, sums, out, splits, *sizes[:4], triton.next_power_of_2(splits))
+    _attend[(rows, kv, splits)](q, keys, values, parts, tops, sums, *common, splits, *sizes, BLOCK, dependent, **launch)
+    _join[(rows, kv)](parts, tops, sums, out, splits, *sizes, triton.next_power_of_2(splits), dependent, **launch)
     return out
 
 
@@ -59,7 +99,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tens
 def _attend(
     q, keys, values, out, tops, sums, slots, lengths, q_stride, slot_stride, head_stride, scale, window,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv = tl.num_programs(1)
@@ -74,6 +114,7 @@ def _attend(
     first = (begin // BLOCK + split * each) * BLOCK
     last = tl.minimum(first + each * BLOCK, length)
     g, d, t = tl.arange(0, PADDED), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    wait(DEPENDENT)
     of_q = (head * GROUP + g[:, None]) * DIM + d[None, :]
     query = tl.load(q + row * q_stride + of_q, mask=(g[:, None] < GROUP) & (d[None, :] < DIM), other=0.0)
     base = slot * slot_stride + head * head_stride
@@ -95,6 +136,7 @@ def _attend(
         value = tl.load(values + at, mask=inside, other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = higher
+    proceed(DEPENDENT)
     wanted = (g[:, None] < GROUP) & (d[None, :] < DIM)
     if SPLITS == 1:
         result = mixed / tl.where(total > 0, total, 1.0)[:, None]
@@ -111,10 +153,12 @@ def _attend(
 def _join(
     parts, tops, sums, out, splits,
     GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv = tl.num_programs(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    wait(DEPENDENT)
     for g in range(GROUP):
         at = ((row * kv + head) * splits + s) * PADDED + g
         there = s < splits
