@@ -1,11 +1,14 @@
 """Ray's bad days, for real: processes killed and stopped, a full object store, other versions, too little room."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,12 @@ from typing import Any
 import fanout_tasks
 import psutil
 import pytest
-from conftest import Scratch, wait_until
+import yaml
+from conftest import Scratch, last_step, wait_until
+from posttrain_lab import Lab, session_of
+from search_specs import BASE, SEARCH
+from test_bench_table import write_spec
+from test_pipeline_cli import GRAPH, STEPS
 from test_work_fanout import by_name, of
 from test_work_pool import LINUX, gone
 from test_work_tasks import hang_with_child, pids_from
@@ -195,3 +203,98 @@ def test_ctrl_c_saves_on_ray_as_here(scratch: Scratch, one_ray):
     assert process.returncode == 130, err
     assert "stopped with everything saved" in err
     assert {scratch.status(seed=seed)["state"] for seed in (0, 1)} == {"interrupted"}
+
+
+def test_search_bench_and_pipeline_run_on_ray(scratch: Scratch, one_ray):
+    def command(*arguments: str) -> str:
+        done = scratch(*arguments, "--on", one_ray, RAY_AUTH_MODE="token")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    search = {**SEARCH, "trials": 2, "parallel": 2, "pruner": None}
+    command("search", scratch.spec("found", BASE, train={"frames": 256}, search=search), "--quiet")
+    assert len(list(scratch.path.glob("runs/found/*/trials/*/trial.json"))) == 2
+    write_spec(scratch.path / "specs")
+    bench = ("bench", "classic", "--only", "ppo_c", "--specs", "specs", "--seeds", "0,1", "--out", "page.md")
+    assert command(*bench).count(": done (") == 2
+    (scratch.path / "own_steps.py").write_text(STEPS)
+    (scratch.path / "graph.yaml").write_text(yaml.safe_dump(GRAPH))
+    command("pipeline", "run", "graph.yaml", "--max-parallel", "2")
+    assert sorted((scratch.path / "journal.txt").read_text().split()) == ["beside", "both", "left", "right"]
+
+
+# ---- a run whose processes Ray places
+
+
+def test_run_reserves_its_places_together_and_puts_nothing_into_the_object_store(tmp_path, one_ray):
+    import ray
+    from ray._private import internal_api
+
+    lab, groups = Lab(tmp_path), []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            groups.extend(g["bundles"] for g in ray.util.placement_group_table().values() if g["state"] == "CREATED")
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    run = lab.run(cluster={"generators": 2, "verifiers": 1, "address": one_ray})
+    stop.set()
+    thread.join()
+    assert {0: {"CPU": 0.25}, 1: {"CPU": 0.25}, 2: {"CPU": 0.25}} in groups
+    assert last_step(session_of(run)) == 5
+    assert "Plasma memory usage 0 MiB, 0 objects" in internal_api.memory_summary(one_ray, stats_only=True)
+    assert not [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+
+
+def test_backend_places_what_was_asked_for_in_its_group_and_more_beside_it():
+    import ray
+
+    def progress(states: object) -> None:
+        free.append(ray.available_resources()["CPU"])
+
+    free: list[float] = []
+    backend = RayBackend("test", cores=0.25, asked=[Ask("workers", 1, cores=0.25)])
+    (group,) = (name for name, about in ray.util.placement_group_table().items() if about["state"] == "CREATED")
+    outcomes = by_name(run([of(name, time.sleep, 3) for name in "ab"], Resources(2), backend, progress=progress))
+    assert {outcome.error for outcome in outcomes.values()} == {None}
+    assert min(free) == 8 - 0.25 - 0.25  # the place of the group, in which one is, and the other's
+    assert ray.util.placement_group_table()[group]["state"] == "REMOVED"
+
+
+# ---- a cluster that others have started
+
+TOKEN = "5d2d4f6c0a7b4f0e9c3a1b8e7f6d5c4b"
+
+
+@contextlib.contextmanager
+def another(folder: Path, **environment: str) -> Iterator[str]:
+    """The address of another cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=4"]
+    command += ["--include-dashboard=false", "--temp-dir=/tmp/palestra-ray-guard"]
+    env, log = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment}, folder / "ray.txt"
+    with log.open("w") as out:
+        head = subprocess.Popen([*command, "--node-ip-address=127.0.0.1"], env=env, stdout=out, stderr=out)
+    try:
+        wait_until(lambda: "Ray runtime started" in log.read_text(), head, 120)
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(60)
+
+
+def test_token_of_a_cluster_is_read_from_the_variable_that_the_spec_names(scratch: Scratch):
+    with another(scratch.path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as address:
+        cluster = {"environments": 2, "address": address, "token_env": "MY_TOKEN"}
+        spec = scratch.spec(env={"vectorize": "async", "num_envs": 2}, train={"frames": 256}, cluster=cluster)
+        assert "cluster.token_env: MY_TOKEN is not set" in scratch("train", spec, "--quiet").stderr
+        wrong = scratch("train", spec, "--quiet", MY_TOKEN=TOKEN[::-1])
+        assert wrong.returncode == 1
+        assert "does not answer" in wrong.stderr
+        assert TOKEN not in wrong.stderr
+        done = scratch("train", spec, "--quiet", MY_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
+    assert scratch.status()["state"] == "done"

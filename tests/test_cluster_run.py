@@ -21,6 +21,8 @@ import palestra
 from palestra.cluster.placement import command, members_of
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import Run, open_run
+from palestra.tasks.task import Status
+from palestra.track.trace import FILES, read_traces, trace_file
 
 BATCH = 4
 APART: dict[str, Any] = {"generators": 2, "verifiers": 1, "silence_seconds": 4}
@@ -42,6 +44,40 @@ def test_generator_of_its_own_gives_the_run_of_one_process_bit_for_bit(lab: Lab)
     session = apart.sessions[0].path
     assert not (session / "cluster.json").exists()
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(session) in " ".join(p.info["cmdline"] or ())]
+
+
+def test_each_process_has_a_trace_of_its_role_and_together_they_show_who_did_what(lab: Lab) -> None:
+    cluster = {"trainers": 2, "generators": 2, "verifiers": 1}
+    session = lab.run(name="traced", train__steps=3, rollout__staleness=1, cluster=cluster).sessions[0].path
+    roles = ["generator/0", "generator/1", "trainer/1", "verifier/0"]
+    files = {path.name: path for path in session.glob(FILES)}
+    assert files.keys() == {*map(trace_file, roles), "trace.json"}
+    for role in roles:
+        assert {event.track for event in read_traces(files[trace_file(role)])} - {"sync"} == {role}
+    events = read_traces(*files.values())
+    samples = [event for event in events if event.name == "sample"]
+    trained = {event.args["group"] for event in samples} - {None}  # None: the self-test
+    assert trained >= set(range(3 * BATCH))
+    assert all(event.args["tokens"] > 0 for event in samples)
+    for name in ("fetch", "install"):
+        loaded = {(event.args["by"], event.args["version"]) for event in events if event.name == name}
+        assert loaded == {(role, version) for role in roles[:2] for version in range(4)}
+        assert {event.track for event in events if event.name == name} == {"sync"}
+    verdicts = [event for event in events if event.name == "verify"]
+    assert {event.track for event in verdicts} == {"verifier/0"}
+    assert {event.args["status"] for event in verdicts} <= set(Status)
+    assert len(verdicts) == len([event for event in samples if event.args["group"] is not None]) * 4
+    ranks = [[e.args["step"] for e in events if (e.name, e.track) == ("train", f"trainer/{rank}")] for rank in range(2)]
+    assert ranks == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_one_process_has_tracks_of_its_generator_and_of_verifiers_that_take_time(lab: Lab) -> None:
+    session = lab.run(name="own", train__steps=2, tasks__train=[{"task": TASK, "args": {"pause": 0.01}}]).sessions[0]
+    events = read_traces(*session.path.glob(FILES))
+    samples = [event for event in events if event.name == "sample" and event.args["group"] is not None]
+    assert {event.track for event in samples} == {"generator/0"}
+    assert [(e.args["group"], e.args["version"]) for e in samples] == [(n, n // BATCH) for n in range(2 * BATCH)]
+    assert {event.track for event in events if event.name == "verify"} == {"verifier/0"}
 
 
 @pytest.mark.slow
@@ -88,7 +124,8 @@ class Running:
         order += ["--restarts", str(restarts)] if restarts else []
         self.mark = uuid.uuid4().hex  # in the environment of all its processes, wherever they are
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "TEST_MARK": self.mark}
-        self.process = subprocess.Popen(order, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(order, env=env, text=True, start_new_session=True, **pipes)
 
     @property
     def session(self) -> Path:
@@ -186,10 +223,7 @@ def test_driver_that_is_killed_leaves_no_process_and_resumes(lab: Lab, address: 
     assert len(processes(run.mark)) > 3
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 15
-    while left := processes(run.mark):
-        assert time.monotonic() < deadline, f"processes have outlived the driver: {sorted(left)}"
-        time.sleep(0.1)
+    assert_none_left(run)
     resumed = Running(lab, f"driver_{address}", resume=True).ended()
     assert [json.dumps(row) for row in without_fleet(rows_of(resumed))] == [json.dumps(row) for row in rows_of(whole)]
 
@@ -206,6 +240,30 @@ def test_trainer_rank_that_dies_ends_the_attempt_and_the_next_one_goes_on(lab: L
     run.wait(lambda: ranks_of(run.mark) and not set(ranks) & set(ranks_of(run.mark)))
     done = run.ended()
     assert_every_group_once(done, steps, staleness=0)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_ctrl_c_saves_ends_all_processes_and_the_resumed_run_is_the_uninterrupted_one(lab: Lab, address: str) -> None:
+    changes: dict[str, Any] = {"train__steps": 30, "every__checkpoint": "10 steps"}
+    whole = lab.run(name="whole", **changes)
+    run = Running(lab, f"ctrl_c_{address}", **changes, cluster={**APART, "address": address})
+    run.reach(5)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    _, err = run.process.communicate(timeout=120)
+    assert run.process.returncode == 130, err
+    assert "with everything saved" in err
+    assert "Traceback" not in err
+    assert_none_left(run)
+    resumed = Running(lab, f"ctrl_c_{address}", resume=True).ended()
+    assert [json.dumps(row) for row in without_fleet(rows_of(resumed))] == [json.dumps(row) for row in rows_of(whole)]
+
+
+def assert_none_left(run: Running) -> None:
+    deadline = time.monotonic() + 15
+    while left := processes(run.mark):
+        assert time.monotonic() < deadline, f"processes have outlived the run: {sorted(left)}"
+        time.sleep(0.1)
 
 
 def processes(mark: str) -> dict[int, dict[str, str]]:

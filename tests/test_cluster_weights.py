@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -440,3 +441,20 @@ def test_writer_killed_at_any_time_leaves_two_readers_whole_versions_and_no_memo
             reader.join()
     with closing(SharedMemory()):
         assert kind == "files" or not any(Path(address.partition(":")[2]).exists() for address in addresses)
+
+
+def test_files_on_a_full_disk_say_so_and_leave_the_versions_before_and_room_for_the_next(tmp_path):
+    def weights(size: int, value: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((size,), value) for name in "abc"}
+
+    with small_disk(tmp_path / "small", 1 << 20) as disk:
+        writer = Files(str(disk))
+        writer.publish(0, weights(20_000, 1.0))
+        with pytest.raises(PalestraError, match=r"cannot write version 1 .*No space left.*readers keep the one before"):
+            writer.publish(1, weights(200_000, 2.0))
+        assert sorted(path.name for path in disk.iterdir()) == ["0000000000.bin", "0000000000.json"]
+        assert fetch_newest(Files(str(disk)))[0] == 0
+        writer.publish(2, weights(20_000, 3.0))
+        version, found = fetch_newest(Files(str(disk)))
+        assert version == 2
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights(20_000, 3.0).items())

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -96,9 +97,12 @@ async def fleet(**settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]:
 
 
 @asynccontextmanager
-async def over_vllm(**settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]:
+async def over_vllm(memory: bool = False, **settings: Any) -> AsyncIterator[tuple[Generator, Metrics]]:
     engine = tiny_engine(**settings)
-    with vllm_server(engine, KEY) as (address, problems), remote(address, Vllm(), api_key=KEY) as generator:
+    with (
+        vllm_server(engine, KEY) as (address, problems),
+        remote(address, Vllm(memory=memory), api_key=KEY) as generator,
+    ):
         async with generator:
             yield generator, engine.metrics
         assert not problems
@@ -109,6 +113,7 @@ IMPLEMENTATIONS = {
     "caller": driven_by_its_caller,
     "http": over_http,
     "vllm": over_vllm,
+    "vllm_memory": partial(over_vllm, memory=True),
     "fleet": fleet,
 }
 

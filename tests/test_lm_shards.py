@@ -1,11 +1,12 @@
 """Checkpoints of several ranks: exact under every other layout, whole or absent after a kill, no model in one place."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Scratch, numbers
+from conftest import Scratch, numbers, small_disk
 from safetensors.torch import load_file
 from test_lm_ranks import cached, on_ranks, small  # noqa: F401 (a fixture)
 
@@ -167,3 +168,22 @@ def test_damaged_shard_is_skipped_for_the_checkpoint_before(cached):  # noqa: F8
     shard.write_bytes(bytes(content))
     with pytest.raises(DamagedCheckpoint, match=r"the CRC-32 of shards/.* differs"):
         load_checkpoint(last)
+
+
+@pytest.mark.slow
+def test_full_disk_costs_one_checkpoint_and_the_run_resumes_where_there_is_room(cached, tmp_path):  # noqa: F811
+    changes = {"parallel": {"shard": 2}, "every": {"log": "1 steps", "eval": "20 steps", "checkpoint": "3 steps"}}
+    changes["hooks"] = ["lm_hooks:fill_disk"]
+    reference = run_of(cached, "reference", **changes)
+    with small_disk(tmp_path / "small", 32 << 20) as disk:
+        (disk / "fill").touch()
+        with pytest.raises(PalestraError, match="No space left on device") as caught:
+            palestra.run(small(cached.path, name="full", **changes), root=disk, quiet=True)
+        assert "Earlier checkpoints are intact" in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+        (session,) = disk.glob("full/*/sessions/*")
+        assert [meta.step for meta in metas(session)] == [3]
+        assert not list((session / "checkpoints").glob(".step_*/model/*"))
+        shutil.copytree(disk / "full", cached.path / "runs" / "full")
+    palestra.run(resume="full", quiet=True)
+    assert_same_bits(reference, cached.session("full"))

@@ -30,6 +30,7 @@ from typing import Any
 from palestra.cluster.network import use_network_of
 from palestra.cluster.versions import OtherVersion, refuse_other, versions
 from palestra.errors import PalestraError
+from palestra.track.trace import Tracer
 from palestra.work.fanout import Backend, Handle, WorkItem
 
 log = logging.getLogger("palestra.cluster")
@@ -225,12 +226,19 @@ class Hub:
             threading.Thread(target=target, name=f"hub{target.__name__}", daemon=True).start()
 
     def start(
-        self, name: str, make: Callable[..., Any], *args: Any, cores: int = 1, gpu: str | None = None, log: Path | None
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *args: Any,
+        cores: int = 1,
+        gpu: str | None = None,
+        log: Path | None,
+        trace: Path | None = None,
     ) -> Actor:
-        """Host `make(*args)` in a process of its own."""
+        """Host `make(*args)` in a process of its own, whose spans are in `trace`."""
         actor = Actor(name)
         self._actors[actor.key] = actor
-        arguments = (self._listener.address, self._secret, name, actor.key, self._spec, make, args)
+        arguments = (self._listener.address, self._secret, name, actor.key, self._spec, trace, make, args)
         item = WorkItem(name, host, cores=cores, gpu=0.0 if gpu is None else 1.0, log=log)
         actor.handle = self._backend.submit(item, arguments, gpu)
         actor.handle.add_done_callback(lambda handle: actor.lose(_why_ended(handle)))
@@ -305,6 +313,7 @@ def host(
     name: str,
     key: str,
     spec: Mapping[str, Any] | None,
+    trace: Path | None,
     make: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -314,9 +323,12 @@ def host(
     wire.send("hello", name, key, versions(spec), os.getpid(), socket.gethostname())
     made: list[Any] = []
     ended = threading.Event()
+    tracer = None if trace is None else Tracer(trace, append=True, track=name)
 
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
+            if tracer is not None:
+                tracer.flush()
             status = getattr(made[0], "status", None) if made else None
             wire.send("beat", {} if status is None else status())
 
@@ -332,6 +344,8 @@ def host(
         close = getattr(made[0], "close", None)
         if close is not None:
             close()
+        if tracer is not None:
+            tracer.close()
         wire.close(1.0)
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -57,19 +57,14 @@ class Files:
             self._last, current, rows = (-1, {}), {}, []
             with self._wrote(version):
                 self._files.makedirs(self._root, exist_ok=True)
-                file = self._files.open(self._path(version, "bin"), "wb")
-            with file:
-                for (name, shape, dtype), tensor in layout.matched(source):
-                    copy = torch.empty(shape, dtype=dtype).copy_(tensor)
-                    current[name] = data = copy.view(-1).view(torch.uint8).numpy()
-                    packed, is_delta = _encode(data, previous.get(name), dtype.itemsize)
-                    with self._wrote(version):
+                with self._files.open(self._path(version, "bin"), "wb") as file:
+                    for (name, shape, dtype), tensor in layout.matched(source):
+                        copy = torch.empty(shape, dtype=dtype).copy_(tensor)
+                        current[name] = data = copy.view(-1).view(torch.uint8).numpy()
+                        packed, is_delta = _encode(data, previous.get(name), dtype.itemsize)
                         file.write(packed)
-                    rows.append([is_delta, len(packed), checksum(torch.from_numpy(data))])
-                with self._wrote(version):
-                    file.close()  # what was buffered is written here, or all of an object
-            header = {"version": version, "base": base, "layout": layout.dump(), "tensors": rows}
-            with self._wrote(version):
+                        rows.append([is_delta, len(packed), checksum(torch.from_numpy(data))])
+                header = {"version": version, "base": base, "layout": layout.dump(), "tensors": rows}
                 path = self._path(version, "json")
                 self._files.pipe_file(f"{path}.part", json.dumps(header).encode())
                 self._files.mv(f"{path}.part", path)
@@ -152,6 +147,9 @@ class Files:
         try:
             yield
         except OSError as error:
+            for suffix in ("bin", "json.part"):  # what is torn takes room
+                with suppress(OSError):
+                    self._files.rm_file(self._path(version, suffix))
             raise PalestraError(
                 f"cannot write version {version} to {self.address}: {error}. Check free space and permissions, then "
                 "publish the next version; readers keep the one before"

@@ -19,6 +19,7 @@ from palestra.cluster.crew import Crew
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import GROUP, Chunk, GeneratesElsewhere, Request, Result
+from palestra.track.trace import span
 
 LOOK_SECONDS = 0.01
 
@@ -30,12 +31,20 @@ class HostedEngine(LocalGenerator):
         super().__init__(engine, drive="thread")
         self._channel = channel
 
+    async def sample(self, request: Request, group: int | None) -> Result:
+        """Generate for a group."""
+        GROUP.set(group)
+        return await self.generate(request)
+
     def fetch(self, version: int, keep_cache: bool) -> None:
         """Load a version between two bursts."""
         weights = partial(dict, self._channel.fetch(version))
         # On a GPU nothing may be fetched while the engine captures a graph; elsewhere it goes on meanwhile.
-        on_gpu = self.engine.model.embed.device.type == "cuda"
-        self.engine.publish(weights if on_gpu else weights(), version, keep_cache=keep_cache)
+        if self.engine.model.embed.device.type != "cuda":
+            with span("fetch", track="sync", version=version):
+                weights = weights()
+        with span("install", track="sync", version=version):
+            self.engine.publish(weights, version, keep_cache=keep_cache)
 
     def status(self) -> dict[str, Any]:
         return {"version": self.engine.version, "generated": self.generated}
@@ -48,7 +57,7 @@ class HostedEngine(LocalGenerator):
 class Fleet(GeneratesElsewhere):
     """A `DrivenGenerator` of generators elsewhere. Members are made by `start`, and fetch weights from the channel.
 
-    A member has `generate`, `stream`, `abort`, `pause`, `resume` and `fetch(version, keep_cache)`.
+    A member has `sample`, `stream`, `abort`, `pause`, `resume` and `fetch(version, keep_cache)`.
     """
 
     crew: Crew
@@ -64,13 +73,13 @@ class Fleet(GeneratesElsewhere):
         self._joining: set[Actor] = set()  # for whom the next version waits
 
     async def generate(self, request: Request) -> Result:
-        version = self._loaded_by_all
+        version, group = self._loaded_by_all, GROUP.get()
 
         def wrong(result: Result) -> str | None:
             oldest = min((v for one in result.generations for v in one.versions), default=version)
             return None if oldest >= version else f"samples with weights {oldest} when all should have {version}"
 
-        return await self.crew.call("generate", request, weight=request.n, key=GROUP.get(), wrong=wrong)
+        return await self.crew.call("sample", request, group, weight=request.n, key=group, wrong=wrong)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         items = self.crew.stream("stream", request, weight=request.n, key=GROUP.get())

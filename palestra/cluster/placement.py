@@ -3,7 +3,7 @@
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from palestra.cluster.capacity import Ask, local_resources, require
 from palestra.cluster.crew import Crew
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.store import read_json, write_json
-from palestra.spec.cluster import ClusterSpec
+from palestra.spec.cluster import PlaceSpec
+from palestra.track.trace import trace_file
 from palestra.work.fanout import Backend, Processes
 
 log = logging.getLogger("palestra.cluster")
@@ -24,39 +25,35 @@ LOOK_SECONDS = 0.5  # between two looks for commands
 PATIENCE_SECONDS = 30.0  # that a command waits for the run
 
 
-def check_room(spec: ClusterSpec, trainers: int, cuda: bool) -> None:
-    """Refuse more processes than there is room for, with the arithmetic; on a GPU machine each needs a GPU of its own.
+def asks(**counts: tuple[int, bool]) -> list[Ask]:
+    """Of each role how many processes there are, and whether each needs a GPU of its own."""
+    return [Ask(role, count, CORES, float(gpu)) for role, (count, gpu) in counts.items() if count]
 
-    Without Ray generators may share the trainers' GPUs.
-    """
-    gpu = 1.0 if cuda else 0.0
-    asked = [
-        Ask("trainers", trainers, CORES, gpu),
-        Ask("generators", spec.generators, CORES, gpu if spec.ray else 0.0),
-        Ask("verifiers", spec.verifiers, CORES),
-    ]
-    asked = [ask for ask in asked if ask.count]
+
+def check_room(spec: PlaceSpec, asked: Sequence[Ask]) -> None:
+    """Refuse more processes than there is room for, with the arithmetic."""
     if not spec.ray:
         require(asked, local_resources())
         return
     from palestra.cluster.ray import connect, placed
 
-    connect(spec.address, spec.temp_dir)
+    connect(spec.address, spec.temp_dir, spec.token_env)
     from ray.util import remove_placement_group
 
     remove_placement_group(placed(asked))  # it has been possible
 
 
-def backend_of(spec: ClusterSpec, name: str, env: dict[str, str] | None = None) -> Backend:
-    """Where processes are started."""
+def backend_of(spec: PlaceSpec, name: str, asked: Sequence[Ask], env: dict[str, str] | None = None) -> Backend:
+    """Where processes are started; on a cluster there is room for all that are `asked` for, or for none."""
     if not spec.ray:
         return Processes(name, env=env, heartbeat_timeout=None)
     from palestra.cluster.ray import RayBackend
 
-    return RayBackend(name, address=spec.address, env=env, temp_dir=spec.temp_dir, heartbeat_timeout=None, cores=CORES)
+    settings: dict[str, Any] = {"temp_dir": spec.temp_dir, "token_env": spec.token_env, "cores": CORES}
+    return RayBackend(name, address=spec.address, env=env, heartbeat_timeout=None, asked=asked, **settings)
 
 
-def address_of(spec: ClusterSpec) -> str:
+def address_of(spec: PlaceSpec) -> str:
     """The address of this machine for those processes."""
     if not spec.ray:
         return "127.0.0.1"
@@ -65,7 +62,7 @@ def address_of(spec: ClusterSpec) -> str:
     return this_machine()
 
 
-def shares_memory(spec: ClusterSpec) -> bool:
+def shares_memory(spec: PlaceSpec) -> bool:
     """Whether all processes are on this machine."""
     if not spec.ray:
         return True
@@ -77,9 +74,17 @@ def shares_memory(spec: ClusterSpec) -> bool:
 class Placement(AbstractContextManager["Placement"]):
     """Hosted objects by role. Its folder says who there is, and takes the commands of `palestra cluster`."""
 
-    def __init__(self, spec: ClusterSpec, name: str, folder: Path, run: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        spec: PlaceSpec,
+        name: str,
+        folder: Path,
+        asked: Sequence[Ask],
+        run: Mapping[str, Any] | None = None,
+        trace: bool = False,
+    ):
         """`run` is the whole spec as plain data, which must mean the same wherever its processes are."""
-        self._folder, backend = folder, backend_of(spec, name)
+        self._folder, self._trace, backend = folder, trace, backend_of(spec, name, asked)
         self.hub = Hub(backend, machine=address_of(spec), silence=spec.silence_seconds, spec=run)
         self.crews: dict[str, Crew] = {}
         self._written: Any = None
@@ -104,7 +109,8 @@ class Placement(AbstractContextManager["Placement"]):
         def start(name: str) -> Actor:
             number = int(name.rpartition("/")[2])
             gpu, file = gpus[number % len(gpus)] if gpus else None, logs / f"{name.replace('/', '_')}.txt"
-            return self.hub.start(name, make, *args, cores=cores, gpu=gpu, log=file)
+            trace = self._folder / trace_file(name) if self._trace else None
+            return self.hub.start(name, make, *args, cores=cores, gpu=gpu, log=file, trace=trace)
 
         self.crews[role] = Crew(role, size, start, **preparing)
         return self.crews[role]

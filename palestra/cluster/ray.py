@@ -48,8 +48,8 @@ class Unreachable(PalestraError):
     """There is no Ray cluster at the address."""
 
 
-def connect(address: str = "auto", temp_dir: str | None = None, **settings: Any) -> None:
-    """Connect this process to a Ray cluster, unless it is connected already.
+def connect(address: str = "auto", temp_dir: str | None = None, token_env: str | None = None, **settings: Any) -> None:
+    """Connect this process to a Ray cluster, unless it is connected already; `token_env` names what has its token.
 
     `auto` is RAY_ADDRESS, else a cluster that `ray start` has started on this machine, else a new one with all cores of
     this machine, whose sockets and logs are in `temp_dir`; `settings` of `ray.init` are for this one. Call it in a
@@ -57,6 +57,10 @@ def connect(address: str = "auto", temp_dir: str | None = None, **settings: Any)
     """
     address = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
     found = _started_here() if address == "auto" else None if address == "local" else address
+    if token_env is not None:
+        if not os.environ.get(token_env):
+            raise UsageError(f"cluster.token_env: {token_env} is not set: export it with the token of the Ray cluster")
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.environ[token_env]}
     if found is None and "ray" not in sys.modules:  # read by Ray when it is imported
         os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     with needs_extra("Ray", "ray"):
@@ -138,12 +142,14 @@ class RayBackend:
         env: Mapping[str, str] | None = None,
         temp_dir: str | None = None,
         heartbeat_timeout: float | None = SILENT_SECONDS,
+        token_env: str | None = None,
         spec: Mapping[str, Any] | None = None,
         cores: float | None = None,
+        asked: Sequence[Ask] = (),
     ) -> None:
-        """Ray reserves `cores` for each worker, by default those of its items."""
-        connect(address, temp_dir)
-        self._cores = cores
+        """Ray reserves `cores` for each worker, by default those of its items, and room for all `asked` at once."""
+        connect(address, temp_dir, token_env)
+        self._cores, self._group = cores, placed(asked) if asked else None
         self._env, self._silence, self._count = {**environment(), **joining(), **(env or {})}, heartbeat_timeout, 0
         self._name, self._about = name, (os.getcwd(), versions(spec), spec)
         self._hosts: list[_Placed] = []
@@ -169,6 +175,10 @@ class RayBackend:
         self._closing.set()
         self._watching.join()
         self._end(lambda host: True)
+        if self._group is not None:
+            from ray.util import remove_placement_group
+
+            remove_placement_group(self._group)
 
     def _place(self, threads: int, needs: dict[str, Any]) -> "_Placed":
         import ray
@@ -178,8 +188,22 @@ class RayBackend:
         name = f"{self._name}-{self._count}"
         pool = {"threads": threads, "name": name, "env": env, "heartbeat_timeout": self._silence}
         variables = {"env_vars": {**OF_A_HOST, "PYTHONPATH": os.pathsep.join(_own_paths())}}
-        placing = ray.remote(Host).options(**needs, max_concurrency=CALLS, runtime_env=variables)
-        return _Placed(placing.remote(*self._about, pool), needs)
+        where = self._reserved(needs)
+        placing = ray.remote(Host).options(**needs, **where, max_concurrency=CALLS, runtime_env=variables)
+        return _Placed(placing.remote(*self._about, pool), needs, bool(where))
+
+    def _reserved(self, needs: dict[str, Any]) -> dict[str, Any]:
+        """The place in the group for a worker with these needs, unless others have all of them."""
+        if self._group is None:
+            return {}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted = (needs["num_cpus"], needs["num_gpus"])
+        places = [b for b in self._group.bundle_specs if (b.get("CPU", 0.0), b.get("GPU", 0.0)) == wanted]
+        taken = [host for host in self._hosts if host.reserved and host.needs == needs and not host.unwanted]
+        return (
+            {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group)} if len(taken) < len(places) else {}
+        )
 
     def _end(self, which: "Callable[[_Placed], bool]") -> None:
         import ray
@@ -204,8 +228,8 @@ class RayBackend:
 class _Placed:
     """A host as the driver sees it."""
 
-    def __init__(self, actor: Any, needs: dict[str, Any]) -> None:
-        self.actor, self.needs = actor, needs
+    def __init__(self, actor: Any, needs: dict[str, Any], reserved: bool) -> None:
+        self.actor, self.needs, self.reserved = actor, needs, reserved
         self.attempt: _Attempt | None = None
         self.placed = self.dead = self._told = False
         self._count, self._asked, self._heard = 0, time.monotonic(), 0.0
@@ -214,6 +238,11 @@ class _Placed:
     @property
     def waits(self) -> bool:
         return not self.placed and not self.dead
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether its place is, or will soon be, free."""
+        return self.dead or (self.attempt is not None and self.attempt.unwanted is not None)
 
     @property
     def idle(self) -> bool:
@@ -268,7 +297,7 @@ class _Attempt(Future):
     def __init__(self, host: _Placed, number: int, name: str) -> None:
         super().__init__()
         self._host, self._number, self._name = host, number, name
-        self._unwanted: float | None = None
+        self.unwanted: float | None = None
         self.why = ""
 
     def ask_to_end(self) -> None:
@@ -279,8 +308,8 @@ class _Attempt(Future):
 
     def cancel(self) -> bool:
         """Let the host kill its worker; a host that has not within seconds is killed itself."""
-        self._unwanted = self._unwanted or time.monotonic()
-        if self._host.placed and time.monotonic() - self._unwanted < END_SECONDS:
+        self.unwanted = self.unwanted or time.monotonic()
+        if self._host.placed and time.monotonic() - self.unwanted < END_SECONDS:
             self._host.actor.cancel.remote(self._number)
         else:
             self._host.kill()
@@ -291,7 +320,7 @@ class _Attempt(Future):
         error = future.exception()
         if error is None:
             self.set_result(future.result())
-        elif self._unwanted is not None:
+        elif self.unwanted is not None:
             self.set_exception(CancelledError())
         elif self._host.dead:
             why = self.why or f"was lost with its host ({_first_line(error)})"

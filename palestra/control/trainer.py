@@ -11,7 +11,7 @@ import torch
 
 from palestra.control.algorithms import ALGORITHMS, check_actions
 from palestra.control.algorithms.base import AlgorithmParts
-from palestra.control.envs.make import Factory, evaluation_vector, make_vector
+from palestra.control.envs.make import Factory, MakeVector, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
 from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
@@ -26,13 +26,20 @@ from palestra.spec.kinds.control import ControlSpec
 log = logging.getLogger("palestra.control")
 
 
-def train(spec: ControlSpec, session: Session, *, factory: Factory | None = None, show: bool = True) -> None:
+def train(
+    spec: ControlSpec,
+    session: Session,
+    *,
+    factory: Factory | None = None,
+    make: MakeVector = make_vector,
+    show: bool = True,
+) -> None:
     """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
     saved = restore(session)
     # A compiled update rounds differently: a resumed run keeps the mode it started with.
     compile = should_compile(spec) if saved is None else saved.state["compiled"]
-    trainer = ControlTrainer(spec, session.seed, factory, compile=compile)
-    evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory)
+    trainer = ControlTrainer(spec, session.seed, factory, make, compile=compile)
+    evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory, make)
     trainer.algorithm.folder = session.path / "replay"
     trainer.begin(None if saved is None else saved.state)
     if (inexact := vector_exactness(trainer.env)) is not None:
@@ -56,12 +63,14 @@ class ControlTrainer:
     record: Recorder
     evaluator: Stepper
 
-    def __init__(self, spec: ControlSpec, seed: int, factory: Factory | None, *, compile: bool):
+    def __init__(
+        self, spec: ControlSpec, seed: int, factory: Factory | None, make: MakeVector = make_vector, *, compile: bool
+    ):
         seed_everything(seed)
         self.spec, self.seed, self.steps, self.compiled = spec, seed, 0, compile
         self.evaluated, self.last_evaluated = 0, 0  # frames of all evaluations, and of the last one
         device = torch.device("cuda" if spec.device == "cuda" else "cpu")
-        self.env = make_vector(spec.env, spec.env.num_envs, factory)
+        self.env = make(spec.env, spec.env.num_envs, factory)
         parts = AlgorithmParts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
         self.generator = parts.generator
         check_actions(spec, parts.head)

@@ -14,8 +14,9 @@ from palestra.data.chat import encode_chat
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError
 from palestra.generate.engine.engine import Engine
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling
+from palestra.generate.types import GROUP, Chunk, Generation, Request, Result, Sampling
 from palestra.lm.model import Transformer
+from palestra.track.trace import span
 
 
 class LocalGenerator(AbstractContextManager["LocalGenerator"]):
@@ -38,14 +39,17 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
 
     async def generate(self, request: Request) -> Result:
         sink, id = self._submit(request, streams=False)
-        try:
-            item = await sink.queue.get()
-        except asyncio.CancelledError:
-            self._abort(id)
-            raise
-        if isinstance(item, BaseException):
-            raise item
-        assert isinstance(item, Result)
+        with span("sample", role="generator", group=GROUP.get()) as about:
+            try:
+                item = await sink.queue.get()
+            except asyncio.CancelledError:
+                self._abort(id)
+                raise
+            if isinstance(item, BaseException):
+                raise item
+            assert isinstance(item, Result)
+            about["tokens"] = sum(len(one.tokens) for one in item.generations)
+            about["version"] = max((v for one in item.generations for v in one.versions), default=self.engine.version)
         return item
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -1,14 +1,18 @@
 """The kind `control`: deep RL in Gymnasium environments."""
 
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.actor import Hub
+from palestra.cluster.capacity import Ask
+from palestra.cluster.placement import address_of, asks, backend_of, check_room
 from palestra.control.algorithms import ALGORITHMS, check_actions
-from palestra.control.envs.make import evaluation_vector, factory_of, make_single
+from palestra.control.envs.hosted import HostedEnvs, hosted_copies
+from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import has_display, play, random_episodes, video_path, write_video
 from palestra.control.nets.heads import ActionHead
@@ -25,6 +29,7 @@ from palestra.runs.session import Session
 from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
+from palestra.spec.model import plain
 
 RANDOM_EPISODES = 100
 
@@ -36,6 +41,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
         launch = replace(launch, objects={**launch.objects, "env": factory})
     # A spec that cannot run is refused here, before it has a folder.
     check_spec(spec)
+    if spec.cluster.environments:
+        check_room(spec.cluster, _asked(spec))
     probe = make_single(spec.env, factory)
     check_actions(spec, ActionHead.of(probe.action_space))
     probe.close()
@@ -60,8 +67,27 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
 def run_session(session: Session, spec: ControlSpec, launch: Launch) -> None:
     """Train one seed."""
     settle_products()  # on ARM the products of one library depend on what else the process has computed before
-    with session:
-        train(spec, session, factory=_factory(spec, launch), show=launch.show)
+    with session, ExitStack() as stack:
+        make = _hosted(spec, session, launch, stack) if spec.cluster.environments else make_vector
+        train(spec, session, factory=_factory(spec, launch), make=make, show=launch.show)
+
+
+def _asked(spec: ControlSpec) -> list[Ask]:
+    return asks(environments=(spec.cluster.environments, False))
+
+
+def _hosted(spec: ControlSpec, session: Session, launch: Launch, stack: ExitStack) -> MakeVector:
+    """Makes copies in the processes of the spec's cluster; `stack` ends them."""
+    cluster, logs = spec.cluster, session.path / "logs"
+    logs.mkdir(exist_ok=True)
+    run, machine = None if launch.objects else plain(spec), address_of(cluster)
+    hub = Hub(backend_of(cluster, spec.name, _asked(spec)), machine=machine, silence=cluster.silence_seconds, spec=run)
+    stack.callback(hub.close)
+    actors = [
+        hub.start(f"environments/{number}", HostedEnvs, log=logs / f"environments_{number}.txt")
+        for number in range(cluster.environments)
+    ]
+    return lambda env, count, factory: hosted_copies(env, count, factory, actors)
 
 
 def load(run: Run, which: str = "best") -> Policy:

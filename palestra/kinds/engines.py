@@ -6,11 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from palestra.cluster.memory import SharedMemory
 from palestra.errors import Interrupted, UsageError
 from palestra.generate.client import HttpGenerator, httpx
 from palestra.generate.remote.dialects import OpenAi, Sglang, Vllm
 from palestra.generate.remote.driven import RemoteEngines
-from palestra.generate.remote.generator import Dialect, RemoteGenerator, WeightFolder
+from palestra.generate.remote.generator import Dialect, RemoteGenerator, WeightFolder, WeightMemory
 from palestra.generate.remote.launch import api_key, check_running, launch
 from palestra.kinds.models import Start
 from palestra.lm.hf_config import family_of
@@ -47,15 +48,19 @@ def open_engines(
         name = "-".join(session.path.absolute().parts[-4:])  # of run, trial and seed
         path = session.path / "weights" if spec.weights_folder is None else Path(spec.weights_folder, name)
         # On the CPU vLLM 0.32 packs a tied output matrix once, and keeps it when weights are reloaded.
+        about = (path, start.shape, start.tokenizer, start.eos, start.config)
         untied = spec.engine == "vllm"
-        folder = WeightFolder(path, start.shape, start.tokenizer, start.eos, start.config, untied=untied)
+        if spec.weights == "shared_memory":
+            folder = WeightMemory(*about, untied=untied, channel=SharedMemory())
+        else:
+            folder = WeightFolder(*about, untied=untied)
         stack.callback(folder.remove)
     urls = spec.url or []
     if spec.launch is not None:
         model = start.folder if folder is None or weights is None else folder.initial(weights)
         assert model is not None  # what is evaluated has a folder
-        log = session.path / "engine.log"
-        url, check = launch(spec.engine, spec.launch, model, context, log, stack, lambda: _stop(session))
+        log, memory = session.path / "engine.log", isinstance(folder, WeightMemory)
+        url, check = launch(spec.engine, spec.launch, memory, model, context, log, stack, lambda: _stop(session))
         urls = [url]
     members = [_member(spec, url, key, start, context, folder) for url in urls]
     loop = stack.enter_context(LoopThread("engines"))
@@ -68,7 +73,7 @@ def _member(
     if spec.engine == "palestra":
         return HttpGenerator(url, key)
     makers: dict[str, Callable[[], Dialect]] = {
-        "vllm": Vllm,
+        "vllm": lambda: Vllm(memory=spec.weights == "shared_memory"),
         "sglang": Sglang,
         "openai": lambda: OpenAi(spec.model or _only_model(url, key)),
     }

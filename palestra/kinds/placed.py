@@ -16,6 +16,7 @@ from palestra.cluster.placement import Placement, address_of, shares_memory
 from palestra.errors import UsageError
 from palestra.generate.engine.engine import Engine
 from palestra.kinds import models
+from palestra.kinds.ranks import apart
 from palestra.kinds.trial import Launch, device_of
 from palestra.lm import hf
 from palestra.runs.session import Session
@@ -25,6 +26,7 @@ from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.model import plain
 from palestra.tasks.task import Completion, Problem, Verdict
 from palestra.tasks.verify.workers import Verifiers, VerifiersElsewhere
+from palestra.track.trace import span
 
 TasksKind = PosttrainSpec | DistillSpec
 """Specs of models that are trained on their own completions of tasks."""
@@ -35,7 +37,8 @@ def open_placement(spec: TasksKind, session: Session, launch: Launch, stack: Exi
     if not spec.cluster.apart:
         return None
     run = None if launch.objects else plain(spec)
-    return stack.enter_context(Placement(spec.cluster, spec.name, session.path, run))
+    asked = apart(spec.cluster, device_of(spec))
+    return stack.enter_context(Placement(spec.cluster, spec.name, session.path, asked, run, spec.track.trace))
 
 
 def open_verifiers(
@@ -80,6 +83,8 @@ def hosted_engine(spec: TasksKind, root: Path, address: str, settings: dict[str,
     """In its own process: the engine of a spec, which waits for its first weights."""
     start, device = models.trained_start(spec.model, root, chat=True), device_of(spec)
     model = hf.empty_model(start.shape, settings["dtype"], settings["dtype"], device)
+    for weight in model.state_dict().values():  # fresh memory may hold values that the engine refuses
+        weight.zero_()
     engine = Engine(model, eos=frozenset(start.eos), tokenizer=start.tokenizer, device=device, **settings)
     return HostedEngine(engine, open_channel(address))
 
@@ -89,11 +94,15 @@ class HostedVerifiers:
 
     def __init__(self, uses: tuple[Any, ...], timeout: float, root: Path, objects: dict[str, Any]):
         with known_objects(objects):
-            self._sets = [Verifiers(each, workers=1, timeout=timeout, root=root) for each in uses]
+            settings: Any = {"workers": 1, "timeout": timeout, "root": root, "traced": False}
+            self._sets = [Verifiers(each, **settings) for each in uses]
 
     async def verify(self, place: int, problem: Problem, completion: Completion) -> Verdict:
         """The verdict of one of them."""
-        return await self._sets[place].verify(problem, completion)
+        with span("verify", role="verifier") as about:
+            verdict = await self._sets[place].verify(problem, completion)
+            about["status"] = verdict.status
+        return verdict
 
     def close(self) -> None:
         for verifiers in self._sets:

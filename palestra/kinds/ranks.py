@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from palestra.cluster.capacity import Ask
 from palestra.cluster.network import use_network_of
-from palestra.cluster.placement import address_of, backend_of, check_room
+from palestra.cluster.placement import address_of, asks, backend_of, check_room
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.kinds.trial import Launch, SessionRunner
+from palestra.kinds.trial import Launch, SessionRunner, device_of
 from palestra.lm.ranks import Ranks
 from palestra.runs.run import Run
 from palestra.runs.session import log, logging_to, stop_signals
+from palestra.spec.cluster import ClusterSpec
 from palestra.spec.lm import LanguageModelSpec
 from palestra.spec.shape import Shape
 from palestra.work import fanout
@@ -42,7 +44,15 @@ def check_ranks(spec: LanguageModelSpec, ranks: Ranks, device: torch.device) -> 
     ):
         raise UsageError(f"devices: {spec.processes}, but torch sees {torch.cuda.device_count()} GPUs here")
     if ranks.size == 1 and (spec.cluster.ray or spec.cluster.apart):
-        check_room(spec.cluster, spec.processes, device.type == "cuda")
+        check_room(
+            spec.cluster, [*asks(trainers=(spec.processes, device.type == "cuda")), *apart(spec.cluster, device)]
+        )
+
+
+def apart(cluster: ClusterSpec, device: torch.device) -> list[Ask]:
+    """The processes of a run besides its trainers. Without Ray generators may share the trainers' GPUs."""
+    on_gpu = cluster.ray and device.type == "cuda"
+    return asks(generators=(cluster.generators, on_gpu), verifiers=(cluster.verifiers, False))
 
 
 def check_split(spec: LanguageModelSpec, shape: Shape) -> None:
@@ -126,7 +136,8 @@ def _start(session: SessionRunner, spec: LanguageModelSpec, threads: int, folder
         WorkItem(f"rank {rank}", _run_rank, (rank, spec.cluster.ray, session, folder, launch), cores=threads)
         for rank in range(spec.processes)
     ]
-    stop, backend = Stop(), backend_of(spec.cluster, spec.name, env=where)
+    asked = asks(trainers=(spec.processes, device_of(spec).type == "cuda"))
+    stop, backend = Stop(), backend_of(spec.cluster, spec.name, asked, env=where)
     running = fanout.run(items, Resources(spec.processes * threads), backend, stop=stop, follow=FOLLOW_SECONDS)
     with stop_signals(stop), closing(running) as outcomes:
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]

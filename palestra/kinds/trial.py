@@ -51,6 +51,8 @@ class Launch:
     """The folder of the initial model, once it is found: all seeds start from the same."""
     restarts: int = 0
     """How often a seed that fails continues from its last checkpoint."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where each given value of the spec came from, by its dotted path."""
     on: str | None = None
     """Where the seeds run: "ray", or the address of a Ray cluster; None: on this machine."""
 
@@ -124,7 +126,8 @@ def run_sessions(
     # The sessions have leases of their own, but only once they have started.
     with kept(Lease(LocalStore(trial.path))):
         folders = _prepare(spec, launch, trial, fixed, threads)
-        info = redacted(trial.info | {"seeds": spec.seeds, "spec": data})
+        origins = {"origins": dict(launch.origins)} if launch.origins else {}
+        info = redacted(trial.info | {"seeds": spec.seeds, "spec": data} | origins)
         if info != trial.info:  # an allowed change of the spec, which may have added seeds
             with clear_write_errors(trial.path):
                 write_json(trial.path / "trial.json", info)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,6 +133,17 @@ class TrainEngine:
             self.transformer, batch, micro_tokens=self.micro_tokens, temperature=temperature, ranks=self.ranks
         )
 
+    def with_scores(self, batch: Batch, *, temperature: float = 1.0) -> Batch:
+        """The batch with `trained_logprobs` and `entropy` of every token that has a loss weight, for people to see."""
+
+        def of(micro: Batch) -> Tensor:
+            scored = score(self.transformer, micro, temperature=temperature)
+            return torch.stack((scored.logprobs, scored.entropy), 1)
+
+        scores = by_token(of, self.transformer, batch, self.ranks, self.micro_tokens)
+        added = dict(zip(("trained_logprobs", "entropy"), scores.unbind(1), strict=True))
+        return replace(batch, per_token={**batch.per_token, **added})
+
     @property
     def transformer(self) -> Transformer:
         """The model, without the scalar head it may have."""
@@ -202,14 +213,14 @@ def logprobs(
 def by_token(
     of: Callable[[Batch], Tensor], model: Transformer, batch: Batch, ranks: Ranks, micro_tokens: int
 ) -> Tensor:
-    """A number for every token (T), which `of` computes with the model for some of the sequences; on all ranks."""
+    """Numbers for every token, (T) or (T, k), which `of` computes with the model for some sequences; on all ranks."""
     parts = micro_batches(batch.lengths, max(micro_tokens, max(batch.lengths)))
     mine, most = ranks.share_of(parts)
     micros = [(batch.select(part), 1.0) for part in mine]
     micros += [(batch.select(parts[0]), 0.0)] * (most - len(mine))
-    values = torch.zeros(len(batch.tokens), device=batch.tokens.device)
-    results = each_micro(model, micros, lambda micro, _: ((v := of(micro)).sum(), {"values": v}), train=False)
-    for part, result in zip(mine, list(results), strict=False):
+    results = list(each_micro(model, micros, lambda micro, _: ((v := of(micro)).sum(), {"values": v}), train=False))
+    values = torch.zeros((len(batch.tokens), *results[0]["values"].shape[1:]), device=batch.tokens.device)
+    for part, result in zip(mine, results, strict=False):
         values[batch.token_index(part)] = result["values"].to(values.device)
     return ranks.sum({"": values})[""].to(values.dtype) if ranks.size > 1 else values
 

@@ -1,10 +1,12 @@
 """Hugging Face model folders, in and out: config.json, sharded safetensors, generation config and tokenizer."""
 
+import errno
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,14 @@ def weight_files(folder: Path) -> list[str]:
     raise UsageError(f"{folder} holds no weights: expected {SINGLE}, or several safetensors files with {INDEX}")
 
 
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; what the disk refuses, such as a byte too many, is an OSError as elsewhere."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
+
+
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
     """Write tensors as they come into files of at most `max_bytes` (a larger tensor gets its own), with an index.
 
@@ -121,7 +131,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes:
 def _write(folder: Path, shard: dict[str, Tensor], contents: list[list[str]]) -> None:
     contents.append(list(shard))
     path = folder / _unfinished(len(contents))
-    save_file(shard, path, metadata={"format": "pt"})
+    write_file(path, shard)
     sync_folder(path)
 
 
@@ -205,22 +215,28 @@ def save_weights(
     """
     base = base_config or {}
     shape, family, config = described(shape, base, scores=score is not None)
+    tensors = exported(shape, family, weights, dtype)
+    scored = [] if score is None else [("score.weight", score.detach().to("cpu", dtype or score.dtype))]
+    with written_whole(folder) as part:
+        write_about(part, config, dtype or weights["embed"].dtype, tokenizer, eos, base)
+        write_shards(part, chain(tensors, scored), max_shard_bytes)
+
+
+def exported(
+    shape: Shape, family: hf_config.Family | None, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a family's checkpoint on the host, one by one, from weights by the transformer's names."""
     expected = {name: tensor.shape for name, tensor in skeleton(shape).state_dict().items()}
     wrong = [name for name, size in expected.items() if name not in weights or weights[name].shape != size]
     if wrong:
         raise DamagedModel(f"weights that are missing or do not have the sizes of {shape!r}: {', '.join(wrong[:20])}")
     buffers = buffers_of(shape)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for slot in slots(shape, family):
-            tensor = weights[slot.ours].detach()[slot.index]
-            yield slot.theirs, tensor.to("cpu", tensor.dtype if slot.ours in buffers else dtype or tensor.dtype)
-        if score is not None:
-            yield "score.weight", score.detach().to("cpu", dtype or score.dtype)
+    def tensor(slot: Slot) -> Tensor:
+        part = weights[slot.ours].detach()[slot.index]
+        return part.to("cpu", part.dtype if slot.ours in buffers else dtype or part.dtype)
 
-    with written_whole(folder) as part:
-        write_about(part, config, dtype or weights["embed"].dtype, tokenizer, eos, base)
-        write_shards(part, tensors(), max_shard_bytes)
+    return ((slot.theirs, tensor(slot)) for slot in slots(shape, family))
 
 
 def described(

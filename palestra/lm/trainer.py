@@ -172,7 +172,8 @@ def train(spec: LmSpec, session: Session, parts: LmParts, *, show: bool = True) 
     ranks = parts.engine.ranks
     saved = restore(session, ranks)
     trainer = LmTrainer(spec, parts, saved)
-    recorder = Recorder(session, spec, total=spec.train.steps, unit="steps", show=show) if ranks.first else Silent()
+    about: dict[str, Any] = {"total": spec.train.steps, "unit": "steps", "show": show}
+    recorder = Recorder(session, spec, **about) if ranks.first else Silent(session, spec, ranks.rank)
     with recorder as record, profiled(spec.train.profile, session.path / "profile.json", ranks.first) as profile:
         trainer.record, trainer.profile = record, profile
         run(spec, session, trainer, record, saved, ranks)

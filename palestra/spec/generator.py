@@ -44,6 +44,8 @@ class GeneratorSpec(Model):
     """Name of the model at an `openai` server; null: the only one that it serves."""
     api_key_env: Execution[str | None] = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Environment variable with the servers' API key; null: no key."""
+    weights: Execution[Literal["folder", "shared_memory"]] = "folder"
+    """How a vLLM or SGLang server gets new weights: in files, or (vLLM on this machine) in memory, by our plugin."""
     weights_folder: Execution[str | None] = Field(default=None, min_length=1)
     """Folder that run and servers share, for new weights of vLLM and SGLang, such as /dev/shm; null: the session's."""
     mismatch: float = Field(default=1e-3, gt=0)
@@ -57,5 +59,9 @@ class GeneratorSpec(Model):
             yield Conflict(
                 ("launch",), "expected null, because an openai server is any that is running: give its `url`"
             )
+        if self.weights == "shared_memory" and self.engine != "vllm":
+            yield Conflict(("weights",), f"expected folder, because {self.engine} has no plugin for it")
+        if self.weights == "shared_memory" and self.weights_folder is not None:
+            yield Conflict(("weights_folder",), "expected null, because `weights: shared_memory` needs none")
         if self.engine != "openai" and self.model is not None:
             yield Conflict(("model",), f"expected null, because a {self.engine} server has one model")

@@ -114,11 +114,16 @@ def make_vector(spec: EnvSpec, num_envs: int, factory: Factory | None = None) ->
     return copies(spec.id, [make] * num_envs, processes_for(spec, num_envs, make), spec.reset_timeout)
 
 
-def evaluation_vector(spec: EnvSpec, at_most: int, factory: Factory | None = None) -> VectorEnv:
+MakeVector = Callable[[EnvSpec, int, Factory | None], VectorEnv]
+
+
+def evaluation_vector(
+    spec: EnvSpec, at_most: int, factory: Factory | None = None, make: MakeVector = make_vector
+) -> VectorEnv:
     """Environments for evaluation: episodes of Atari games are whole games."""
     if factory is None and _is_atari(spec):
         spec = spec.model_copy(update={"kwargs": _of_whole_games(spec)})
-    return make_vector(spec, at_most, factory)
+    return make(spec, at_most, factory)
 
 
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) -> gym.Env:

@@ -5,7 +5,7 @@ Seeds, order and states are by copy, so a run may be resumed with another number
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -16,7 +16,20 @@ from gymnasium.vector.utils import batch_space
 from palestra.control.envs.workers import Arrays, LocalWorker, Make, ProcessWorker
 from palestra.errors import UsageError
 
-Worker = LocalWorker | ProcessWorker
+
+class Worker(Protocol):
+    """Steps some of the copies."""
+
+    rows: slice
+
+    def start(self, command: str, *arguments: Any) -> None:
+        """Begin a command of an `EnvBlock`."""
+
+    def finish(self) -> Any:
+        """Its result, with the rows of the arrays written."""
+
+    def close(self) -> None:
+        """Close the copies."""
 
 
 class Copies(VectorEnv):
@@ -96,6 +109,13 @@ class Copies(VectorEnv):
         return infos
 
 
+def shares(num_envs: int, workers: int) -> list[slice]:
+    """The copies of each worker, as even as they can be; no more workers than copies."""
+    count = min(workers, num_envs)
+    bounds = [round(i * num_envs / count) for i in range(count + 1)]
+    return [slice(first, end) for first, end in pairwise(bounds)]
+
+
 def copies(name: str, makers: Sequence[Make], processes: int, seconds: float) -> Copies:
     """Copies spread evenly over `processes` worker processes; 0: in this process. `seconds` is `env.reset_timeout`."""
     envs = [make() for make in (makers if processes == 0 else makers[:1])]
@@ -105,13 +125,11 @@ def copies(name: str, makers: Sequence[Make], processes: int, seconds: float) ->
     if processes == 0:
         return Copies(name, [LocalWorker(name, envs, arrays, seconds)], arrays, obs, actions)
     envs[0].close()
-    count = min(processes, len(makers))
-    bounds = [round(i * len(makers) / count) for i in range(count + 1)]
     workers: list[ProcessWorker] = []
     try:
-        for first, end in pairwise(bounds):
+        for rows in shares(len(makers), processes):
             pipes = [worker.pipe for worker in workers]
-            workers.append(ProcessWorker(name, makers, slice(first, end), arrays, seconds, pipes))
+            workers.append(ProcessWorker(name, makers, rows, arrays, seconds, pipes))
         for worker in workers:
             worker.finish()
     except BaseException:

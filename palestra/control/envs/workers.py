@@ -270,7 +270,7 @@ def _serve(makers: Sequence[Make], arrays: Arrays, pipe: Connection, others: lis
         try:
             reply = "done", getattr(block, command)(*arguments)
         except (Exception, SystemExit) as error:
-            reply = "raised", (_portable(error), traceback.format_exc())
+            reply = "raised", (portable(error), traceback.format_exc())
         if command == "close":
             return
         try:
@@ -280,7 +280,7 @@ def _serve(makers: Sequence[Make], arrays: Arrays, pipe: Connection, others: lis
             return
 
 
-def _portable(error: BaseException) -> Exception:
+def portable(error: BaseException) -> Exception:
     """The error where it pickles, else a RuntimeError with its message."""
     try:
         copy = pickle.loads(pickle.dumps(error))

@@ -21,6 +21,10 @@ class Vllm(Dialect):
     )
     streams = True
 
+    def __init__(self, *, memory: bool = False):
+        """With `memory` new weights come through our own weight transfer engine, which its plugin registers."""
+        self.memory = memory
+
     def call(self, job: EngineJob, index: int, before: list[int], version: int, *, stream: bool) -> tuple[str, Any]:
         sampling = job.sampling
         params = {
@@ -68,8 +72,14 @@ class Vllm(Dialect):
 
     async def load(self, server: RemoteGenerator, folder: Path, version: int, *, keep_cache: bool) -> None:
         await self.pause(server)
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await server.order("POST", "/collective_rpc", json=call)
+        if self.memory:
+            await server.order("POST", "/init_weight_transfer_engine", json={"init_info": {"folder": str(folder)}})
+            await server.order("POST", "/start_weight_update")
+            await server.order("POST", "/update_weights", json={"update_info": {"version": version}})
+            await server.order("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        else:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await server.order("POST", "/collective_rpc", json=call)
         if not keep_cache or not server.busy:  # else the salt alone keeps later requests from what is cached
             await self._reset(server, running=not keep_cache)
         await server.order("POST", "/update_weight_version", json={"new_version": str(version)})

@@ -5,7 +5,8 @@ import math
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import UNANSWERED, UNSENT, HttpGenerator
 from palestra.generate.engine.request import Alternatives, EngineJob, GrowingText, checked
 from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
-from palestra.lm.hf import DamagedModel, save_weights
+from palestra.lm.hf import DamagedModel, described, exported, save_weights
 from palestra.spec.shape import Shape
 
 DEFAULTS = Sampling()
@@ -100,7 +101,7 @@ class WeightFolder:
         self._shape = shape.model_copy(update={"tied": False}) if untied else shape
         self._about = {"tokenizer": tokenizer, "eos": eos, "base_config": config}
         self._lock = threading.Lock()
-        self.remove()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def initial(self, weights: Mapping[str, Tensor]) -> Path:
         """The folder from which a server starts; it stays."""
@@ -117,16 +118,48 @@ class WeightFolder:
     def _written(self, name: str, weights: Mapping[str, Tensor]) -> Path:
         folder = self.path / name
         if not folder.exists():
-            whole = {**weights, "head": weights["embed"].clone()} if self._untied else weights
-            try:
-                save_weights(folder, self._shape, whole, **self._about)
-            except DamagedModel as error:
-                raise UsageError(str(error)) from error
+            with _refused():
+                save_weights(folder, self._shape, self._whole(weights), **self._about)
         return folder
+
+    def _whole(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {**weights, "head": weights["embed"].clone()} if self._untied else weights
 
     def remove(self) -> None:
         """Delete all of them."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Weights that are not the model's are the caller's mistake."""
+    try:
+        yield
+    except DamagedModel as error:
+        raise UsageError(str(error)) from error
+
+
+class WeightMemory(WeightFolder):
+    """New weights under Hugging Face's names through a channel of this machine's memory; its folder starts servers."""
+
+    def __init__(self, path: Path, shape: Shape, *about: Any, channel: Any, **settings: Any):
+        """`channel` is a `palestra.cluster.memory.SharedMemory`."""
+        super().__init__(path, shape, *about, **settings)
+        self._channel = channel
+
+    def put(self, weights: Mapping[str, Tensor], version: int) -> Path:
+        """The folder of the channel, in which the version is."""
+        with self._lock:
+            if self._channel.newest() < version:
+                shape, family, _ = described(self._shape, self._about["base_config"], scores=False)
+                with _refused():
+                    tensors = dict(exported(shape, family, self._whole(weights)))
+                self._channel.publish(version, tensors)
+        return Path(self._channel.address.removeprefix("shm:"))
+
+    def remove(self) -> None:
+        super().remove()
+        self._channel.close()
 
 
 class RemoteGenerator(HttpGenerator):

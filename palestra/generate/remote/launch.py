@@ -24,6 +24,9 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 """The module of each engine and the arguments without which it cannot be trained with."""
 ENV = {"vllm": {"VLLM_SERVER_DEV_MODE": "1"}}
+PLUGIN = Path(__file__).parent / "vllm_plugin"
+IN_MEMORY = ["--weight-transfer-config", '{"backend": "palestra"}']
+"""What makes vLLM take weights through shared memory, with the plugin in its PYTHONPATH."""
 TELL_SECONDS = 15.0  # between two lines about a server that is not ready yet
 ASK_SECONDS = 5.0  # for a server to say that it is well
 
@@ -47,6 +50,7 @@ def check_running(url: str) -> None:
 def launch(
     engine: str,
     how: EngineLaunch,
+    memory: bool,
     model: Path,
     context: int,
     log_file: Path,
@@ -60,8 +64,12 @@ def launch(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [part.format(model=model, context=context) for part in COMMANDS[engine]]
+    arguments, env = [*arguments, *(IN_MEMORY if memory else [])], {**ENV.get(engine, {}), **how.env}
+    if memory:
+        paths = [str(PLUGIN), env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+        env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [how.python or sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(port), *how.args]
-    child = stack.enter_context(Child(command, log_file, {**ENV.get(engine, {}), **how.env}))
+    child = stack.enter_context(Child(command, log_file, env))
     url, started = f"http://127.0.0.1:{port}", time.monotonic()
 
     def check() -> None:

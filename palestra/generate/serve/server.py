@@ -24,6 +24,7 @@ from palestra.generate.serve.openai import ApiError, ChatBody, CompletionBody, R
 from palestra.generate.serve.service import Service, read_safetensors, read_weights
 from palestra.generate.serve.tokens import AbortRequests, TokenReply, TokensBody
 from palestra.generate.types import Request
+from palestra.work.hosts import LOOPBACK
 
 try:
     import h11
@@ -69,7 +70,7 @@ def create_app(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_concurrent: int = MAX_CONCURRENT,
-    allowed_hosts: Sequence[str] = gate.LOOPBACK,
+    allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> FastAPI:
     """The application over a generator that drives itself; without `allowed_hosts` requests may name any host."""
     engine = generator.engine
@@ -266,7 +267,7 @@ def serve_engine(
             engine.tokenizer,
             model_name=name,
             api_key=api_key,
-            allowed_hosts=allowed_hosts or (gate.LOOPBACK if host in gate.LOOPBACK else ()),
+            allowed_hosts=allowed_hosts or (LOOPBACK if host in LOOPBACK else ()),
             **limits,
         )
         config = uvicorn.Config(
@@ -281,7 +282,7 @@ def serve_engine(
             timeout_graceful_shutdown=round(2 * GRACE_SECONDS),
         )
         port = listening.getsockname()[1]
-        if api_key is None and host not in gate.LOOPBACK:
+        if api_key is None and host not in LOOPBACK:
             open_to = f"warning: anyone who can reach {host} port {port} can use this model"
             print(f"{open_to}. Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)

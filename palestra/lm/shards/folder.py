@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.lm import hf, hf_config
@@ -80,7 +79,7 @@ def save_folder(
     for file in list(files)[rank::ranks]:
         tensors = {name: torch.empty_like(forms[name], device="cpu") for name in files[file]}
         load(parts, boxes(tensors), partial=True)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        hf.write_file(folder / file, tensors)
     dist.barrier(group)
     if rank == 0:
         shutil.rmtree(parts)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from palestra.lm.parallel.collectives import Group
 from palestra.lm.shards.boxes import Boxes, save
-from palestra.runs.checkpoint import checksums, written
+from palestra.runs.checkpoint import CheckpointFailed, checksums, written
 
 SHARDS = "shards"
 """The folder in a checkpoint with what ranks have written of its state."""
@@ -38,7 +38,11 @@ class Saver:
         small, together = _apart(state, "", shards), partial(self._write, shards, model)
 
         def work() -> None:
-            together(None) if write is None else write(small, together)
+            try:
+                together(None) if write is None else write(small, together)
+            except OSError as error:  # of this rank, or told by another; the first rank says more
+                problem = f"could not write a checkpoint: {error.strerror or error}"
+                raise CheckpointFailed(f"{problem}. Earlier checkpoints are intact: make room, then resume.") from error
             dist.barrier(self.group)  # it is there, for all
 
         self._last = _in_thread(work)

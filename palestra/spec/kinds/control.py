@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, JsonValue, Tag
 
 from palestra.spec.base import Every, ExperimentSpec, Module
+from palestra.spec.cluster import EnvClusterSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
 from palestra.spec.shape import NetSpec
@@ -377,6 +378,8 @@ class ControlSpec(ExperimentSpec):
     """Evaluation."""
     every: ControlEvery = ControlEvery()
     """How often to checkpoint, evaluate and log."""
+    cluster: Execution[EnvClusterSpec] = EnvClusterSpec()
+    """Where the environments are: in this run's own processes, or in others of this machine or a Ray cluster."""
 
     @property
     def frames_per_step(self) -> int:
@@ -425,6 +428,10 @@ class ControlSpec(ExperimentSpec):
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec):
             yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo or a2c")
         yield from self._net_conflicts()
+        if self.cluster.environments > self.env.num_envs:
+            yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
+        if self.cluster.environments and self.env.vectorize != "async":
+            yield Conflict(("env", "vectorize"), "expected async, because `cluster.environments` places single copies")
 
     def _net_conflicts(self) -> Iterator[Conflict]:
         net, algorithm = self.net, self.algorithm
