@@ -276,3 +276,20 @@ def test_cache_reserves_the_longest_prompt_and_what_follows_it_and_gives_the_sam
         [(t.tokens, t.logprobs) for r in rollouts_of(run) for t in r.group.trajectories] for run in (counted, whole)
     ]
     assert sampled[0] == sampled[1]
+
+
+def test_record_of_tokens_has_the_trainers_scores_and_changes_nothing(lab):
+    """By the weights that the step began with; synchronous, so the generator agrees, and the metric is their mean."""
+    plain = lab.run(name="plain", train__micro_tokens=64)
+    scored = lab.run(name="scored", train__micro_tokens=64, rollout__record="tokens")
+    assert [row["loss"] for row in rows_of(plain)[1:]] == [row["loss"] for row in rows_of(scored)[1:]]
+    lines = [json.loads(line) for line in (session_of(scored) / FILE).read_text().splitlines()]
+    assert "entropy" not in (session_of(plain) / FILE).read_text()
+    for step, row in enumerate(rows_of(scored)[1:], 1):
+        entropies = []
+        for one in (one for line in lines if line["step"] == step for one in line["trajectories"]):
+            assert len(one["entropy"]) == len(one["trained_logprobs"]) == len(one["tokens"])
+            assert one["trained_logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
+            entropies += [value for value, sampled in zip(one["entropy"], one["loss_mask"], strict=True) if sampled]
+        assert sum(entropies) / len(entropies) == pytest.approx(row["entropy"], abs=1e-5)
+        assert min(entropies) > 0

@@ -103,6 +103,7 @@ def test_server_that_is_not_there_and_engines_that_cannot_train_are_refused(lab:
         ({"engine": "vllm"}, "either `url` or `launch`"),
         ({"engine": "vllm", "url": "http://u:p@host:1"}, "a URL such as"),
         ({"engine": "palestra", "url": "http://localhost:1", "model": "x"}, "has one model"),
+        ({"engine": "sglang", "url": "http://localhost:1", "weights": "shared_memory"}, "sglang has no plugin for it"),
         ({"engine": "vllm", "url": "http://localhost:1", "api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY is not set"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -139,10 +140,14 @@ def trained_sums(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM is None, reason="PALESTRA_VLLM does not name a Python with vLLM")
 @pytest.mark.timeout(1800)
-def test_vllm_itself_trains_and_its_raw_logprobs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weights", ["folder", "shared_memory"])
+def test_vllm_itself_trains_and_its_raw_logprobs_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     trained_sums(tmp_path)
     example, settings = ROOT / "examples/posttrain/vllm.yaml", {"rollout.generator.launch.python": VLLM}
+    settings["rollout.generator.weights"] = weights
     run = palestra.run(example, root=tmp_path / "runs", quiet=True, **settings)
     rows = [row for row in run.metrics() if "mismatch" in row]
     assert len(rows) == 20
@@ -151,6 +156,8 @@ def test_vllm_itself_trains_and_its_raw_logprobs_are_refused(tmp_path: Path, mon
     for record in rollouts_of(run):
         for one in record.group.trajectories:
             assert {v for v, mine in zip(one.versions, one.loss_mask, strict=True) if mine} == {record.step - 1}
+    if weights == "shared_memory":
+        return
     raw = ["--enforce-eager", "--dtype", "float32", "--skip-tokenizer-init", "--logprobs-mode", "raw_logprobs"]
     with pytest.raises(PalestraError, match="processed_logprobs"):
         palestra.run(example, root=tmp_path / "runs", quiet=True, **settings, **{"rollout.generator.launch.args": raw})

@@ -119,7 +119,9 @@ class PosttrainTrainer:
         profile = session.path / "profile.json"
         self._profile = stack.enter_context(profiled(spec.train.profile, profile, first is not None))
         self.record: Recorder | Silent = stack.enter_context(
-            Silent() if first is None else Recorder(session, spec, total=spec.train.steps, unit="steps", show=show)
+            Silent(session, spec, self.ranks.rank)
+            if first is None
+            else Recorder(session, spec, total=spec.train.steps, unit="steps", show=show)
         )
         if first is None:
             return
@@ -161,6 +163,8 @@ class PosttrainTrainer:
             return
         with span("train"), self._profile(version):
             batch = learner.prepare(groups, self.steps)
+            if self.spec.rollout.record == "tokens":
+                batch = learner.engine.with_scores(batch, temperature=self.spec.rollout.temperature)
             self._learned = learner.learn(batch, self.steps, self._overlap)
         if self._bound is not None and (k3 := self._learned.get("mismatch")) is not None:
             check_mismatch(k3, self._bound)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 FILE = "rollouts.jsonl"
 """In the session's folder. A line is a group."""
+DIGITS = 5  # of numbers that people look at
 BLOCK = 1 << 22  # bytes that `newest` reads at a time
+SCORES = ("entropy", "trained_logprobs")
+"""By the weights that a step begins with, with `rollout.record: tokens`."""
 VERDICT = ("score", "status", "parts", "seconds", "sandbox", "note")
 """The order of a verdict's fields in checkpoints."""
 
@@ -41,6 +44,8 @@ class RolloutRecord:
     """The step that trained on it, or before which it was filtered."""
     advantages: tuple[tuple[float, ...], ...] = ()
     """One number per token of each trajectory, 0 where the loss is masked; empty for a filtered group."""
+    scores: tuple[dict[str, list[float]], ...] = ()
+    """By trajectory the `SCORES` of each token, where they were computed; written for people, not read back."""
 
 
 class Recording:
@@ -61,12 +66,16 @@ class Recording:
         """The groups that a step trained on, in order, after those filtered before it; `batch` starts with `groups`."""
         records = [RolloutRecord(group, "filtered", step) for group in filtered]
         values, start, lengths = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
+        computed = {name: batch.per_token[name] for name in SCORES if name in batch.per_token}
+        columns = {name: column.double().round(decimals=DIGITS).tolist() for name, column in computed.items()}
         for group in groups:
-            advantages = []
+            advantages, scores = [], []
             for length in islice(lengths, len(group.trajectories)):
-                advantages.append(tuple(values[start : start + length]))
+                place = slice(start, start + length)
+                advantages.append(tuple(values[place]))
+                scores.append({name: column[place] for name, column in columns.items()})
                 start += length
-            records.append(RolloutRecord(group, "trained", step, tuple(advantages)))
+            records.append(RolloutRecord(group, "trained", step, tuple(advantages), tuple(scores)))
         write(self._sink, *records)
 
 
@@ -89,6 +98,7 @@ def write(sink: JsonlSink, *records: RolloutRecord) -> None:
 def _row(record: RolloutRecord) -> dict[str, Any]:
     group = record.group
     advantages = record.advantages or (None,) * len(group.trajectories)
+    scores = record.scores or ({},) * len(group.trajectories)
     return {
         "number": group.number,
         "step": record.step,
@@ -103,8 +113,9 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
                 "verdict": vars(trajectory.verdict),
                 "loss_mask": list(map(int, trajectory.loss_mask)),
                 "advantages": _short(trajectory, values),
+                **extra,
             }
-            for trajectory, values in zip(group.trajectories, advantages, strict=True)
+            for trajectory, values, extra in zip(group.trajectories, advantages, scores, strict=True)
         ],
     }
 

@@ -89,8 +89,8 @@ class RolloutSpec(Model):
     """Fail after this many consecutive batches in which every group was filtered out; null: never."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longer prompts are skipped and counted; null skips those that leave no room for a completion."""
-    record: Execution[bool] = True
-    """Write every completion with its verdict to rollouts.jsonl (`palestra rollouts RUN`, `replay`)."""
+    record: Execution[bool | Literal["tokens"]] = True
+    """Write every completion to rollouts.jsonl; `tokens`: also entropy and trainer's log-probability of each token."""
     verifiers: Execution[int | None] = Field(default=None, ge=1)
     """Worker processes for verifiers that may hang; null: one per core, at most 16."""
     replay: str | None = Field(default=None, min_length=1)
