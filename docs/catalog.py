@@ -1,6 +1,7 @@
 """Pages made from the package itself: what a spec can name, the extras, and the map of the code."""
 
 import ast
+import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,16 +15,19 @@ from palestra.spec.algorithm import PRESETS
 from palestra.spec.kinds import KINDS, spec_type
 from palestra.spec.kinds.control import AlgorithmSpec
 from palestra.tasks.task import TASKS, task_type
+from palestra.view.advice import RULES
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = {
     "train": "training: torch, Gymnasium, tokenizers, Hugging Face files, GGUF files",
     "serve": "`palestra serve MODEL` and its client",
+    "view": "`palestra view`: the web page over run folders (without torch)",
     "search": "`palestra search SPEC`: Optuna and CMA-ES",
     "ray": "`--on ray`: runs on a Ray cluster",
     "data": "the data steps `html_to_markdown` (trafilatura) and `filter` by language (langdetect)",
     "eval": "verifiers of mathematics (math-verify) and of instructions (langdetect)",
+    "lm-eval": "tasks of lm-eval in our evaluations, and our engine as its model `palestra`",
     "reasoning-gym": "the task `reasoning_gym`",
     "box2d": "Box2D environments",
     "mujoco": "MuJoCo environments",
@@ -34,6 +38,7 @@ EXTRAS = {
     "swanlab": "the sink `swanlab`",
     "trackio": "the sink `trackio`",
     "s3": "`s3://` paths",
+    "query": "`palestra query`: SQL over runs (DuckDB)",
     "docs": "building this manual",
     "peers": "the frameworks that `benchmarks/` compares with",
     "dev": "everything to work on Palestra itself",
@@ -67,6 +72,33 @@ def kinds_table() -> str:
     """The kinds of experiments, with the example that `palestra new KIND` writes."""
     rows = [(f"`{kind}`", _first(spec_type(kind).__doc__), f"`examples/{STARTERS[kind]}.yaml`") for kind in KINDS]
     return _table(("kind", "what it does", "starter"), rows)
+
+
+def advice_table() -> str:
+    """The rules of advice, and in how many runs each of them fired (docs/advice.jsonl)."""
+    measured = {row["rule"]: row for row in _advice_rows() if "rule" in row}
+    rows = []
+    for name, about in RULES.items():
+        runs, fired = measured[name]["runs"], measured[name]["fired"]
+        cells = [f"{fired[where]} of {runs[where]}" for where in ("broken", "near", "healthy")]
+        precision = f"{fired['broken'] / total:.0%}" if (total := sum(fired.values())) else "–"
+        rows.append((f"`{name}`", about["level"], about["when"], *cells, precision))
+    return _table(("rule", "level", "when", "broken", "near", "healthy", "precision"), rows)
+
+
+def broken_table() -> str:
+    """What is said of examples that are broken by a setting (docs/advice.jsonl)."""
+    broken = [row for row in _advice_rows() if "example" in row]
+    rows = [(f"`{row['example']}`", f"`{row['broken by']}`", _names(row["fired"])) for row in broken]
+    return _table(("example", "broken by", "rules"), rows)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _advice_rows() -> list[dict[str, Any]]:
+    return list(map(json.loads, (ROOT / "docs" / "advice.jsonl").read_text(encoding="utf-8").splitlines()))
 
 
 def extras_table() -> str:

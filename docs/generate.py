@@ -1,4 +1,4 @@
-"""Writes what is generated in docs/: reference/, architecture.md, and the tables between marks in other pages.
+"""Writes what is generated in docs/: reference/, architecture.md, diagrams, and tables between marks in other pages.
 
 `python docs/generate.py` writes them; with `--check` it writes nothing and exits with 1 naming those out of date. A
 table stands between `<!-- generated: NAME -->` and `<!-- end -->`; the names are those of `TABLES`.
@@ -15,7 +15,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import mdformat
 import typer
-from catalog import architecture_page, commands_table, extras_table, kinds_table, names_page
+from api_reference import api_page
+from catalog import advice_table, architecture_page, broken_table, commands_table, extras_table, kinds_table, names_page
+from diagrams import DIAGRAMS
 from spec_reference import reference_markdown
 from typer.main import get_command
 
@@ -24,7 +26,7 @@ from palestra.spec.schema import json_schema
 from palestra.spec.words import words
 
 FOLDER = Path(__file__).parent
-TABLES = {"kinds": kinds_table, "extras": extras_table}
+TABLES = {"kinds": kinds_table, "extras": extras_table, "advice": advice_table, "broken": broken_table}
 _MARKED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _INTRODUCTION = """\
@@ -67,8 +69,11 @@ def marked_pages(folder: Path = FOLDER) -> dict[str, str]:
 
 def pages() -> dict[str, str]:
     """All generated pages, by file name."""
-    made = {"reference/cli.md": cli_page(app), "reference/names.md": _formatted(names_page())}
-    return spec_pages() | made | {"architecture.md": _formatted(architecture_page())} | marked_pages()
+    made = {"names": names_page(), "python": api_page()}
+    reference = {f"reference/{name}.md": _formatted(text) for name, text in made.items()}
+    other = {"reference/cli.md": cli_page(app), "architecture.md": _formatted(architecture_page())}
+    pictures = {f"images/{name}.svg": drawn() for name, drawn in DIAGRAMS.items()}
+    return spec_pages() | reference | other | pictures | marked_pages()
 
 
 def main(arguments: list[str] | None = None, folder: Path = FOLDER, wanted: dict[str, str] | None = None) -> int:

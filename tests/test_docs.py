@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
+import palestra
 from palestra.api import check
 from palestra.cli.main import app
 from palestra.errors import UsageError
@@ -35,7 +37,7 @@ SMALL = {
     "pretrain": ["train.steps=2", "train.batch=4", "eval.examples=4", "threads=1", "train.precision=fp32"],
 }
 # They need a network, a person or minutes.
-NOT_RUN = ("model", "chat", "serve", "eval", "search", "pipeline", "import")
+NOT_RUN = ("model", "chat", "serve", "view", "eval", "search", "pipeline", "import")
 ALGORITHMS = {get_args(spec.model_fields["name"].annotation)[0] for spec in get_args(get_args(AlgorithmSpec)[0])}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
@@ -162,7 +164,12 @@ def test_site_strict_build_gives_no_warning(tmp_path: Path) -> None:
     assert not [line for line in built.stderr.splitlines() if line.startswith("WARNING")]
     fetched = re.compile(r'<(?:script[^>]* src|link[^>]* rel="stylesheet"[^>]* href)="?https?://')
     for html in (tmp_path / "site").rglob("*.html"):
-        assert not fetched.search(html.read_text(encoding="utf-8")), f"{html.name} fetches from elsewhere"
+        text = html.read_text(encoding="utf-8")
+        assert not fetched.search(text), f"{html.name} fetches from elsewhere"
+        assert "$`" not in text, f"{html.name} has a formula that was not rendered"
+    # What the search needs where there is no server: the index as a script, and the worker's replacement.
+    assert (tmp_path / "site/search/search_index.js").read_text().startswith("var __index = ")
+    assert "javascripts/iframe-worker.js" in (tmp_path / "site/index.html").read_text()
 
 
 def test_reference_pages_and_schema_are_up_to_date(
@@ -293,6 +300,44 @@ def test_architecture_page_names_every_package_and_file() -> None:
     assert packages <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
 
 
+@pytest.mark.parametrize(("page", "names"), [("control", ALGORITHMS), ("posttrain", PRESETS)])
+def test_algorithm_has_section_with_formula_that_renders(
+    page: str, names: Collection[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    render = importlib.import_module("mathml").on_page_markdown
+    text = (ROOT / f"docs/algorithms/{page}.md").read_text()
+    for name in names:
+        section = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert section is not None, f"no section on {name}"
+        assert "```math" in section[1]
+        shown = render(section[1])
+        assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in shown
+        assert "```math" not in shown
+        leftover = re.search(r"<m[a-z]+>\\+[a-zA-Z]+</m", shown)
+        assert leftover is None, f"{name}: {leftover and leftover[0]} was not understood"
+
+
+def test_python_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text()
+    assert [name for name in palestra.__all__ if f"### `palestra.{name}`" not in text] == []
+
+
+def test_versions_switcher_lists_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    versions = importlib.import_module("versions")
+    for name in ("0.9", "0.10", "0.2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text("")
+    assert versions.write_index(tmp_path) == ["0.10", "0.9", "0.2"]
+    rows = json.loads((tmp_path / "versions.json").read_text())
+    assert rows[0] == {"version": "0.10", "title": "0.10", "aliases": ["latest"]}
+    assert [row["aliases"] for row in rows[1:]] == [[], []]
+    assert "url=0.10/" in (tmp_path / "index.html").read_text()
+    with pytest.raises(SystemExit):
+        versions.main(["--version", "../elsewhere"])
+
+
 def test_home_page_lists_every_page_of_the_manual() -> None:
     home = (ROOT / "docs/index.md").read_text()
     manual = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"index.md"}
@@ -303,7 +348,8 @@ def test_home_page_lists_every_page_of_the_manual() -> None:
     ("page", "names"),
     [
         ("docs/control.md", ALGORITHMS),
-        ("docs/posttrain.md", PRESETS),
+        ("docs/algorithms/control.md", ALGORITHMS),
+        ("docs/algorithms/posttrain.md", PRESETS),
         ("docs/tasks.md", TASKS),
         ("docs/specs.md", KINDS),
         ("docs/getting_started.md", EXTRAS),
