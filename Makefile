@@ -10,7 +10,7 @@ INSTALL := UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --pyth
 # What failed beside other tests is asked once more, alone: a busy machine is no defect, one that fails twice is.
 AGAIN := $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
 
-.PHONY: quickstart test test-all lint docs bench dist clean
+.PHONY: quickstart test test-all lint docs docs-version bench dist clean
 
 quickstart: $(VENV)/.train
 	$(BIN)/python examples/quickstart/run.py $(ARGS)
@@ -31,6 +31,10 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs serve
+
+# The manual of this version beside those that are in site/ already, with a menu to switch.
+docs-version: $(VENV)/.dev
+	$(BIN)/python docs/versions.py
 
 bench: $(VENV)/.dev
 	$(INSTALL) -e '.[peers]'

@@ -4,7 +4,8 @@
 
 The start is the quickstart's: a model of characters that adds as its forgetful teacher did. A row is a preset, or GRPO
 at a staleness: held-out accuracy (500 sums, greedy) before and after, mean and spread over seeds, the worst seed, and
-seconds of a run on one core. Prints a JSON line a row and writes the table of docs/posttrain.md to FOLDER/table.md.
+seconds of a run on one core. Prints a JSON line a row and writes the table of docs/algorithms/posttrain.md to
+FOLDER/table.md.
 """
 
 import argparse

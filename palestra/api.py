@@ -89,7 +89,9 @@ def run(
             on is not None or len(getattr(loaded.spec, "seeds", ())) > 1
         ):  # objects that cannot be pickled are refused first
             pack({name: value for name, value in objects.items() if name != "env"})
-        launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects, restarts=restarts, on=on)
+        origins = loaded.given() if trial is None else {}
+        settings: dict[str, Any] = {"restarts": restarts, "on": on, "origins": origins}
+        launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects, **settings)
         with _missing_extra():
             runs = runner(loaded.spec.kind)
         return runs(loaded.spec, launch)

@@ -102,6 +102,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         test._hypothesis_internal_use_settings = settings(own, max_examples=QUICK)
 
 
+@contextlib.contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Path]:
+    """A file system of so many bytes."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no right to mount a small disk here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
 class Scratch:
     """A folder with specs and runs, and the command started there as a process of its own."""
 

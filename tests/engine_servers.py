@@ -6,6 +6,7 @@ here. Every call is checked against a table of recorded signatures: an unknown r
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +20,19 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tiny_server import CONTEXT, NAME, TOKENIZER, running, tiny_engine, tiny_model
 
+from palestra.cluster.memory import SharedMemory
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
-from palestra.generate.remote.generator import Dialect, RemoteGenerator, WeightFolder
+from palestra.generate.remote.generator import Dialect, RemoteGenerator, WeightFolder, WeightMemory
+from palestra.generate.remote.launch import PLUGIN
 from palestra.generate.serve.gate import unless_gone
 from palestra.generate.serve.server import create_app
 from palestra.generate.serve.service import read_weights
 from palestra.generate.types import Request, Sampling, StopReason
+from palestra.lm.hf import described, slots
+
+sys.path.append(str(PLUGIN))
+from palestra_vllm.memory import tensors as shared_tensors
 
 Fields = dict[str, type | tuple[type, ...]]
 
@@ -35,6 +42,10 @@ VLLM: dict[str, tuple[Fields, Fields]] = {
     "POST /resume": ({}, {}),
     "POST /collective_rpc": ({}, {"method": str, "args": list, "kwargs": dict, "timeout": (int, float)}),
     "POST /reset_prefix_cache": ({"reset_running_requests": bool, "reset_external": bool}, {}),
+    "POST /init_weight_transfer_engine": ({}, {"init_info": dict}),
+    "POST /start_weight_update": ({}, {}),
+    "POST /update_weights": ({}, {"update_info": (dict, list)}),
+    "POST /finish_weight_update": ({}, {"weight_version": str}),
     "POST /update_weight_version": ({}, {"new_version": str}),
     "GET /weight_info": ({}, {}),
 }
@@ -141,9 +152,11 @@ def remote(address: str, dialect: Dialect, **settings: Any) -> Iterator[RemoteGe
     """A generator of a server of the tiny model, and a folder for its weights."""
     model, eos = tiny_model(), [TOKENIZER.eos or 0]
     with TemporaryDirectory() as folder:
-        weights = WeightFolder(Path(folder, "weights"), model.shape, TOKENIZER, eos, {})
+        about, in_memory = (Path(folder, "weights"), model.shape, TOKENIZER, eos, {}), getattr(dialect, "memory", False)
+        weights = WeightMemory(*about, channel=SharedMemory()) if in_memory else WeightFolder(*about)
         sizes = {"eos": frozenset(eos), "context": CONTEXT, "vocab": TOKENIZER.vocab_size}
         yield RemoteGenerator(address, dialect, TOKENIZER, weights=weights, **sizes, **settings)
+        weights.remove()
 
 
 @contextmanager
@@ -166,6 +179,37 @@ def vllm_server(engine: Engine, api_key: str | None = None, held: int = 1) -> It
                 weights.pop("head", None)
             await generator.publish(weights, engine.version)
             return {"results": [None]}
+
+        update: dict[str, Any] = {}
+        ours = [route for route in app.router.routes if getattr(route, "path", "") == "/update_weights"]
+        for route in ours:  # another thing by the same name
+            app.router.routes.remove(route)
+
+        @app.post("/init_weight_transfer_engine")
+        async def init_weight_transfer_engine(http: HttpRequest) -> dict[str, str]:
+            update["folder"] = (await http.json())["init_info"]["folder"]
+            return {"message": "Weight transfer initialized"}
+
+        @app.post("/start_weight_update")
+        async def start_weight_update() -> dict[str, str]:
+            assert "folder" in update
+            assert "weights" not in update
+            update["weights"] = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
+            return {"message": "Weight update started"}
+
+        @app.post("/update_weights")
+        async def update_weights(http: HttpRequest) -> dict[str, str]:
+            assert engine.metrics()["paused"]
+            received = dict(shared_tensors(update["folder"], (await http.json())["update_info"]["version"]))
+            shape, family, _ = described(engine.model.shape, {}, scores=False)
+            for slot in slots(shape, family):
+                update["weights"][slot.ours][slot.index].copy_(received[slot.theirs])
+            return {"message": "Weights updated"}
+
+        @app.post("/finish_weight_update")
+        async def finish_weight_update(http: HttpRequest) -> dict[str, str]:
+            await generator.publish(update.pop("weights"), int((await http.json())["weight_version"]))
+            return {"message": "Weight update finished"}
 
         @app.post("/reset_prefix_cache")
         async def reset_prefix_cache(reset_running_requests: bool = False) -> dict[str, bool]:

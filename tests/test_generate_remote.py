@@ -4,23 +4,26 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from engine_servers import remote, vllm_server
+from engine_servers import remote, shared_tensors, vllm_server
 from small_lm import small_model, small_tokenizer
 from test_contract_generator import PROMPT
 from tiny_server import KEY, NAME, serving, tiny_engine, tiny_model
 
+from palestra.cluster.memory import SharedMemory
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.engine import Engine
 from palestra.generate.remote import dialects
 from palestra.generate.remote.dialects import OpenAi, Vllm
 from palestra.generate.remote.driven import RemoteEngines
 from palestra.generate.remote.generator import RemoteGenerator, WeightFolder
+from palestra.generate.remote.launch import PLUGIN
 from palestra.generate.types import Generator, Request, Sampling, StopReason
 from palestra.lm.hf import load_pretrained
 from palestra.rollout.event_loop import LoopThread
@@ -270,3 +273,22 @@ def test_untied_folder_is_the_same_model_and_old_versions_are_removed(tmp_path: 
     assert first == second
     folder.remove()
     assert not folder.path.exists()
+
+
+def test_plugin_of_vllm_is_found_and_reads_what_was_published() -> None:
+    (point,) = metadata.Distribution.at(PLUGIN / "palestra_vllm-1.dist-info").entry_points
+    assert (point.group, point.value) == ("vllm.general_plugins", "palestra_vllm:register")
+    channel = SharedMemory()
+    try:
+        for version in range(3):
+            sent = {"a": torch.randn(3, 5), "b": torch.arange(7), "c": torch.randn(0)}
+            sent["d"] = torch.ones((), dtype=torch.bfloat16)
+            channel.publish(version, sent)
+            read = dict(shared_tensors(channel.address.removeprefix("shm:"), version))
+            assert read.keys() == sent.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in sent.items())
+            assert all(read[name].dtype == tensor.dtype for name, tensor in sent.items())
+        with pytest.raises(FileNotFoundError):
+            next(shared_tensors(channel.address.removeprefix("shm:"), 7))
+    finally:
+        channel.close()

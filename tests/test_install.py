@@ -14,7 +14,18 @@ UV = Path(sys.executable).with_name("uv")
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 PYTHONS = ("3.11.7", "3.12", "3.13")
 # Published as source alone, for any platform; all but the C of Box2D and pycosat are plain Python.
-FROM_SOURCE = ("antlr4-python3-runtime", "box2d-py", "cellpylib", "langdetect", "pwinput", "pycosat", "zss")
+FROM_SOURCE = (
+    "antlr4-python3-runtime",
+    "box2d-py",
+    "cellpylib",
+    "langdetect",
+    "pwinput",
+    "pycosat",
+    "rouge-score",
+    "sqlitedict",
+    "word2number",
+    "zss",
+)
 
 
 def resolve(tmp_path: Path, platform: str, python: str, *more: str) -> subprocess.CompletedProcess[str]:

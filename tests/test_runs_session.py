@@ -326,10 +326,15 @@ def test_checkpoint_after_a_damaged_later_one_stays_the_newest(tmp_path):
 
 def test_checkpoint_records_known_files_that_are_not_followed(tmp_path):
     with create(tmp_path / "s") as session:
-        (session.path / "trace.json").write_text("[\n")
+        names = ("trace.json", "trace.generator-0.json")
+        for name in names:
+            (session.path / name).write_text("[\n")
         session.checkpoint(1, {}, reasons={"kept"})
-        assert session.restore().meta.offsets == {"trace.json": 2}
-        assert (session.path / "trace.json").read_text() == "[\n"
+        (session.path / names[1]).write_text("[\n{}")
+        assert session.restore().meta.offsets == dict.fromkeys(names, 2)
+        assert [(session.path / name).read_text() for name in names] == ["[\n", "[\n"]
+        (session.path / names[1]).unlink()  # a user may remove it
+        assert session.restore().step == 1
 
 
 def test_checkpoint_outside_the_context_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from example_specs import FILES, specs_of
 from palestra.api import check
 from palestra.cli.main import app
 from palestra.errors import UsageError
-from palestra.runs.plot import _leading, trial_plots
+from palestra.runs.plot import leading_metrics, trial_plots
 from palestra.runs.run import Run, new_trial
 from palestra.spec.model import plain
 from palestra.spec.source import read_text
@@ -105,9 +105,9 @@ def test_metrics_picture_of_post_training_begins_with_reward_and_evaluation_with
     order = ["loss", "grad_norm", "entropy", "reward", "length", "truncated", "kl_reference"]
     tasks = ["eval/a/accuracy", "eval/a/accuracy_se", "eval/accuracy"]
     leading = ["reward", "eval/a/accuracy", "entropy", "kl_reference", "length", "truncated", "grad_norm"]
-    assert _leading([*order, *tasks]) == leading
+    assert leading_metrics([*order, *tasks]) == leading
     many = [f"eval/{task}/accuracy{end}" for task in "abcd" for end in ("", "_se")]
-    assert _leading(["reward", *many, "eval/accuracy"]) == ["reward", "eval/accuracy"]
+    assert leading_metrics(["reward", *many, "eval/accuracy"]) == ["reward", "eval/accuracy"]
 
     trial = new_trial(tmp_path, "grpo", seeds=[0], command=[], spec={"kind": "posttrain"})
     folder = trial.session(0)

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from palestra.track.trace import Tracer
+from palestra.track.trace import Tracer, read_traces, span
 
 
 def record(tracer: Tracer, name: str) -> None:
@@ -100,6 +101,36 @@ def test_full_disk_warns_once_and_goes_on(caplog):
     assert [record.message for record in caplog.records] == [
         "no more trace: cannot write /dev/full (No space left on device)"
     ]
+
+
+def test_spans_of_a_named_track_that_overlap_are_on_lanes_of_their_own(tmp_path):
+    path = tmp_path / "t.json"
+    with Tracer(path, track="generator/3"), ExitStack() as first:
+        first.enter_context(span("sample", role="generator", group=1))
+        with span("sample", role="generator", group=2) as about:
+            about["tokens"] = 7
+        with span("fetch", track="sync", version=4), span("verify", role="verifier"):
+            pass
+    found = {event.name + str(event.args.get("group", "")): event for event in read_traces(path)}
+    assert {name: event.track for name, event in found.items()} == {
+        "sample1": "generator/3", "sample2": "generator/3", "fetch": "sync", "verify": "verifier/0",
+    }  # fmt: skip
+    assert found["sample2"].args == {"group": 2, "tokens": 7}
+    assert found["fetch"].args == {"by": "generator/3", "version": 4}
+    lanes = [event["tid"] for event in events(path) if event["name"] == "sample"]
+    assert len(set(lanes)) == 2
+
+
+def test_spans_one_after_another_share_a_lane_and_nothing_is_recorded_once_it_is_closed(tmp_path):
+    path = tmp_path / "t.json"
+    with Tracer(path):
+        for _ in range(5):
+            with span("verify", role="verifier"):
+                pass
+    with span("verify", role="verifier"):
+        pass
+    assert len({event["tid"] for event in events(path)}) == 1
+    assert len(events(path)) == 5
 
 
 def test_overhead_of_a_span_is_measured(tmp_path, record_property):

@@ -203,6 +203,48 @@ def rollouts(
 
 
 @app.command(rich_help_panel=options.RESULTS)
+def doctor(
+    run: options.RunName,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    runs: options.Root = options.RUNS,
+) -> None:
+    """Say what is wrong with a run, running or ended, and what to do; if nothing is, what could be tuned."""
+    from palestra.cli.show import show_advice
+
+    show_advice(run, runs, as_json=as_json)
+
+
+@app.command(rich_help_panel=options.RESULTS)
+def report(
+    run: Annotated[list[str], Argument(help="One run, or several to compare.", metavar="RUN...")],
+    out: Annotated[Path, Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+    runs: options.Root = options.RUNS,
+) -> None:
+    """Write a report on runs as one HTML file: results, curves, advice, specs, completions, environment."""
+    from palestra.runs.run import open_run
+    from palestra.runs.store import clear_write_errors, write_bytes
+    from palestra.view.report import report as page
+
+    with clear_write_errors(out):
+        write_bytes(out, page([open_run(name, runs) for name in run]).encode())
+    typer.echo(out)
+
+
+@app.command(rich_help_panel=options.RESULTS)
+def query(
+    sql: Annotated[str, Argument(help="A SELECT over runs, metrics, rollouts, evaluations and events.")],
+    run: Annotated[Texts, Argument(help="The runs; by default all.", metavar="[RUN]...")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, one row a line.")] = False,
+    as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
+    runs: options.Root = options.RUNS,
+) -> None:
+    """Query the files of runs with SQL (DuckDB), read-only."""
+    from palestra.cli.show import show_query
+
+    show_query(sql, run or (), runs, form="json" if as_json else "csv" if as_csv else "table")
+
+
+@app.command(rich_help_panel=options.RESULTS)
 def diff(a: options.RunName, b: options.RunName, runs: options.Root = options.RUNS) -> None:
     """Compare two runs: the spec fields and the results that differ."""
     from palestra.cli.show import show_diff
@@ -231,6 +273,26 @@ def plot(
         default = Path("_".join([*dict.fromkeys(run.name for run in opened), file]))
     for path in curves(opened, metric=metric, x=x, out=out or default):
         typer.echo(path)
+
+
+@app.command(rich_help_panel=options.RESULTS)
+def view(
+    folders: Annotated[
+        Texts, Argument(help="Folders of runs, runs, or s3://bucket/prefix; by default runs.", metavar="RUNS")
+    ] = None,
+    host: Annotated[str, Option(help="Address to listen on; by default only this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8765,
+    key: Annotated[
+        str | None, Option(envvar="PALESTRA_VIEW_KEY", help="The key that browsers need; made beyond this machine.")
+    ] = None,
+    open_: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
+    demo: Annotated[bool, Option("--demo", help="Make a folder of small runs to look at, and show it.")] = False,
+) -> None:
+    """Look at runs in a browser, live: curves, rollouts, comparisons, timelines."""
+    settings = {"host": host, "port": port, "key": key, "open_page": open_}
+    from palestra.view.server import start
+
+    start(folders or ([] if demo else ["runs"]), demo=demo, **settings)
 
 
 @app.command(rich_help_panel=options.MODELS)
@@ -283,7 +345,7 @@ def serve(
 @app.command(name="eval", rich_help_panel=options.MODELS)
 def evaluate(
     model: Model,
-    tasks: Annotated[Texts, Option("--task", "-t", help="A task to evaluate, such as gsm8k; repeatable.")] = None,
+    tasks: Annotated[Texts, Option("--task", "-t", help="A task: gsm8k, or lm_eval:arc_easy; repeatable.")] = None,
     split: Annotated[str | None, Option(help="The split of the tasks; by default test.")] = None,
     problems: Annotated[int | None, Option(min=1, help="Maximum problems per task; by default all.")] = None,
     samples: Annotated[int, Option(min=0, help="Completions sampled per problem, for pass@k.")] = 0,

@@ -1,5 +1,6 @@
 """What the commands print: specs, results, runs and their differences, datasets, evaluations, rollouts."""
 
+import csv
 import fnmatch
 import itertools
 import json
@@ -8,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,15 @@ from palestra.data.inspect import PERCENTILES, Column, Inspection, inspect, perc
 from palestra.data.store import TokenStore
 from palestra.errors import PalestraError, UsageError, did_you_mean
 from palestra.rollout.records import FILE, RolloutRecord, newest
+from palestra.runs import baselines
 from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
 from palestra.tasks.task import Problem, Status
+from palestra.view.advice import RULES, advise
+from palestra.view.query import query
 
 NEXT = {
     "control": ("watch it", "palestra enjoy"),
@@ -193,6 +198,44 @@ def show_diff(a: str, b: str, root: Path) -> None:
         console().print(table(columns, rows) if rows else f"{what}: no difference")
 
 
+def show_advice(run: str, root: Path, *, as_json: bool) -> None:
+    """The advice on a run, alarms before tuning."""
+    opened = open_run(run, root)
+    advice = advise(opened)
+    if as_json:
+        print(json.dumps([asdict(one) for one in advice], indent=1, default=str))
+        return
+    seen = ", ".join(f"{counter} {count:,}" for counter, count in opened.progress().items() if counter != "headline")
+    screen = console()
+    screen.print(Text(f"{opened.name}/{opened.id}: {opened.state}" + (f", {seen}" if seen else "")))
+    for one in advice:
+        color = "bold red" if one.level == "alarm" else "bold yellow"
+        screen.print(Text(f"\n{one.level}: {one.title} ({one.rule})", color))
+        screen.print(Text(_indented(one.text)))
+    if not advice:
+        screen.print(f"no advice: none of {len(RULES)} rules applies")
+
+
+MOST_ROWS = 1000
+"""Rows of a query in a table; the other forms have all."""
+
+
+def show_query(sql: str, names: Sequence[str], root: Path, *, form: str) -> None:
+    """The rows of a query over some runs, or over all."""
+    with query(sql, [open_run(name, root) for name in names] or list_runs(root)) as result:
+        if form == "csv":
+            csv.writer(sys.stdout, lineterminator="\n").writerows(itertools.chain([result.columns], result.rows))
+        elif form == "json":
+            rows = (json.dumps(dict(zip(result.columns, row, strict=True)), default=str) for row in result.rows)
+            print("[" + next(rows, ""), *(f",\n{row}" for row in rows), "]", sep="")
+        else:
+            shown = list(itertools.islice(result.rows, MOST_ROWS + 1))
+            cells = [["" if value is None else _printable(str(value)) for value in row] for row in shown[:MOST_ROWS]]
+            console().print(table(result.columns, cells))
+            if len(shown) > MOST_ROWS:
+                print(f"there are more: these are {MOST_ROWS} (--csv and --json print all)")
+
+
 def number(value: float | None) -> str:
     """A score, or a dash."""
     return "–" if value is None else f"{value:,.6g}"
@@ -301,10 +344,11 @@ def show_evaluation(run: Run) -> None:
             print_pairs([("model", f"{model['init']} ({model['dtype']}, weights {model['sha256'][:12]})")])
         if len(sessions) > 1:
             print(f"\nseed {report['seed']}")
-        for columns, rows in (_tasks(report), _likelihood(report), _texts(report)):
+        tables = _tasks(report), _likelihood(report), _texts(report), _lm_eval(report)
+        for columns, rows in (*tables, _references(report, run.path.parent.parent)):
             if rows:
                 console().print(table(columns, rows, right=columns[1:]))
-        files = [session / name for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl")]
+        files = [session / name for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl", "lm_eval.jsonl")]
         pairs = (("mean", _mean(report["metrics"])), ("answers", ", ".join(str(f) for f in files if f.exists())))
         print_pairs(pair for pair in pairs if pair[1])
     print_pairs([("run folder", run.path)])
@@ -350,6 +394,27 @@ def _texts(report: Mapping[str, Any]) -> Rows:
         counts = [f"{suite['items']:,} of {suite['of']:,}", f"{suite['tokens']:,}", f"{suite['bytes']:,}"]
         rows.append([label, *counts, f"{suite['loss']:.3f}", f"{suite['bits_per_byte']:.3f}"])
     return ["texts", "documents", "tokens", "bytes", "loss", "bits/byte"], rows
+
+
+def _lm_eval(report: Mapping[str, Any]) -> Rows:
+    """As lm-eval prints them, to four digits."""
+    rows = []
+    for task, outcome in report.get("lm_eval", {}).items():
+        about = [task, f"{outcome['documents']:,} of {outcome['of']:,}", str(outcome["shots"])]
+        for metric, (value, error) in outcome["metrics"].items():
+            rows.append([*about, metric, f"{value:.4f}", "–" if error is None else f"{error:.4f}"])
+    return ["lm-eval", "documents", "shots", "metric", "value", "standard error"], rows
+
+
+def _references(report: Mapping[str, Any], root: Path) -> Rows:
+    """The reference scores that are comparable, each with what it says of this model."""
+    rows = []
+    for score in baselines.scores(report):
+        for one in baselines.references(score, root):
+            error = "" if one.error is None else f" ± {100 * one.error:.1f}"
+            about = [one.model, f"{100 * one.value:.1f}{error} %", score.beside(one), one.note]
+            rows.append([score.task, f"{score.metric}, {score.shots} shots", _percent(score.value), *about])
+    return ["reference", "metric", "here", "model", "its score", "here is", "note"], rows
 
 
 def _shares(task: Mapping[str, Any]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from palestra.spec.imports import load_named
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
 from palestra.track.sinks import SinkPlace, Tracker
-from palestra.track.trace import Tracer
+from palestra.track.trace import Tracer, trace_file
 
 COLUMNS = {"steps": "step", "frames": "frame", "tokens": "tokens"}
 """A trainer's counters by their names in rows and in the status."""
@@ -44,7 +44,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         session.follow("trace.json", self.tracer.flush)
 
     @contextmanager
-    def span(self, name: str, **args: int) -> Iterator[None]:
+    def span(self, name: str, **args: Any) -> Iterator[None]:
         """Time a block: an event of the trace, and seconds under `time/` in the next row."""
         start = time.perf_counter()
         try:
@@ -72,18 +72,23 @@ class Recorder(AbstractContextManager["Recorder"]):
 
 
 class Silent(AbstractContextManager["Silent"]):
-    """The recorder of a rank that reports nothing, because the first rank reports the same."""
+    """The recorder of another rank than the first: it has a trace, and reports nothing that the first reports too."""
 
     step = 0
 
-    def span(self, name: str, **args: int) -> AbstractContextManager[None]:
-        return nullcontext()
+    def __init__(self, session: Session, spec: ExperimentSpec, rank: int):
+        track = f"trainer/{rank}"
+        self.tracer = Tracer(session.path / trace_file(track), spec.track.trace, append=True, track=track)
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
+        return self.tracer.span(name, step=self.step, **args)
 
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None: ...
 
     def rates(self, rates: Mapping[str, float]) -> None: ...
 
-    def __exit__(self, *raised: object) -> None: ...
+    def __exit__(self, *raised: object) -> None:
+        self.tracer.close()
 
 
 class HookFailed(PalestraError):

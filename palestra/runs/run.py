@@ -81,7 +81,7 @@ class Run:
     @property
     def seeds(self) -> list[int]:
         """The seeds it was started with."""
-        return self.info["seeds"] if _is_trial(self.path) else [self.seed]
+        return read_json(self.path / "trial.json")["seeds"] if _is_trial(self.path) else [self.seed]
 
     @property
     def seed(self) -> int:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ from palestra.runs.lease import Lease, LeaseLost, Owner, repeating
 from palestra.runs.store import LocalStore, clear_write_errors, read_json, write_bytes, write_json
 from palestra.spec.load import Difference, differences
 from palestra.spec.renames import translated
+from palestra.track.trace import FILES
 from palestra.work.redact import redact, redacted
 
 NAME = "status.json"
@@ -99,9 +101,9 @@ def logging_to(path: Path) -> Iterator[logging.Handler]:
 
 HEARTBEAT_SECONDS = 2.0
 # Append-only files, truncated on resume, also when the resuming process does not follow them.
-APPEND_ONLY = ("metrics.jsonl", "trace.json", "rollouts.jsonl")
+APPEND_ONLY = ("metrics.jsonl", "rollouts.jsonl", FILES)
 # A checkpoint is valid without these: a user may have removed a large one.
-DISPENSABLE = ("trace.json", "rollouts.jsonl")
+DISPENSABLE = ("rollouts.jsonl", FILES)
 
 log = logging.getLogger("palestra.runs")
 
@@ -298,11 +300,11 @@ class Session:
         return saved
 
     def _growing(self) -> list[str]:
-        return sorted({*self._followed, *(name for name in APPEND_ONLY if (self.path / name).exists())})
+        return sorted({*self._followed, *(path.name for name in APPEND_ONLY for path in self.path.glob(name))})
 
     def _check_offsets(self, checkpoint: Checkpoint) -> None:
         for name, offset in checkpoint.meta.offsets.items():
-            if name in DISPENSABLE:
+            if any(fnmatch(name, each) for each in DISPENSABLE):
                 continue
             size = (self.path / name).stat().st_size if (self.path / name).exists() else 0
             if size < offset:

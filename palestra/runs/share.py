@@ -9,12 +9,14 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import NAME, Run
 from palestra.runs.store import read_json, write_bytes
+from palestra.track.trace import FILES
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 LISTING = "palestra_run.json"
 PLACES = {"dev": "PALESTRA_DEV", "published": "PALESTRA_PUBLISHED"}
 CONFIG = "~/.config/palestra/places.json"
-LEFT_OUT = ("trace.json",)  # timelines: large, and of no use elsewhere
 
 
 def place(name: str) -> tuple[str, bool]:
@@ -195,11 +196,12 @@ def _get(files: "AbstractFileSystem", source: str, target: Path, about: dict[str
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """The files of a run, without hidden ones (leases, temporaries) and what is left out."""
+    """The files of a run, without hidden ones (leases, temporaries) and timelines, which are large."""
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         relative = Path(where).relative_to(folder)
-        yield from ((relative / name).as_posix() for name in sorted(names) if name[0] != "." and name not in LEFT_OUT)
+        sent = (name for name in sorted(names) if name[0] != "." and not fnmatch(name, FILES))
+        yield from ((relative / name).as_posix() for name in sent)
 
 
 def _check_names(record: dict[str, Any], target: str) -> None:

@@ -54,6 +54,8 @@ def spec_hash(spec: ExperimentSpec) -> str:
 
 
 def _compare(path: str, a: Any, b: Any) -> Iterator[Difference]:
+    if type(a) is type(b) and isinstance(a, str | int | float | None) and a == b:
+        return  # most are, and are not written as JSON for it
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in (*a, *(key for key in b if key not in a)):
             yield from _compare(f"{path}.{key}" if path else str(key), a.get(key, ABSENT), b.get(key, ABSENT))
@@ -142,6 +144,11 @@ class Loaded:
             here, at = here[part], (*at, part)
         return str(Tree(self.data, self.origins).origin(at))
 
+    def given(self) -> dict[str, str]:
+        """Where each value came from that is not a default, by its dotted path."""
+        origins = {".".join(map(str, path)): self.origin(path) for path in _leaves(plain(self.spec), ())}
+        return {path: origin for path, origin in origins.items() if not origin.startswith("default")}
+
     def _default(self, path: DataPath) -> str:
         """Where a value came from that was not given: from the preset of an algorithm, or from its field."""
         given: Any = self.data.get("algorithm")
@@ -156,6 +163,14 @@ class Loaded:
                 if other or given.get("where") == "none":  # what is given replaces all that the preset has there
                     return self.spec.default_origin(path)
         return f"preset {name}" if preset != {} else self.spec.default_origin(path)
+
+
+def _leaves(data: Any, path: DataPath) -> Iterator[DataPath]:
+    """The paths of all values of a tree; an empty mapping and a list of plain values are values."""
+    below = data.items() if isinstance(data, dict) else enumerate(data) if _are_mappings(data) else ()
+    yield from (leaf for key, value in below for leaf in _leaves(value, (*path, key)))
+    if not below:
+        yield path
 
 
 def load(source: Source, *, variables: Mapping[str, Any] | None = None, overrides: Overrides = ()) -> Loaded:

@@ -12,17 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 NAMES = {
-    "answers", "checkpoint", "collect", "eval", "interact", "learn", "likelihood",
-    "publish", "record", "rollout", "sample", "suites", "texts", "train",
+    "answers", "checkpoint", "collect", "eval", "fetch", "install", "interact", "learn", "likelihood", "lm_eval",
+    "publish", "record", "rollout", "sample", "suites", "texts", "train", "verify",
 }  # fmt: skip
 """What Palestra's own spans are called; a reader may rely on them."""
 WRITE_EVERY = 1.0  # seconds
 TAIL = 1 << 20  # bytes; the last event of a killed run is not longer
+FILES = "trace*.json"
+"""The traces of a session: `trace.json` of its first trainer, and that of each other process by its role."""
+LANES = 2**22  # numbers from here on are no thread's
 
 encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
@@ -40,18 +44,29 @@ class TraceEvent(NamedTuple):
     duration: int
     """In ns."""
     args: dict[str, Any]
-    """Where they apply `step`, `version`, `group`, `tokens`."""
+    """Where they apply `step`, `version`, `group`, `tokens`, `status`."""
+
+
+def trace_file(role: str) -> str:
+    """The name of the trace of a process with a role: `trace.generator-0.json`."""
+    return f"trace.{role.replace('/', '-')}.json"
 
 
 class Tracer(AbstractContextManager["Tracer"]):
     """Records spans of all threads of one process into one file; `append` continues a truncated or killed one.
 
-    Spans of the main thread are on `track`, those of another thread on the track that is the thread's name.
+    Spans of the main thread are on `track`, those of another thread on the track that is the thread's name, unless they
+    name theirs. While it is open, `span` records here.
     """
+
+    current: ClassVar["Tracer | None"] = None
+    """That of this process."""
 
     def __init__(self, path: Path, enabled: bool = True, append: bool = False, track: str = "trainer/0") -> None:
         self.enabled, self.track, self._path = enabled, track, path
-        self._tracks: dict[int, str] = {}  # by thread, once it has recorded an event
+        self._tracks: dict[int, str] = {}  # by thread or lane, once it has an event
+        self._lanes: dict[str, dict[int, int]] = {}  # by track: when the last span of each lane has ended
+        self._numbers = count(LANES)
         self._waiting: list[str] = []
         self._lock = threading.Lock()
         if not enabled:
@@ -65,24 +80,35 @@ class Tracer(AbstractContextManager["Tracer"]):
         self._due = time.monotonic() + WRITE_EVERY
         if started is None:
             self._write("[\n" + encode({"ph": "M", "name": "start", "args": {"unix_ns": wall}}))
+        Tracer.current = self
 
     @contextmanager
-    def span(self, name: str, **args: Any) -> Iterator[None]:
-        """Record the time spent inside, with `args` (plain JSON values)."""
+    def span(self, name: str, *, track: str | None = None, **args: Any) -> Iterator[dict[str, Any]]:
+        """Record the time spent inside, with `args` (plain JSON values); it gives them, to be added to.
+
+        Spans of a named track may overlap.
+        """
         start = time.perf_counter_ns()
         try:
-            yield
+            yield args
         finally:
             if self.enabled:
-                self._record(name, start, time.perf_counter_ns() - start, args)
+                self._record(name, start, time.perf_counter_ns(), args, track)
 
-    def _record(self, name: str, start: int, duration: int, args: dict[str, Any]) -> None:
-        thread = threading.current_thread()
-        track = self.track if thread is threading.main_thread() else thread.name
-        where = {"pid": os.getpid(), "tid": threading.get_native_id()}
-        event = {"ph": "X", "name": name, **where, "ts": (start - self._origin) / 1000, "dur": duration / 1000}  # µs
-        line = encode(event | {"args": args} if args else event)
+    def _record(self, name: str, start: int, end: int, args: dict[str, Any], track: str | None) -> None:
         with self._lock:
+            if track is None:
+                thread, number = threading.current_thread(), threading.get_native_id()
+                track = self.track if thread is threading.main_thread() else thread.name
+            else:  # viewers nest the spans of a thread, so those that overlap are on lanes of their own
+                lanes = self._lanes.setdefault(track, {})
+                free = (lane for lane, last in lanes.items() if last <= start)
+                number = next(free, None) or next(self._numbers)
+                lanes[number] = end
+            where = {"pid": os.getpid(), "tid": number}
+            times = {"ts": (start - self._origin) / 1000, "dur": (end - start) / 1000}  # µs
+            event = {"ph": "X", "name": name, **where, **times}
+            line = encode(event | {"args": args} if args else event)
             if self._tracks.get(where["tid"]) != track:
                 self._tracks[where["tid"]] = track
                 self._waiting.append(encode({"ph": "M", "name": "thread_name", **where, "args": {"name": track}}))
@@ -99,6 +125,8 @@ class Tracer(AbstractContextManager["Tracer"]):
 
     def close(self) -> None:
         """Write what is left and the closing bracket."""
+        if Tracer.current is self:
+            Tracer.current = None
         if self.enabled:
             self.flush()
             self._write("\n]\n")
@@ -119,6 +147,19 @@ class Tracer(AbstractContextManager["Tracer"]):
             self.enabled = False
             self._file.close()
             logger.warning("no more trace: cannot write %s (%s)", self._path, error.strerror)
+
+
+def span(name: str, *, role: str | None = None, track: str | None = None, **args: Any) -> Any:
+    """A span in the trace of this process, if it has one: on the process's own track if that is of the `role`, else on
+    the role's first; or on a `track` of several processes, and then it says whose it is (`by`).
+    """
+    tracer = Tracer.current
+    if tracer is None:
+        return nullcontext(args)
+    if role is None:
+        return tracer.span(name, track=track, by=tracer.track, **args)
+    own = tracer.track if tracer.track.startswith(f"{role}/") else f"{role}/0"
+    return tracer.span(name, track=own, **args)
 
 
 def read_traces(*paths: Path) -> list[TraceEvent]:
