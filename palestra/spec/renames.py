@@ -33,14 +33,8 @@ def translated(data: Any) -> Any:
 
 
 def original(data: Any) -> Any:
-    """Spec data with the first keys and values there were: hashes are taken of these, so that a rename keeps them.
-
-    So does the block `cluster` of control specs, which came later, where it places nothing.
-    """
-    first = _replaced(data, (), BACKWARD)
-    if isinstance(first, dict) and first.get("kind") == "control" and not first.get("cluster", {}).get("environments"):
-        first.pop("cluster", None)
-    return first
+    """Spec data with the first keys and values there were: hashes are taken of these, so that a rename keeps them."""
+    return _replaced(data, (), BACKWARD)
 
 
 def _replaced(data: Any, path: tuple[str, ...], renames: Renames) -> Any:
