@@ -1,8 +1,19 @@
 """The model `palestra` of lm-eval: `python -m palestra.lm_eval --model palestra --model_args pretrained=RUN …`."""
 
+import sys
+
+from palestra.errors import MissingExtra
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+except ModuleNotFoundError as error:
+    missing = MissingExtra("python -m palestra.lm_eval", "lm-eval")
+    if __name__ == "__main__":
+        sys.exit(f"palestra: {missing}")
+    raise missing from error
+
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
 
 from palestra.evaluate.lm_eval import EngineLM
 from palestra.kinds.models import named_dtype, open_model

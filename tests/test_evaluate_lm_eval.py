@@ -4,6 +4,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +262,12 @@ def test_a_task_without_its_data_is_refused_in_one_sentence(folder: Path, tasks:
         palestra.evaluate(
             folder, tasks=["lm_eval:no_data"], args={"tasks": str(tmp_path / "own")}, root=tmp_path / "runs", quiet=True
         )
+
+
+def test_without_the_extra_the_module_names_it():
+    code = "import runpy, sys; sys.modules['lm_eval'] = None; runpy.run_module('palestra.lm_eval', run_name='__main__')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "palestra: python -m palestra.lm_eval needs an optional dependency: pip install 'palestra[lm-eval]'"
+    ]
