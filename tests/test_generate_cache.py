@@ -1,3 +1,5 @@
+import itertools
+
 import psutil
 import pytest
 import torch
@@ -9,6 +11,8 @@ from small_lm import small_model
 from palestra.errors import UsageError
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment
+from palestra.generate.engine.pages import PAGE, pages_for
+from palestra.lm import native
 from palestra.spec.shape import Shape
 
 CPU = torch.device("cpu")
@@ -30,34 +34,51 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def shuffled_tables(rows: int, length: int, pages: int, seed: int = 0) -> torch.Tensor:
+    """Pages of each row for `length` tokens, in no order; none is page 0."""
+    order = 1 + torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed))
+    return order[: rows * pages_for(length)].view(rows, -1).int()
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+
+
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 300),
-    cut=st.integers(1, 300),
+    cut=st.integers(0, 300),
+    dim=st.sampled_from([8, 16, 48]),
+    kernels=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_attention_over_the_cache_equals_brute_force(lengths, window, cut):
-    """Prompts in one or two pieces, then one token in each row."""
-    cache = Cache(SHAPE, 4, 704, torch.float32, CPU)
+def test_attention_over_the_cache_equals_brute_force(lengths, window, cut, dim, kernels):
+    """Prompts in one or two pieces, then one token in each row; pages anywhere."""
+    shape = SHAPE.model_copy(update={"head_dim": dim})
+    cache = Cache(shape, 4 * pages_for(700) + 1, torch.float32, CPU)
+    tables = shuffled_tables(len(lengths), 700, cache.pages)
     q, k, v = (
-        [drawn(length + 1, heads, 8, seed=10 * i + n) for i, length in enumerate(lengths)]
+        [drawn(length + 1, heads, dim, seed=10 * i + n) for i, length in enumerate(lengths)]
         for n, heads in enumerate((6, 2, 2))
     )
-    cut = cut // 256 * 256
     found = [[] for _ in lengths]
     for bounds in ([(0, min(cut, n)) for n in lengths], [(min(cut, n), n) for n in lengths]):
-        segments = [Segment(row, start, end) for row, (start, end) in enumerate(bounds) if start < end]
+        rows = [row for row, (start, end) in enumerate(bounds) if start < end]
+        segments = [Segment(tables[row].tolist(), *bounds[row]) for row in rows]
         if not segments:
             continue
-        packed = [torch.cat([t[s.row][s.start : s.end] for s in segments]) for t in (q, k, v)]
+        packed = [torch.cat([t[row][slice(*bounds[row])] for row in rows]) for t in (q, k, v)]
         padded = [F.pad(t, (0, 0, 0, 0, 0, 5), value=float("nan")) for t in packed]
         out = PrefillAttention(cache, segments)(1, *padded, window)
         assert (out[-5:] == 0).all()
-        for segment, part in zip(segments, out[:-5].split([s.end - s.start for s in segments]), strict=True):
-            found[segment.row].append(part)
-    attend = DecodeAttention(cache, torch.tensor(lengths), max(lengths) + 1)
+        for row, part in zip(rows, out[:-5].split([s.end - s.start for s in segments]), strict=True):
+            found[row].append(part)
+    attend = DecodeAttention(cache, tables, torch.tensor(lengths), max(lengths) + 1)
     last = [F.pad(torch.stack([t[row][-1] for row in range(len(lengths))]), (0, 0, 0, 0, 0, 2)) for t in (q, k, v)]
-    out = attend(1, *last, window)
+    with pytest.MonkeyPatch.context() as patch:
+        if not kernels:
+            without_kernels(patch)
+        out = attend(1, *last, window)
     assert (out[-2:] == 0).all()
     for row, length in enumerate(lengths):
         torch.testing.assert_close(
@@ -66,53 +87,93 @@ def test_attention_over_the_cache_equals_brute_force(lengths, window, cut):
             rtol=1e-4,
             atol=1e-5,
         )
-        assert torch.equal(cache.keys[1, row, :, : length + 1].transpose(0, 1), k[row])
-        assert torch.equal(cache.values[1, row, :, : length + 1].transpose(0, 1), v[row])
+        assert torch.equal(cache.keys[1][tables[row].long()].flatten(0, 1)[: length + 1], k[row])
+        assert torch.equal(cache.values[1][tables[row].long()].flatten(0, 1)[: length + 1], v[row])
     assert cache.keys[0].count_nonzero() == 0  # the other layer's
 
 
-def test_masked_positions_change_no_bit_of_attention():
+@given(
+    length=st.integers(1, 400),
+    cuts=st.lists(st.integers(1, 399), max_size=4),
+    others=st.lists(st.integers(1, 300), max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_token_of_a_prompt_has_the_same_bits_however_it_is_cut_and_beside_any_others(length, cuts, others):
+    def attended(cuts: list[int], others: list[int]) -> torch.Tensor:
+        cache = Cache(SHAPE, 4 * pages_for(700) + 1, torch.float32, CPU)
+        tables = shuffled_tables(4, 700, cache.pages, seed=len(cuts)).tolist()
+        inputs, out = [drawn(length, heads, 8, seed=heads) for heads in (6, 2, 2)], []
+        for start, end in itertools.pairwise([0, *sorted({cut for cut in cuts if cut < length}), length]):
+            segments = [Segment(tables[0], start, end)]
+            segments += [Segment(tables[row + 1], 0, other) for row, other in enumerate(others)]
+            more = [drawn(sum(others), t.shape[1], 8, seed=9) for t in inputs]
+            packed = [torch.cat([t[start:end], extra]) for t, extra in zip(inputs, more, strict=True)]
+            out.append(PrefillAttention(cache, segments)(0, *packed, None)[: end - start])
+        return torch.cat(out)
+
+    assert torch.equal(attended(cuts, others), attended([], []))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("dim", [8, 32])
+def test_masked_positions_change_no_bit_of_attention(kernels, dim, monkeypatch):
     """However many positions behind its own a row is computed with, whatever they hold."""
+    if not kernels:
+        without_kernels(monkeypatch)
     for dtype in (torch.float32, torch.bfloat16):
-        cache = Cache(SHAPE, 3, 704, dtype, CPU)
+        cache = Cache(SHAPE.model_copy(update={"head_dim": dim}), 3 * pages_for(704) + 1, dtype, CPU)
         cache.keys[:], cache.values[:] = drawn(*cache.keys.shape), drawn(*cache.keys.shape, seed=1)
-        lengths = torch.tensor([5, 63, 40])
-        inputs = [drawn(3, heads, 8, seed=heads).to(dtype) for heads in (6, 2, 2)]
-        few = DecodeAttention(cache, lengths, 64)(0, *inputs, None)
+        lengths, tables = torch.tensor([5, 63, 40]), shuffled_tables(3, 704, cache.pages)
+        inputs = [drawn(3, heads, dim, seed=heads).to(dtype) for heads in (6, 2, 2)]
+        few = DecodeAttention(cache, tables, lengths, 64)(0, *inputs, None)
         for longest in (65, 200, 513, 704):
-            assert torch.equal(DecodeAttention(cache, lengths, longest)(0, *inputs, None), few)
+            assert torch.equal(DecodeAttention(cache, tables, lengths, longest)(0, *inputs, None), few)
 
 
-def test_copy_gives_a_row_the_beginning_of_another():
-    cache = Cache(SHAPE, 3, 64, torch.float32, CPU)
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+def test_attention_in_bf16_is_as_near_to_float64_as_torch():
+    shape = SHAPE.model_copy(update={"head_dim": 64})
+    cache = Cache(shape, 2 * pages_for(300) + 1, torch.bfloat16, CPU)
+    cache.keys[:], cache.values[:] = drawn(*cache.keys.shape), drawn(*cache.keys.shape, seed=1)
+    lengths, tables = torch.tensor([299, 17]), shuffled_tables(2, 300, cache.pages)
+    inputs = [drawn(2, heads, 64, seed=heads).bfloat16() for heads in (6, 2, 2)]
+    ours = DecodeAttention(cache, tables, lengths, 300)(0, *inputs, None)
+    keys, values = cache.read(0, tables.long())
+    for row, length in enumerate(lengths.tolist()):
+        k, v = keys[row, :, : length + 1].transpose(0, 1), values[row, :, : length + 1].transpose(0, 1)
+        exact = brute_force(inputs[0][row : row + 1], k, v, None)
+        torch.testing.assert_close(ours[row : row + 1].double(), exact, atol=2e-3, rtol=4e-3)
+
+
+def test_copy_gives_pages_what_others_hold():
+    cache = Cache(SHAPE, 6, torch.float32, CPU)
     cache.keys[:], cache.values[:] = drawn(*cache.keys.shape), drawn(*cache.values.shape, seed=1)
-    before = cache.keys.clone()
-    cache.copy(2, 0, 10)
-    assert torch.equal(cache.keys[:, 0, :, :10], before[:, 2, :, :10])
-    assert torch.equal(cache.keys[:, 0, :, 10:], before[:, 0, :, 10:])
-    assert torch.equal(cache.keys[:, 1:], before[:, 1:])
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.copy([2, 2, 4], [0, 1, 5])
+    for now, before in ((cache.keys, keys), (cache.values, values)):
+        assert torch.equal(now, before[:, [2, 2, 2, 3, 4, 4]])
 
 
 def test_memory_of_a_large_cache_is_taken_only_when_it_is_written():
     process = psutil.Process()
     before = process.memory_info().rss
-    cache = Cache(SHAPE.model_copy(update={"layers": 32}), 64, 8192, torch.bfloat16, CPU)
+    cache = Cache(SHAPE.model_copy(update={"layers": 32}), 64 * 256, torch.bfloat16, CPU)
     assert cache.nbytes == 2 * 32 * 64 * 2 * 8192 * 8 * 2
     assert cache.keys[3, 5].float().sum() == 0
     assert process.memory_info().rss - before < 100 * 2**20
 
 
-def test_rows_follow_the_budget():
-    def rows(*settings) -> int:
-        return Cache.fitting(SHAPE, 700, *settings).keys.shape[1]
+def test_pages_follow_the_budget():
+    def pages(*settings) -> int:
+        return Cache.fitting(SHAPE, 700, *settings).pages - 1  # and one is scratch
 
-    each = 2 * 2 * 2 * 704 * 8 * 4  # positions are a multiple of 64
-    assert rows(torch.float32, CPU, 10 * each + 1, 100) == 10
-    assert rows(torch.bfloat16, CPU, 10 * each + 1, 100) == 20
-    assert rows(torch.float32, CPU, 10 * each, 3) == 3
-    assert rows(torch.float32, CPU, None, 7) == 7
-    with pytest.raises(UsageError, match=r"a sequence of 704 tokens needs 0\.2 MiB"):
-        rows(torch.float32, CPU, each - 1, 3)
+    each = 2 * 2 * 2 * PAGE * 8 * 4
+    assert pages(torch.float32, CPU, 50 * each + 1, 100) == 50
+    assert pages(torch.bfloat16, CPU, 50 * each + 1, 100) == 100
+    assert pages(torch.float32, CPU, 200 * each, 3) == 3 * 22
+    assert pages(torch.float32, CPU, None, 7) == 7 * 22
+    with pytest.raises(UsageError, match=r"a sequence of 700 tokens needs 0\.2 MiB"):
+        pages(torch.float32, CPU, 22 * each - 1, 3)
 
 
 def test_weights_laid_out_anew_are_those_published_last():

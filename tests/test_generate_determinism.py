@@ -89,7 +89,7 @@ def test_request_after_caches_were_computed_again_gives_the_same_bits(dtype):
     while mine.result is None:
         engine.burst()
     assert mine.result.generations == alone
-    assert engine.metrics()["shared_tokens"] == 0
+    assert engine.metrics()["shared_tokens"] == 39
 
 
 def test_shared_prompt_copied_late_gives_the_same_bits():
@@ -97,3 +97,25 @@ def test_shared_prompt_copied_late_gives_the_same_bits():
     request = Request(prompt_of(40, 1), Sampling(seed=9, max_new_tokens=6), n=5)
     alone = among_others(model, request, [])
     assert among_others(model, request, [], max_running=2) == alone  # later samples copy it, or compute it again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
+def test_prompt_that_begins_as_others_do_gives_the_same_bits(dtype):
+    """Whatever of it others have computed: pages of one that has ended, of one at work, and of one admitted with it."""
+    model = small_model(deviation=0.05, dtype=dtype, **REAL)
+    prompt, sampling = prompt_of(150, 1), Sampling(seed=9, max_new_tokens=6)
+    alone = among_others(model, Request(prompt, sampling), [])
+    engine = engine_of(model, prefill_tokens=64)
+    for length in (40, 97, 130, 149):
+        engine.submit(
+            Request((*prompt[:length], *prompt_of(20, length)), Sampling(seed=1, max_new_tokens=30)), Listener()
+        )
+        for _ in range(length % 4):
+            engine.burst()
+    mine = Listener()
+    engine.submit(Request(prompt, sampling), mine)
+    while mine.result is None:
+        engine.burst()
+    assert mine.result.generations == alone
+    (again,) = engine.run([Request(prompt, sampling)])
+    assert again.generations == alone

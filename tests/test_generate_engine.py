@@ -8,7 +8,7 @@ from tiny_models import FAMILIES, tiny_checkpoint
 
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.engine import Engine, EngineFailed, PromptTooLong, QueueFull
-from palestra.generate.engine.kv_cache import COLUMNS
+from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Chunk, Request, Result, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 
@@ -108,15 +108,14 @@ def test_group_larger_than_the_slots_finishes_and_equals_one_with_room():
     assert tight.run([request])[0].generations == roomy.run([request])[0].generations
 
 
-def test_kv_budget_of_one_slot_still_finishes_everything():
-    positions = -(-CONTEXT // COLUMNS) * COLUMNS
-    one_slot = 2 * 2 * 2 * positions * 8 * 4  # keys and values, layers, heads, positions, dim, bytes
-    engine = engine_of(kv_bytes=one_slot + 100)
-    assert engine.slots == 1
+def test_kv_budget_of_one_sequence_still_finishes_everything():
+    one = 2 * 2 * 2 * pages_for(CONTEXT) * PAGE * 8 * 4  # keys and values, layers, heads, positions, dim, bytes
+    engine = engine_of(kv_bytes=one + 100)
+    assert engine.metrics()["pages"] == pages_for(CONTEXT)
     requests = [Request(prompt_of(3 + i, i), Sampling(seed=i, max_new_tokens=6)) for i in range(5)]
     assert [r.generations for r in engine.run(requests)] == [r.generations for r in engine_of().run(requests)]
-    with pytest.raises(UsageError, match="a sequence of 128 tokens needs"):
-        engine_of(kv_bytes=one_slot - 1)
+    with pytest.raises(UsageError, match="a sequence of 96 tokens needs"):
+        engine_of(kv_bytes=one - 1)
 
 
 def test_length_limits_of_request_and_context_end_a_generation():
@@ -423,7 +422,7 @@ def test_abort_while_a_long_prompt_is_computed_leaves_the_next_whole():
     (alone,) = engine_of(small_model(context=1200)).run([request])
     assert second.result.generations == alone.generations
     assert [g.tokens for g in first.result.generations] == [(), ()]
-    assert engine.metrics()["prefill_tokens"] == 256 + 999
+    assert engine.metrics()["prefill_tokens"] == 999  # the pages that were complete serve the second request
 
 
 def test_pause_keeps_requests_where_they_are_until_resume():

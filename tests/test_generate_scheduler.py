@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,6 +7,7 @@ from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
 from palestra.generate.engine.batch import TURN
+from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Request, Sampling, StopReason
 
 
@@ -16,35 +18,61 @@ def check_rows(engine):
     assert len(rows) <= engine.slots
     assert len({(sample.job.id, sample.index) for sample in rows}) == len(rows)
     assert host.active[len(rows) :].sum() == 0
+    assert host.tables[len(rows) :].sum() == 0
     for sample in rows:
         assert bool(host.active[sample.row]) == sample.active
-        assert host.length[sample.row] == sample.cached
+        table = host.tables[sample.row].tolist()
         if sample.active:
-            assert sample.cached == sample.due
-            assert host.token[sample.row] == sample.piece(sample.due, sample.due + 1)[0]
+            assert sample.cached == sample.due == host.length[sample.row]
+            assert host.token[sample.row] == sample.sequence[sample.due]
             assert host.remaining[sample.row] == sample.remaining
+            assert table == sample.pages + [0] * (len(table) - len(sample.pages))
+        else:
+            assert not any(table)
+    check_pages(engine)
+
+
+def check_pages(engine):
+    """A page belongs to those who have it and no other; what a sequence still writes to is its own."""
+    scheduler = engine._scheduler
+    pool, owners = scheduler.pool, Counter(page for sample in scheduler.rows for page in sample.pages)
+    assert all(pool._users[page] == count for page, count in owners.items())
+    held, free, idle = set(owners), set(pool._free), set(pool._idle)
+    assert sum(pool._users) == owners.total()
+    assert len(held) + len(free) + len(idle) == pool.size == len(held | free | idle)
+    assert 0 not in held | free | idle
+    assert {page for page in pool._keys if page not in held} == idle
+    assert set(pool._known.values()) == set(pool._keys)
+    assert scheduler._computing <= held
+    for sample in scheduler.rows:
+        assert len(set(sample.pages)) == len(sample.pages) >= pages_for(sample.due)
+        assert all(owners[page] == 1 for page in sample.pages[sample.due // PAGE :])
+    assert all(not sample.pages and sample.row == -1 for sample in scheduler.preempted)
 
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=10, deadline=None)
 def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or_overlap(seed):
     choose = random.Random(seed)
-    model = small_model(layers=1, width=16, heads=2, kv_heads=1, mlp=16)
+    model = small_model(layers=1, width=16, heads=2, kv_heads=1, mlp=16, context=160)
+    most = pages_for(model.shape.context)
     engine = engine_of(
         model,
         max_running=choose.randint(1, 6),
-        burst=choose.randint(1, 4),
+        burst=choose.randint(1, 40),
         prefill_tokens=choose.choice([1, 20, 300]),
         eos=frozenset(range(4)),
+        exact=choose.random() < 0.5,
+        kv_bytes=2 * PAGE * 8 * 4 * choose.randint(most, 3 * most),
     )
     listeners = {}
     for step in range(30):
         match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
             case "submit":
-                sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 12))
-                request = Request(
-                    prompt_of(choose.randint(1, 60), choose.randint(0, 3)), sampling, choose.randint(1, 5)
-                )
+                sampling = Sampling(seed=step, max_new_tokens=choose.randint(1, 60))
+                shared = prompt_of(choose.randint(1, 70), choose.randint(0, 1))
+                prompt = (*shared, *prompt_of(choose.randint(1, 60), choose.randint(0, 3)))
+                request = Request(prompt, sampling, choose.randint(1, 5))
                 listener = Listener(streams=choose.random() < 0.5)
                 listeners[engine.submit(request, listener)] = (request, listener)
             case "abort" if listeners:

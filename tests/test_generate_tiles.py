@@ -9,7 +9,7 @@ from palestra.spec.shape import Shape
 
 def tiles() -> Tiles:
     made = Tiles(Transformer(Shape(layers=1, width=8, heads=1, mlp=8, context=8, vocab=8)))
-    made.whole = False  # as on a CPU with AVX-512, or without a compiler
+    made.whole = False  # as on a CPU with bf16, or without a compiler
     made.for_decoding()
     return made
 

@@ -8,6 +8,7 @@ import torch
 
 from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.kv_cache import Cache
+from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import token_logprobs
@@ -73,18 +74,21 @@ def test_decode_attention_equals_float64(rows, heads, kv, dim, context, window, 
     from palestra.generate.engine.decode_kernel import attend
 
     draws = torch.Generator("cuda").manual_seed(0)
-    keys, values = (torch.randn(rows + 2, kv, context, dim, device="cuda", generator=draws).to(dtype) for _ in range(2))
-    lengths = torch.randint(1, context + 1, (rows,), device="cuda", generator=draws)
-    slots = torch.randperm(rows + 2, device="cuda", generator=draws)[:rows].int()
+    across = pages_for(context)
+    size = (rows * across + 3, PAGE, kv, dim)
+    keys, values = (torch.randn(size, device="cuda", generator=draws).to(dtype) for _ in range(2))
+    lengths = torch.randint(0, context, (rows,), device="cuda", generator=draws)
+    lengths[0] = context - 1
+    tables = torch.randperm(size[0], device="cuda", generator=draws)[: rows * across].view(rows, across).int()
     q = torch.randn(rows, heads, dim, device="cuda", generator=draws).to(dtype)
-    found = attend(q, keys, values, slots, lengths, window)
-    t = torch.arange(context, device="cuda")
-    seen = t[None] < lengths[:, None]
+    found = attend(q, keys, values, tables, lengths, window)
+    t = torch.arange(across * PAGE, device="cuda")
+    seen = t[None] <= lengths[:, None]
     if window is not None:
-        seen &= t[None] >= lengths[:, None] - window
-    wide = [x[slots.long()].double().repeat_interleave(heads // kv, 1) for x in (keys, values)]
-    scores = torch.einsum("bhd,bhtd->bht", q.double(), wide[0]) * dim**-0.5
-    expected = torch.einsum("bht,bhtd->bhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), wide[1])
+        seen &= t[None] > lengths[:, None] - window
+    wide = [x[tables.long()].flatten(1, 2).double().repeat_interleave(heads // kv, 2) for x in (keys, values)]
+    scores = torch.einsum("bhd,bthd->bht", q.double(), wide[0]) * dim**-0.5
+    expected = torch.einsum("bht,bthd->bhd", scores.masked_fill(~seen[:, None], -math.inf).softmax(-1), wide[1])
     assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
@@ -110,22 +114,24 @@ def test_fused_layers_are_as_near_to_fp32_as_the_modules(rows, changes):
     draws = torch.Generator("cuda").manual_seed(rows)
     tokens = torch.randint(0, 1000, (rows,), device="cuda", generator=draws)
     lengths = torch.randint(0, shape.context - 1, (rows,), device="cuda", generator=draws)
+    across = pages_for(shape.context)
+    pages = rows * across + 1
+    tables = (1 + torch.randperm(pages - 1, device="cuda", generator=draws)).view(rows, across).int()
     caches = [
-        Cache(shape, rows, shape.context, dtype, torch.device("cuda"))
-        for dtype in (torch.bfloat16,) * 2 + (torch.float32,)
+        Cache(shape, pages, dtype, torch.device("cuda")) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)
     ]
     for name in ("keys", "values"):
         old = torch.randn(getattr(caches[0], name).shape, device="cuda", generator=draws).bfloat16()
         for cache in caches:
             getattr(cache, name).copy_(old)
     with torch.inference_mode():
-        plain = model(tokens, lengths, KernelAttention(caches[0], lengths)).hidden
+        plain = model(tokens, lengths, KernelAttention(caches[0], tables, lengths)).hidden
         layers = DecodeLayers.of(model, caches[1])
         assert layers is not None
-        fused = layers(tokens, lengths)
+        fused = layers(tokens, lengths, tables)
         exact = copy.deepcopy(model).float()
         exact.dtype = torch.float32
-        expected = exact(tokens, lengths, KernelAttention(caches[2], lengths)).hidden
+        expected = exact(tokens, lengths, KernelAttention(caches[2], tables, lengths)).hidden
     assert relative(fused, expected) < 1.3 * relative(plain, expected) + 1e-3
     for ours, theirs in ((caches[1].keys, caches[2].keys), (caches[1].values, caches[2].values)):
         assert relative(ours, theirs) < 0.01

@@ -331,7 +331,8 @@ def test_a_step_of_all_layers_equals_the_model_in_float64(more, threads):
         if parameter.ndim == 1:  # biases and norms that do something
             parameter.data += drawn(len(parameter), dtype=torch.float32, seed=len(name)) / 4
     lengths, tokens = torch.tensor([0, 3, 40, 11, 7]), torch.tensor([4, 9, 0, 33, 4])
-    cache = Cache(shape, len(tokens), 64, torch.float64, torch.device("cpu"))
+    cache = Cache(shape, 2 * len(tokens) + 1, torch.float64, torch.device("cpu"))
+    tables = (1 + torch.randperm(2 * len(tokens), generator=torch.Generator().manual_seed(0))).view(-1, 2).int()
     for seed, tensor in enumerate((cache.keys, cache.values)):
         tensor.copy_(drawn(*tensor.shape, dtype=torch.float64, seed=seed))
     keys, values = cache.keys.float(), cache.values.float()
@@ -343,12 +344,12 @@ def test_a_step_of_all_layers_equals_the_model_in_float64(more, threads):
         torch.set_num_threads(threads)
         try:
             decode = native.Decoder(shape, parts, keys, values)
-            found = model.norm(decode(embedded.clone(), *angles, lengths))
+            found = model.norm(decode(embedded.clone(), *angles, lengths, tables))
         finally:
             torch.set_num_threads(before)
         wide = Transformer(shape, torch.float64).double()
         wide.load_state_dict(model.state_dict())
-        expected = wide(tokens, lengths, DecodeAttention(cache, lengths, 41)).hidden
+        expected = wide(tokens, lengths, DecodeAttention(cache, tables, lengths, 41)).hidden
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(keys.double(), cache.keys, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(values.double(), cache.values, atol=2e-5, rtol=2e-5)

@@ -41,9 +41,10 @@ KERNELS = {
     "turn": "p iii p p f p ii",
     "gate": "p p ii",
     "gate_backward": "p p p ii",
+    "attend": "p p p p p p i iiii i i",
 }
 """What each takes: pointers, integers, floats; and at last how many threads may help."""
-SINGLE = {"draw": "p i p p p p p ii", "product": "p p p iii", "decode": "p p p p p p f i"}
+SINGLE = {"draw": "p i p p p p p ii", "product": "p p p iii", "decode": "p p p p p p p f i"}
 """Those of FP32 alone."""
 LAYER = ["attn_norm.weight", "attn.qkv", "attn.qkv.bias", "attn.q_norm.weight", "attn.k_norm.weight", "attn.o"]
 LAYER += ["mlp_norm.weight", "mlp.gate_up", "mlp.down"]
@@ -114,21 +115,37 @@ class Decoder:
     """All layers of a dense FP32 model for one new token in each row, in one call: a model of 30 has 400 otherwise."""
 
     def __init__(self, shape: Shape, parts: Mapping[str, Tensor], keys: Tensor, values: Tensor):
-        """`parts` by name, matrices `in_panels`; `keys` and `values` (L, rows, K, context, dim)."""
+        """`parts` by name, matrices `in_panels`; `keys` and `values` (L, pages, page, K, dim)."""
         self._held = parts, keys, values
-        context, pointers = keys.shape[3], []
+        pointers = []
         for layer in range(shape.layers):
             tensors = [*(parts.get(f"layers.{layer}.{name}") for name in LAYER), keys[layer], values[layer]]
             pointers.append([0 if each is None else each.data_ptr() for each in tensors])
-            pointers[-1].append(shape.window_of(layer) or context)
+            pointers[-1].append(shape.window_of(layer) or 0)
         per_head = shape.qk_norm == "head"
-        sizes = [shape.layers, shape.width, shape.heads, shape.kv, shape.dim, shape.hidden, context, per_head]
+        sizes = [shape.layers, shape.width, shape.heads, shape.kv, shape.dim, shape.hidden, keys.shape[2], per_head]
         self._layers, self._sizes, self._eps = torch.tensor(pointers), torch.tensor(sizes), shape.norm_eps
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor) -> Tensor:
-        """Embeddings (B, D) become the last hidden states, before their norm; angles are `doubled`."""
-        _call("decode", x, self._layers, self._sizes, cos, sin, lengths, self._eps, len(x))
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
+        """Embeddings (B, D) become the last hidden states, before their norm; angles are `doubled`.
+
+        Row b has `lengths[b]` tokens cached, in the pages `tables[b]`.
+        """
+        sizes = torch.cat([self._sizes, torch.tensor([tables.stride(0)])])
+        _call("decode", x, self._layers, sizes, cos, sin, lengths, tables, self._eps, len(x))
         return x
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+    """Attention of one token a row, q (T, H, dim), over the first `lengths` + 1 positions of its pages.
+
+    `keys` and `values` (pages, page, K, dim), `tables` (B, n) int32, `lengths` (B), T ≥ B; zeros beyond B. The
+    dimension of a head is a multiple of 16.
+    """
+    (_, page, kv, dim), (batch, across) = keys.shape, (len(lengths), tables.stride(0))
+    out, q = torch.zeros(q.shape, dtype=q.dtype), q.contiguous()
+    _call("attend", q, keys, values, lengths, tables, out, across, q.shape[1], kv, dim, page, window or 0, batch)
+    return out
 
 
 def gate(both: Tensor) -> Tensor:

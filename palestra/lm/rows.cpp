@@ -10,6 +10,9 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 struct bf16 { uint16_t bits; };
 
@@ -207,6 +210,18 @@ constexpr int PANEL = 16, PARTS = PANEL / LANES, TILE = 4, HEIGHT = 64;
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16), aligned(4)));
 
+// sum + a · b, rounded once: left to itself GCC rounds twice in some loops and once in others (for Sapphire Rapids it
+// does without fused instructions where they form a chain), and a row would have other bits with other rows beside it.
+static inline Vector fused(Vector a, float b, Vector sum) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, _mm512_set1_ps(b), (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 // COUNT rows times a panel of 16 columns that lie side by side: each sum adds its products one after the other, whatever
 // COUNT is. x has the first number of every row, then the second of every row, and so on; ARM multiplies a vector by an
 // element of another. GCC keeps the sums in registers only if every loop over them is unrolled.
@@ -217,7 +232,7 @@ template <int COUNT> static void tile(const float* x, const float* panel, float*
     auto add = [&](int64_t k, int row, float value) {
         #pragma GCC unroll 4
         for (int p = 0; p < PARTS; p++)
-            sums[row][p] += *reinterpret_cast<const Vector*>(panel + k * PANEL + p * LANES) * value;
+            sums[row][p] = fused(*reinterpret_cast<const Vector*>(panel + k * PANEL + p * LANES), value, sums[row][p]);
     };
     int64_t k = 0;
     for (; k + AHEAD <= inputs; k += AHEAD) {
@@ -264,59 +279,110 @@ extern "C" void product_fp32(const float* x, const float* weight, float* out, in
     });
 }
 
-// One layer of a model, and what it has cached: keys and values (rows, kv heads, context, dim).
+// One layer of a model, and what it has cached: keys and values (pages, page, kv heads, dim).
 struct Layer {
     const float *attn_norm, *qkv, *bias, *q_norm, *k_norm, *o, *mlp_norm, *gate_up, *down;
     float *keys, *values;
     int64_t window;
 };
-struct Sizes { int64_t layers, width, heads, kv, dim, hidden, context, per_head; };
+struct Sizes { int64_t layers, width, heads, kv, dim, hidden, page, per_head, across; };
 
-static inline float dot(const float* a, const float* b, int64_t dim) {
+// Where a position of a sequence lies, of all positions of all pages.
+static inline int64_t place(const int32_t* table, int64_t page, int64_t position) {
+    return table[position / page] * page + position % page;
+}
+
+template <class T> static inline Vector wide_vector(const T* from) {
+    if constexpr (std::is_same_v<T, float>) return *reinterpret_cast<const Vector*>(from);
+    Vector to;
+    #pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) to[lane] = wide(from[lane]);
+    return to;
+}
+
+template <class T> static inline float dot(const float* a, const T* b, int64_t dim) {
     Vector sums = {};
-    for (int64_t i = 0; i < dim; i += LANES)
-        sums += *reinterpret_cast<const Vector*>(a + i) * *reinterpret_cast<const Vector*>(b + i);
+    for (int64_t i = 0; i < dim; i += LANES) sums += *reinterpret_cast<const Vector*>(a + i) * wide_vector(b + i);
     float sum = 0;
     #pragma GCC unroll 16
     for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
     return sum;
 }
 
-// out (VECTORS · LANES numbers) = Σ of weights · values / total
-template <int VECTORS> static void averaged(const float* weights, const float* values, int64_t count, int64_t dim,
-                                            float total, float* out) {
-    Vector sums[VECTORS] = {};
+// sums (VECTORS · LANES numbers) += Σ of weights · values, which lie `apart`.
+template <int VECTORS, class T> static void accumulate(const float* weights, const T* values, int64_t count,
+                                                       int64_t apart, float* sums) {
+    Vector parts[VECTORS];
+    #pragma GCC unroll 8
+    for (int p = 0; p < VECTORS; p++) parts[p] = *reinterpret_cast<const Vector*>(sums + p * LANES);
     for (int64_t j = 0; j < count; j++) {
         #pragma GCC unroll 8
-        for (int p = 0; p < VECTORS; p++)
-            sums[p] += *reinterpret_cast<const Vector*>(values + j * dim + p * LANES) * weights[j];
+        for (int p = 0; p < VECTORS; p++) parts[p] += wide_vector(values + j * apart + p * LANES) * weights[j];
     }
     #pragma GCC unroll 8
-    for (int p = 0; p < VECTORS; p++) *reinterpret_cast<Vector*>(out + p * LANES) = sums[p] / total;
+    for (int p = 0; p < VECTORS; p++) *reinterpret_cast<Vector*>(sums + p * LANES) = parts[p];
 }
 
-// out (dim) = softmax(query · keys / √dim) · values over `count` positions.
-static void attend(const float* query, const float* keys, const float* values, int64_t count, int64_t dim,
-                   float* scores, float* out) {
-    constexpr int WIDE = 8;
-    float scale = 1.0f / std::sqrt(float(dim)), most = -INFINITY, total = 0;
-    for (int64_t j = 0; j < count; j++) scores[j] = dot(query, keys + j * dim, dim) * scale;
-    for (int64_t j = 0; j < count; j++) most = std::max(most, scores[j]);
-    #pragma omp simd
-    for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - most);
-    for (int64_t j = 0; j < count; j++) total += scores[j];
-    int64_t i = 0;
-    for (; i + WIDE * LANES <= dim; i += WIDE * LANES) averaged<WIDE>(scores, values + i, count, dim, total, out + i);
-    for (; i < dim; i += LANES) averaged<1>(scores, values + i, count, dim, total, out + i);
+// out (rows, heads, dim) = softmax(q · keys / √dim) · values over the last `window` (0: all) of the first
+// lengths[row] + 1 positions of each row's sequence. The rows of q and the table lie `q_apart` and `across`.
+template <class T> static void attend(const T* q, int64_t q_apart, const T* keys, const T* values,
+                                      const int64_t* lengths, const int32_t* tables, T* out, int64_t across,
+                                      int64_t heads, int64_t kv, int64_t dim, int64_t page, int64_t window,
+                                      int64_t rows, int threads) {
+    int64_t group = heads / kv, apart = kv * dim, longest = *std::max_element(lengths, lengths + rows) + 1;
+    shared_out(rows * kv, longest * dim * group, threads, [=](int64_t begin, int64_t end, int) {
+        static thread_local std::vector<float> memory;
+        memory.resize(size_t(group) * (longest + 2 * dim));
+        float *scores = memory.data(), *queries = scores + group * longest, *sums = queries + group * dim;
+        constexpr int WIDE = 8;
+        float scale = 1.0f / std::sqrt(float(dim));
+        for (int64_t unit = begin; unit < end; unit++) {
+            int64_t row = unit / kv, head = unit % kv, seen = lengths[row] + 1;
+            int64_t first = window && window < seen ? seen - window : 0, count = seen - first;
+            const int32_t* table = tables + row * across;
+            for (int64_t i = 0; i < group * dim; i++) {
+                queries[i] = wide(q[row * q_apart + head * group * dim + i]);
+                sums[i] = 0;
+            }
+            // The rest of a page at a time, whose keys all heads of the group read while they are near.
+            for (int64_t at = first, n; at < seen; at += n) {
+                n = std::min(page - at % page, seen - at);
+                const T* from = keys + place(table, page, at) * apart + head * dim;
+                for (int64_t g = 0; g < group; g++)
+                    for (int64_t j = 0; j < n; j++)
+                        scores[g * count + at - first + j] = dot(queries + g * dim, from + j * apart, dim) * scale;
+            }
+            for (int64_t g = 0; g < group; g++) {
+                float *own = scores + g * count, most = -INFINITY, total = 0;
+                for (int64_t j = 0; j < count; j++) most = std::max(most, own[j]);
+                #pragma omp simd
+                for (int64_t j = 0; j < count; j++) own[j] = exponential(own[j] - most);
+                for (int64_t j = 0; j < count; j++) total += own[j];
+                #pragma omp simd
+                for (int64_t j = 0; j < count; j++) own[j] /= total;
+            }
+            for (int64_t at = first, n; at < seen; at += n) {
+                n = std::min(page - at % page, seen - at);
+                const T* from = values + place(table, page, at) * apart + head * dim;
+                for (int64_t g = 0; g < group; g++) {
+                    const float* own = scores + g * count + at - first;
+                    int64_t i = 0;
+                    for (; i + WIDE * LANES <= dim; i += WIDE * LANES) accumulate<WIDE>(own, from + i, n, apart, sums + g * dim + i);
+                    for (; i < dim; i += LANES) accumulate<1>(own, from + i, n, apart, sums + g * dim + i);
+                }
+            }
+            for (int64_t i = 0; i < group * dim; i++) put(out[unit * group * dim + i], sums[i]);
+        }
+    });
 }
 
 // The next token of each of `rows` sequences, all layers: x (rows, width) becomes the last hidden states, before their
-// norm. Angles are (rows, dim); row r has lengths[r] tokens cached. The dimension of a head is a multiple of 16.
+// norm. Angles are (rows, dim); row r has lengths[r] tokens cached, in the pages tables[r]. The dimension of a head is a
+// multiple of 16.
 extern "C" void decode_fp32(float* x, const Layer* layers, const Sizes* sizes, const float* cos, const float* sin,
-                            const int64_t* lengths, float eps, int64_t rows, int threads) {
+                            const int64_t* lengths, const int32_t* tables, float eps, int64_t rows, int threads) {
     int64_t width = sizes->width, heads = sizes->heads, kv = sizes->kv, dim = sizes->dim, hidden = sizes->hidden;
-    int64_t context = sizes->context, group = heads / kv, ends = (heads + 2 * kv) * dim;
-    int64_t longest = *std::max_element(lengths, lengths + rows) + 1;
+    int64_t page = sizes->page, across = sizes->across, ends = (heads + 2 * kv) * dim;
     bool per_head = sizes->per_head;
     static thread_local std::vector<float> memory;
     memory.resize(size_t(rows) * (2 * width + ends + heads * dim + 3 * hidden + 1));
@@ -351,22 +417,12 @@ extern "C" void decode_fp32(float* x, const Layer* layers, const Sizes* sizes, c
                     second[i] = b * c[i + dim / 2] + a * s[i + dim / 2];
                 }
             }
-            for (int64_t head = 0; head < kv; head++) {
-                int64_t place = ((row * kv + head) * context + lengths[row]) * dim;
-                std::copy_n(k + head * dim, dim, layer->keys + place);
-                std::copy_n(v + head * dim, dim, layer->values + place);
-            }
+            int64_t to = place(tables + row * across, page, lengths[row]) * kv * dim;
+            std::copy_n(k, kv * dim, layer->keys + to);
+            std::copy_n(v, kv * dim, layer->values + to);
         }
-        shared_out(rows * heads, longest * dim, threads, [=](int64_t begin, int64_t end, int) {
-            static thread_local std::vector<float> scores;
-            scores.resize(longest);
-            for (int64_t unit = begin; unit < end; unit++) {
-                int64_t row = unit / heads, head = unit % heads, seen = std::min(lengths[row] + 1, layer->window);
-                int64_t place = ((row * kv + head / group) * context + lengths[row] + 1 - seen) * dim;
-                attend(qkv + row * ends + head * dim, layer->keys + place, layer->values + place, seen, dim,
-                       scores.data(), attended + unit * dim);
-            }
-        });
+        attend<float>(qkv, ends, layer->keys, layer->values, lengths, tables, attended, across, heads, kv, dim, page,
+                      layer->window, rows, threads);
         product_fp32(attended, layer->o, out, rows, heads * dim, width, threads);
         add(x, out);
         norm<float>({x, 1, width, 0}, layer->mlp_norm, eps, h, scales, rows, width, threads);
@@ -446,6 +502,12 @@ extern "C" void draw_fp32(const float* scores, int64_t apart, const float* heats
     }                                                                                                                 \
     extern "C" void gate_backward_##NAME(T* grads, T* both, T* to_both, int64_t rows, int64_t width, int threads) {   \
         gate_backward<T>(grads, both, to_both, rows, width, threads);                                                 \
+    }                                                                                                                 \
+    extern "C" void attend_##NAME(T* q, T* keys, T* values, int64_t* lengths, int32_t* tables, T* out,                \
+                                  int64_t across, int64_t heads, int64_t kv, int64_t dim, int64_t page,               \
+                                  int64_t window, int64_t rows, int threads) {                                        \
+        attend<T>(q, heads * dim, keys, values, lengths, tables, out, across, heads, kv, dim, page, window, rows,     \
+                  threads);                                                                                           \
     }
 
 KERNELS(float, fp32)

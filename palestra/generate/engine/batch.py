@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from palestra.generate.engine.pages import PAGE, SCRATCH, PagePool, pages_for
 from palestra.generate.engine.request import MOST_ENDS, Alternatives, EngineJob, Sample
 from palestra.generate.engine.sampler import Needs, Settings, sample
 
@@ -17,27 +18,29 @@ ALL = 2**62
 
 
 class BatchRows:
-    """State of the rows, as views of three tensors: a device gets all of it in three copies."""
+    """State of the rows, as views of four tensors: a device gets all of it in four copies."""
 
-    def __init__(self, integers: Tensor, floats: Tensor, ends: Tensor):
+    def __init__(self, integers: Tensor, floats: Tensor, ends: Tensor, tables: Tensor):
         """`integers` (8, rows) int64, `floats` (3, rows) FP32.
 
         `ends` (rows, MOST_ENDS) int64 are the tokens that end the sequence, the first one repeated; −1 where there are
-        none.
+        none. `tables` (rows, n) int32 are the pages of the sequence in the cache, and scratch behind them; all scratch
+        in a row that is not sampled.
         """
-        self.integers, self.floats, self.ends = integers, floats, ends
+        self.integers, self.floats, self.ends, self.tables = integers, floats, ends, tables
         # The last token of the sequence, not yet in the cache; how many tokens are in the cache, which is also the
         # position of `token`; 1 where tokens are sampled (the output of other rows is ignored); how many tokens may
         # still be sampled.
         self.token, self.length, self.active, self.remaining = integers[:4]
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> "BatchRows":
-        """Rows in which nothing runs."""
+    def empty(cls, rows: int, context: int, device: torch.device) -> "BatchRows":
+        """Rows in which nothing runs, for sequences of up to `context` tokens."""
         return cls(
             torch.zeros(8, rows, dtype=torch.int64, device=device),
             torch.zeros(3, rows, dtype=torch.float32, device=device),
             torch.full((rows, MOST_ENDS), -1, dtype=torch.int64, device=device),
+            torch.full((rows, pages_for(context)), SCRATCH, dtype=torch.int32, device=device),
         )
 
     def settings(self, batch: int) -> Settings:
@@ -55,23 +58,37 @@ class BatchRows:
         self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in settings]).T
         ends = (sample.job.ends for sample in samples)
         self.ends[rows] = torch.tensor([(tokens + (tokens[:1] or (-1,)) * MOST_ENDS)[:MOST_ENDS] for tokens in ends])
+        for started in samples:
+            self.add_pages(started.row, 0, started.pages)
+
+    def add_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """The pages of a sequence from number `first` on, on the host: there NumPy takes a tenth of torch's time."""
+        self.tables.numpy()[row, first : first + len(pages)] = pages
 
     def stop(self, row: int) -> None:
-        """Stop sampling in a row, on the host: there NumPy takes a tenth of torch's time for one number."""
-        self.integers.numpy()[2, row] = 0
+        """Stop sampling in a row, on the host. What an idle row computes goes to scratch."""
+        self.integers.numpy()[1:3, row] = 0
+        self.tables.numpy()[row] = SCRATCH
 
     def move(self, source: int, target: int) -> None:
         """Move a row to the place of another, on the host. Its own place is then idle."""
-        integers, floats, ends = self.integers.numpy(), self.floats.numpy(), self.ends.numpy()
-        integers[:, target], floats[:, target], ends[target] = integers[:, source], floats[:, source], ends[source]
+        integers, floats = self.integers.numpy(), self.floats.numpy()
+        integers[:, target], floats[:, target] = integers[:, source], floats[:, source]
+        for by_row in (self.ends.numpy(), self.tables.numpy()):
+            by_row[target] = by_row[source]
         self.stop(source)
+
+    def stop_all(self) -> None:
+        """Stop sampling in all rows, on the host."""
+        self.integers[1:3].zero_()
+        self.tables.fill_(SCRATCH)
 
     def copy_(self, other: "BatchRows") -> None:
         """Take over all rows of another; from pinned memory without waiting."""
-        rows = other.integers.shape[1]
-        self.integers[:, :rows].copy_(other.integers, non_blocking=True)
-        self.floats[:, :rows].copy_(other.floats, non_blocking=True)
-        self.ends[:rows].copy_(other.ends, non_blocking=True)
+        for own, new in ((self.integers, other.integers), (self.floats, other.floats)):
+            own[:, : new.shape[1]].copy_(new, non_blocking=True)
+        for own, new in ((self.ends, other.ends), (self.tables, other.tables)):
+            own[: len(new)].copy_(new, non_blocking=True)
 
 
 class DecodeStep(NamedTuple):
@@ -142,53 +159,98 @@ request for a thousand samples does not starve the others."""
 
 
 class Scheduler:
-    """Jobs wait in a queue for rows; running samples fill the first rows without gaps.
+    """Jobs wait in a queue for rows and pages; running samples fill the first rows without gaps.
 
-    First come, first served, except that a request goes to the end of the queue after each `TURN` samples.
+    First come, first served, except that a request goes to the end of the queue after each `TURN` samples, and that
+    samples which had to give back their pages come before all others.
     """
 
-    def __init__(self, rows: int, block: int):
-        self.most, self.block = rows, block
+    def __init__(self, rows: int, pool: PagePool, steps: int, exact: bool):
+        """A burst has at most `steps` steps. With `exact` a sample gets the pages of all it may generate at once."""
+        self.most, self.pool, self.steps, self.exact = rows, pool, steps, exact
         self.waiting: deque[EngineJob] = deque()
         """Jobs with samples that have not started."""
+        self.preempted: list[Sample] = []
+        """Samples that have started and wait for pages, the first to start first."""
         self.rows: list[Sample] = []
         self._turn = 0
-        self._samples = 0
+        self._started = 0
+        self._admitted = 0
+        self._computing: set[int] = set()
+        """Pages that can be matched, but are yet to be computed by the first sample that has them."""
 
     def admit(self, budget: int) -> list[Sample]:
-        """Give rows to waiting samples, while there are any and prompts worth less than `budget` tokens are pending.
+        """Give rows and pages to waiting samples, while there are any and less than `budget` tokens are to be computed.
 
-        So `pieces` of the same budget complete the prompts that others are to copy.
+        So `pieces` of the same budget complete the prompts whose pages others share.
         """
-        if not self.waiting:
+        if not self.waiting and not self.preempted:
             return []
         admitted = []
-        pending = sum(sample.due - sample.cached for sample in self._computing())
+        pending = sum(sample.due - sample.cached for sample in self._incomplete())
+        room = self.pool.available - sum(map(self.lacking, self.rows))
         sources: dict[int, Sample] = {}  # the first row with a prompt, by the prompt's hash
         for other in self.rows:
             if other.shareable:
                 sources.setdefault(other.job.key, other)
-        while self.waiting and len(self.rows) < self.most and pending < budget:
-            job = self.waiting[0]
-            source = sources.get(job.key)
-            if source is not None and not source.job.same_prompt(job):  # another prompt with the same hash
-                source = next((other for other in self.rows if other.shareable and other.job.same_prompt(job)), None)
-            sample = Sample(job, job.started, len(self.rows), self._samples, source)
-            sources.setdefault(job.key, sample)
+        while len(self.rows) < self.most and pending < budget and (self.preempted or self.waiting):
+            again = bool(self.preempted)
+            sample = self.preempted[0] if again else Sample(self.waiting[0], self.waiting[0].started, self._started)
+            spent, job = self._give_pages(sample, room), sample.job
+            if spent is None:
+                break
+            room -= spent
+            if not sample.tokens:
+                source = sources.setdefault(job.key, sample)
+                if not source.job.same_prompt(job):  # only the hash is the same
+                    source = next((s for s in self.rows if s.shareable and s.job.same_prompt(job)), sample)
+                sample.source = None if source is sample else source
+            sample.row, sample.age, sample.shareable = len(self.rows), self._admitted, True
+            self._admitted += 1
             self.rows.append(sample)
             admitted.append(sample)
-            self._samples += 1
-            job.started += 1
-            if source is None:
-                pending += sample.due
-            self._turn += 1
-            if job.started == job.request.n:
-                self.waiting.popleft()
-                self._turn = 0
-            elif self._turn == TURN:
-                self.waiting.rotate(-1)
-                self._turn = 0
+            if sample.source is None:
+                pending += sample.due - sample.cached
+            if again:
+                self.preempted.pop(0)
+            else:
+                self._start_next(job)
         return admitted
+
+    def _give_pages(self, sample: Sample, room: int) -> int | None:
+        """Give a sample pages for what it has, those of its beginning that others have too; None where room lacks.
+
+        Returns how many that took of the room.
+        """
+        tokens, due = sample.sequence, sample.due
+        shared = self.pool.match(tokens, due)
+        needed = pages_for(sample.most if self.exact else due + 1)
+        ahead = pages_for(min(due + self.steps, sample.most)) - needed
+        spent = needed - len(shared) + self.pool.idle(shared) + max(0, ahead)
+        if spent > room:
+            return None
+        self.pool.share(shared)
+        own = self.pool.take(needed - len(shared))
+        sample.pages, sample.cached = [*shared, *own], PAGE * len(shared)
+        self.pool.remember(sample.pages, tokens, due)
+        self._computing.update(own[: due // PAGE - len(shared)])
+        return spent
+
+    def lacking(self, sample: Sample) -> int:
+        """How many more pages a sample needs for a burst."""
+        return max(0, pages_for(min(sample.due + self.steps, sample.most)) - len(sample.pages))
+
+    def _start_next(self, job: EngineJob) -> None:
+        """Count a sample of the first job as started, and let the next job have its turn."""
+        job.started += 1
+        self._started += 1
+        self._turn += 1
+        if job.started == job.request.n:
+            self.waiting.popleft()
+            self._turn = 0
+        elif self._turn == TURN:
+            self.waiting.rotate(-1)
+            self._turn = 0
 
     def withdraw(self, job: EngineJob) -> None:
         """Start no more samples of a job."""
@@ -198,26 +260,59 @@ class Scheduler:
             self.waiting.remove(job)
 
     def pieces(self, budget: int) -> Iterator[tuple[Sample, int]]:
-        """Samples, and up to where to compute their tokens now: `budget` tokens or a block more, oldest first.
+        """Samples, and up to where to compute their tokens now: `budget` tokens or a page more.
 
-        A piece that does not reach the end ends at a multiple of a block.
+        In the order in which they were admitted: what one reads of another's pages has been computed before, or is in
+        the same pass. A piece that does not reach the end ends with a page.
         """
-        for running in sorted(self._computing(), key=lambda sample: sample.age):
+        for running in sorted(self._incomplete(), key=lambda sample: sample.age):
             if budget <= 0:
                 return
-            end = min(running.due, running.cached + -(-budget // self.block) * self.block)
+            end = min(running.due, running.cached + pages_for(budget) * PAGE)
             budget -= end - running.cached
             yield running, end
 
-    def release(self, sample: Sample) -> tuple[int, int, int] | None:
-        """Take a sample out; the one in the last row moves into its row: from, to, and how much it has cached."""
+    def computed(self, sample: Sample, length: int) -> None:
+        """Note that the first `length` tokens of a sample are cached."""
+        self._computing.difference_update(sample.pages[sample.cached // PAGE : length // PAGE])
+        sample.cached = length
+
+    def ready(self) -> list[Sample]:
+        """Samples that can be sampled from now on."""
+        waiting = (s for s in self.rows if not s.active and s.source is None and s.cached == s.due)
+        return [s for s in waiting if self._computing.isdisjoint(s.pages)]
+
+    def release(self, sample: Sample, *, remember: bool) -> tuple[int, int] | None:
+        """Take a sample out; the one in the last row moves into its row: from where, and to where.
+
+        With `remember` its pages serve later prompts that begin as it does, those of generated tokens too.
+        """
+        lost = self._computing.intersection(sample.pages[sample.cached // PAGE :])
+        self._computing -= lost
+        self.pool.forget(sorted(lost))
+        for other in self.rows:
+            if other.source is sample:
+                other.source = None
+            if lost and other is not sample:  # it has to compute them itself
+                first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
+                other.cached = min(other.cached, first * PAGE)
+        if remember and sample.shareable:
+            self.pool.remember(sample.pages, sample.sequence, min(sample.cached, sample.due))
+        self.pool.release(sample.pages)
+        sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
         last = self.rows.pop()
         if last is sample:
             return None
-        move = (last.row, sample.row, last.cached)
-        last.row = sample.row
-        self.rows[last.row] = last
+        move = (last.row, row)
+        last.row = row
+        self.rows[row] = last
         return move
 
-    def _computing(self) -> Iterator[Sample]:
+    def put_back(self, sample: Sample) -> None:
+        """Let a sample that was released go on later: what it had cached is computed again."""
+        sample.cached = 0
+        self.preempted.append(sample)
+        self.preempted.sort(key=lambda sample: sample.number)
+
+    def _incomplete(self) -> Iterator[Sample]:
         return (sample for sample in self.rows if sample.source is None and sample.cached < sample.due)

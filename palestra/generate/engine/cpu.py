@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from palestra.errors import UsageError
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
-from palestra.generate.engine.kv_cache import BLOCK, Cache, DecodeAttention, PrefillAttention, Segment
+from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment
 from palestra.generate.engine.sampler import Needs
 from palestra.lm import native
 from palestra.lm.head import logits
@@ -37,7 +37,7 @@ class Tiles:
         self.dtype = model.dtype
         self.whole = precision("auto", "cpu") == "fp32" and model.dtype in native.NAMES and model.shape.moe is None
         self.whole = self.whole and native.library() is not None
-        """Whether our own product computes all rows at once, with the same bits for any number of them. With AVX-512
+        """Whether our own product computes all rows at once, with the same bits for any number of them. With bf16
         the library's are faster; elsewhere they take up to 0.4 ms for a call, and as long for one row as for many."""
         half = model.dtype == torch.bfloat16
         known = torch.backends.mkldnn.is_available() and (not half or torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -210,8 +210,8 @@ class TiledMoE(MoE):
         return self.tiles.apply(lambda tile: F.linear(self.gate(F.linear(tile, first)), second), x)
 
 
-PORTION = BLOCK
-"""Tokens of prompts in one forward pass on the CPU: more would not fit into its caches. A whole number of blocks."""
+PORTION = 256
+"""Tokens of prompts in one forward pass on the CPU: more would not fit into its caches. A whole number of pages."""
 
 
 class Runner:
@@ -239,12 +239,12 @@ class Runner:
         self.device, self.tiles = device, Tiles(self.model) if device.type == "cpu" else None
         self._decoder: native.Decoder | None = None
         self.cache = Cache.fitting(model.shape, context, dtype, device, budget, most_rows)
-        self.slots = self.cache.keys.shape[1]
+        self.slots = min(most_rows, self.cache.pages - 1)
         """How many sequences run at a time."""
         self.load(model.state_dict())
-        self.host = BatchRows.empty(self._padded(self.slots), torch.device("cpu"))
+        self.host = BatchRows.empty(self._padded(self.slots), context, torch.device("cpu"))
         """What the scheduler's side writes between bursts; on the CPU the steps work on the same memory."""
-        self.rows = self.host if device.type == "cpu" else BatchRows.empty(self.slots, device)
+        self.rows = self.host if device.type == "cpu" else BatchRows.empty(self.slots, context, device)
         self._room: Tensor | None = None
         if self.tiles is not None:
             self.tiles.for_decoding()
@@ -301,14 +301,14 @@ class Runner:
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
-        lengths = self.rows.length[:batch]
+        lengths, tables = self.rows.length[:batch], self.rows.tables[:batch]
         if self._decoder is not None:
             embedded, angles = F.embedding(self.rows.token[:batch], self.model.embed), self.model.rotation(lengths)
-            hidden = self.model.norm(self._decoder(embedded, *doubled(*angles), lengths))
+            hidden = self.model.norm(self._decoder(embedded, *doubled(*angles), lengths, tables))
             return advance(self.rows, self._scores(hidden), needs)
         if self.tiles is not None:
             self.tiles.for_decoding()
-        inputs, attend = slice(self._padded(batch)), DecodeAttention(self.cache, lengths, columns)
+        inputs, attend = slice(self._padded(batch)), DecodeAttention(self.cache, tables, lengths, columns)
         hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
         return advance(self.rows, self._scores(hidden[:batch]), needs)
 
@@ -340,7 +340,7 @@ def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     portion, size = [], 0
     for segment in segments:
         for start in range(segment.start, segment.end, PORTION):
-            piece = Segment(segment.row, start, min(start + PORTION, segment.end))
+            piece = Segment(segment.pages, start, min(start + PORTION, segment.end))
             if size + piece.end - piece.start > PORTION:
                 yield portion
                 portion, size = [], 0

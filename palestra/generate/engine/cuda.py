@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.decode_layers import DecodeLayers
 from palestra.generate.engine.kv_cache import Cache, Segment
+from palestra.generate.engine.pages import PAGE
 from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
 from palestra.lm.attention import varlen
@@ -31,7 +33,8 @@ class CudaRunner(Runner):
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)
-        self.host = BatchRows(*(t.pin_memory() for t in (self.host.integers, self.host.floats, self.host.ends)))
+        host = self.host
+        self.host = BatchRows(*(t.pin_memory() for t in (host.integers, host.floats, host.ends, host.tables)))
         self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._layers = DecodeLayers.of(self.model, self.cache)
@@ -42,17 +45,18 @@ class CudaRunner(Runner):
         if self.model.dtype == torch.float32:  # flash attention has no FP32
             super().prefill(segments, tokens)
             return
-        places = [(s.row, position) for s in segments for position in range(s.start, s.end)]
-        inputs = torch.tensor([(token, *place) for token, place in zip(tokens, places, strict=True)])
-        token, row, position = inputs.pin_memory().to(self.device, non_blocking=True).unbind(1)
-        self.model(token, position, PackedPrefill(self.cache, segments, row.contiguous(), position.contiguous()))
+        places = np.concatenate([segment.places(segment.start, segment.end) for segment in segments])
+        positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
+        inputs = torch.from_numpy(np.stack([np.asarray(tokens), positions, places]))
+        token, position, place = inputs.pin_memory().to(self.device, non_blocking=True)
+        self.model(token, position, PackedPrefill(self.cache, segments, place))
 
     @torch.inference_mode()
     def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
         # Cheap here, and fewer graphs. Rows truncate the alternatives to what they asked for.
         needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=MOST_ALTERNATIVES if needs.top else 0)
-        rows = min(_bucket(batch), self.cache.keys.shape[1])
+        rows = min(_bucket(batch), self.slots)
         if (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)
         graph, steps_out = self._graphs[rows, needs]
@@ -64,17 +68,16 @@ class CudaRunner(Runner):
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""
-        tokens, lengths = self.rows.token[:batch], self.rows.length[:batch]
+        tokens, lengths, tables = self.rows.token[:batch], self.rows.length[:batch], self.rows.tables[:batch]
         if self._layers is not None:
-            hidden = self._layers(tokens, lengths)
+            hidden = self._layers(tokens, lengths, tables)
         else:
-            hidden = self.model(tokens, lengths, KernelAttention(self.cache, lengths)).hidden
+            hidden = self.model(tokens, lengths, KernelAttention(self.cache, tables, lengths)).hidden
         return advance(self.rows, logits(hidden, self.model.unembed), needs)
 
     def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, DecodeStep]:
         """A graph of a burst. Rows are set idle for the trial run, which compiles kernels and fills caches."""
-        self.rows.copy_(self.host)  # what an idle row computes goes behind what it has cached
-        self.rows.active.zero_()
+        self.rows.stop_all()  # what an idle row computes goes to scratch
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -90,41 +93,42 @@ class CudaRunner(Runner):
 class KernelAttention:
     """Attention of one new token in each of the first rows, over what the row has cached and itself."""
 
-    def __init__(self, cache: Cache, lengths: Tensor):
-        """`lengths` (B): tokens cached before."""
-        self.cache, self.lengths, self.seen = cache, lengths, lengths + 1
-        self.rows = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    def __init__(self, cache: Cache, tables: Tensor, lengths: Tensor):
+        """`tables` (B, n): the pages of each row; `lengths` (B): tokens cached before."""
+        self.cache, self.tables, self.lengths = cache, tables, lengths
+        page = tables.gather(1, (lengths // PAGE)[:, None])[:, 0]
+        self.places = page.long() * PAGE + lengths % PAGE
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (B, H, dim), k and v (B, K, dim) → (B, H, dim)."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_kernel.store(k, v, keys, values, self.rows, self.lengths)
-        return decode_kernel.attend(q, keys, values, self.rows, self.seen, window)
+        decode_kernel.store(k, v, keys, values, self.places)
+        return decode_kernel.attend(q, keys, values, self.tables, self.lengths, window)
 
 
 class PackedPrefill:
-    """Attention of pieces of sequences that lie end to end, each over what its row has cached and itself."""
+    """Attention of pieces of sequences that lie end to end, each over what is cached of its sequence and itself.
 
-    def __init__(self, cache: Cache, segments: Sequence[Segment], rows: Tensor, positions: Tensor):
-        """`rows` and `positions` (T): where each token goes in the cache."""
-        self.cache, self.rows, self.positions = cache, rows, positions
+    A piece may read what another one writes.
+    """
+
+    def __init__(self, cache: Cache, segments: Sequence[Segment], places: Tensor):
+        """`places` (T): where each token goes in the cache."""
+        self.cache, self.places = cache, places
         new, whole = [s.end - s.start for s in segments], [s.end for s in segments]
-        self.queries, self.keys = _bounds(new, rows.device), _bounds(whole, rows.device)
+        self.queries, self.keys = _bounds(new, places.device), _bounds(whole, places.device)
         self.longest = (max(new), max(whole))
-        self.read: tuple[Tensor, Tensor] | None = None
-        """Row and position of all keys, where some pieces begin in the middle of a sequence."""
+        self.read: Tensor | None = None
+        """Where all keys lie, if some pieces begin in the middle of a sequence."""
         if any(s.start for s in segments):
-            places = torch.tensor([(s.row, position) for s in segments for position in range(s.end)])
-            row, position = places.to(rows.device).unbind(1)
-            self.read = (row, position)
+            self.read = torch.from_numpy(np.concatenate([s.places(0, s.end) for s in segments])).to(places.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_kernel.store(k, v, keys, values, self.rows, self.positions)
+        decode_kernel.store(k, v, keys, values, self.places)
         if self.read is not None:
-            row, position = self.read
-            k, v = keys[row, :, position], values[row, :, position]
+            k, v = (cached.flatten(0, 1)[self.read] for cached in (keys, values))
         return varlen(q, k, v, self.queries, self.keys, *self.longest, window)
 
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palestra.generate.engine.pages import PAGE
+
 BLOCK = 64
 """Positions of the cache that a program reads at a time."""
 
@@ -23,24 +25,19 @@ def proceed(DEPENDENT: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write k and v (T, K, dim) to `keys` and `values` (slots, K, context, dim) at each token's slot and position."""
+def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+    """Write k and v (T, K, dim) to `places` (T) of `keys` and `values` (pages, PAGE, K, dim)."""
     rows, heads, dim = k.shape
     block = triton.next_power_of_2(heads * dim)
-    strides = (k.stride(0), v.stride(0), keys.stride(0), keys.stride(1))
-    _store[(rows,)](k, v, keys, values, slots, positions, *strides, heads * dim, dim, block)
+    _store[(rows,)](k, v, keys, values, places, k.stride(0), v.stride(0), heads * dim, block)
 
 
 @triton.jit
-def _store(
-    k, v, keys, values, slots, positions, k_stride, v_stride, slot_stride, head_stride, width, dim, BLOCK: tl.constexpr
-):
+def _store(k, v, keys, values, places, k_stride, v_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < width
-    at = slot * slot_stride + (i // dim) * head_stride + position * dim + i % dim
+    at = tl.load(places + row).to(tl.int64) * width + i
     tl.store(keys + at, tl.load(k + row * k_stride + i, mask=inside), mask=inside)
     tl.store(values + at, tl.load(v + row * v_stride + i, mask=inside), mask=inside)
 
@@ -49,62 +46,53 @@ def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
+    tables: Tensor,
     lengths: Tensor,
     window: int | None,
     dependent: bool = False,
 ) -> Tensor:
-    """Attention of q (B, H, dim) over the first `lengths` positions of each row's slot; any H / K.
+    """Attention of q (B, H, dim) over the first `lengths` + 1 positions of each row; any H / K.
+
+    Keys and values are (pages, PAGE, K, dim), and those of row b lie in the pages `tables[b]`.
 
     Long caches are read by several programs a head, whose results are then joined. How many is decided by the
     number of rows alone, so that a captured graph serves every length.
     """
     rows, heads, dim = q.shape
-    kv, context = keys.shape[1], keys.shape[2]
+    kv, context = keys.shape[2], tables.shape[1] * PAGE
     group = heads // kv
     splits = max(1, min(triton.cdiv(context, 4 * BLOCK), triton.next_power_of_2(264 // max(1, rows * kv) + 1) // 2))
     out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
     padded = max(16, triton.next_power_of_2(group))
-    common = (slots, lengths, q.stride(0), keys.stride(0), keys.stride(1), dim**-0.5, window or 0)
+    common = (tables, lengths, q.stride(0), tables.stride(0), dim**-0.5, window or 0)
     sizes = (group, padded, dim, max(16, triton.next_power_of_2(dim)))
     launch: dict[str, bool] = {"launch_pdl": True} if dependent else {}
     if splits == 1:
         # Many programs hide each other's waits; few have to read far ahead.
         block, warps, stages = (32, 2, 2) if rows * kv >= 512 else (128 if dim <= 64 else BLOCK, 4, 3)
         _attend[(rows, kv, 1)](
-            q,
-            keys,
-            values,
-            out,
-            out,
-            out,
-            *common,
-            1,
-            *sizes,
-            block,
-            dependent,
-            num_warps=warps,
-            num_stages=stages,
-            **launch,
-        )
+            q, keys, values, out, out, out, *common, 1, *sizes, block, PAGE, dependent,
+            num_warps=warps, num_stages=stages, **launch,
+        )  # fmt: skip
         return out
     parts = torch.empty((rows, kv, splits, padded, dim), dtype=torch.float32, device=q.device)
     tops, sums = (torch.empty((rows, kv, splits, padded), dtype=torch.float32, device=q.device) for _ in range(2))
-    _attend[(rows, kv, splits)](q, keys, values, parts, tops, sums, *common, splits, *sizes, BLOCK, dependent, **launch)
+    _attend[(rows, kv, splits)](
+        q, keys, values, parts, tops, sums, *common, splits, *sizes, BLOCK, PAGE, dependent, **launch
+    )
     _join[(rows, kv)](parts, tops, sums, out, splits, *sizes, triton.next_power_of_2(splits), dependent, **launch)
     return out
 
 
 @triton.jit
 def _attend(
-    q, keys, values, out, tops, sums, slots, lengths, q_stride, slot_stride, head_stride, scale, window,
+    q, keys, values, out, tops, sums, tables, lengths, q_stride, table_stride, scale, window,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv = tl.num_programs(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.load(lengths + row).to(tl.int32) + 1
     begin = 0
     if window > 0:
         begin = tl.maximum(length - window, 0)
@@ -117,14 +105,14 @@ def _attend(
     wait(DEPENDENT)
     of_q = (head * GROUP + g[:, None]) * DIM + d[None, :]
     query = tl.load(q + row * q_stride + of_q, mask=(g[:, None] < GROUP) & (d[None, :] < DIM), other=0.0)
-    base = slot * slot_stride + head * head_stride
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     mixed = tl.zeros([PADDED, WIDTH], tl.float32)
     for start in range(first, last, BLOCK):
         p = start + t
         seen = (p >= begin) & (p < last)
-        at = base + p[:, None] * DIM + d[None, :]
+        page = tl.load(tables + row * table_stride + p // PAGE, mask=seen, other=0).to(tl.int64)
+        at = ((page * PAGE + p % PAGE) * kv + head)[:, None] * DIM + d[None, :]
         inside = seen[:, None] & (d[None, :] < DIM)
         key = tl.load(keys + at, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale

@@ -16,6 +16,7 @@ from torch import Tensor
 from palestra.generate.engine import decode_kernel
 from palestra.generate.engine.decode_kernel import proceed, wait
 from palestra.generate.engine.kv_cache import Cache
+from palestra.generate.engine.pages import PAGE
 from palestra.lm.layers import MLP, RMSNorm
 from palestra.lm.model import Attention, Block, Transformer
 
@@ -48,7 +49,7 @@ MANY = Tiles(Tile(64, 0, 64, 8, 4), Tile(64, 64, 128, 4, 4), Tile(128, 64, 64, 8
 
 
 class DecodeLayers:
-    """All layers of a model for one new token in each of the first rows of the cache."""
+    """All layers of a model for one new token in each of the first rows."""
 
     def __init__(self, model: Transformer, cache: Cache):
         self.model, self.cache = model, cache
@@ -68,17 +69,16 @@ class DecodeLayers:
         )
         return cls(model, cache) if fits else None
 
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Tokens (B) at positions `lengths` (B) → normalized hidden states (B, D)."""
+    def __call__(self, tokens: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
+        """Tokens (B) at positions `lengths` (B) of sequences in pages `tables` → normalized hidden states (B, D)."""
         model, shape, rows = self.model, self.model.shape, len(tokens)
         tiles = FEW if rows <= 16 else SOME if rows <= 64 and shape.width <= 1024 else MANY
         cos, sin = model.rotation(lengths)
-        seen, slots = lengths + 1, torch.arange(rows, dtype=torch.int32, device=tokens.device)
         x = F.embedding(tokens, model.embed)
         for layer, block in enumerate(cast("list[Block]", list(model.layers))):
             attn, keys, values = block.attn, self.cache.keys[layer], self.cache.values[layer]
-            q = _queries(tiles.qkv, attn, _norm(x, block.attn_norm), keys, values, lengths, cos, sin)
-            mixed = decode_kernel.attend(q, keys, values, slots, seen, attn.window, dependent=True)
+            q = _queries(tiles.qkv, attn, _norm(x, block.attn_norm), keys, values, tables, lengths, cos, sin)
+            mixed = decode_kernel.attend(q, keys, values, tables, lengths, attn.window, dependent=True)
             _add(tiles.out, mixed.flatten(1), attn.o.weight, x)
             assert isinstance(block.mlp, MLP)
             _add(tiles.down, _gated(tiles.up, block.mlp, _norm(x, block.mlp_norm)), block.mlp.down.weight, x)
@@ -93,7 +93,15 @@ def _norm(x: Tensor, norm: RMSNorm) -> Tensor:
 
 
 def _queries(
-    tile: Tile, attn: Attention, x: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor
+    tile: Tile,
+    attn: Attention,
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """The queries (B, H, dim) of `x`; its keys and values go into the cache, at positions `lengths`."""
     (rows, width), weight, bias = x.shape, attn.qkv.weight, attn.qkv.bias
@@ -102,9 +110,9 @@ def _queries(
     if attn.q_norm is not None and attn.k_norm is not None:
         normed, eps, q_norm, k_norm = True, attn.q_norm.eps, attn.q_norm.weight, attn.k_norm.weight
     _rotated_qkv[(attn.heads + 2 * attn.kv, triton.cdiv(rows, tile.rows))](
-        x, weight, weight if bias is None else bias, q_norm, k_norm, cos, sin, lengths, q, keys, values,
-        keys.stride(0), keys.stride(1), rows, width, attn.heads, attn.kv, eps, attn.dim // 2, normed, bias is not None,
-        tile.rows, tile.depth, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
+        x, weight, weight if bias is None else bias, q_norm, k_norm, cos, sin, tables, lengths, q, keys, values,
+        tables.stride(0), rows, width, attn.heads, attn.kv, eps, attn.dim // 2, normed, bias is not None,
+        tile.rows, tile.depth, PAGE, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=True,
     )  # fmt: skip
     return q
 
@@ -143,9 +151,9 @@ def _rms_norm(x, norm, out, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotated_qkv(
-    x, weight, bias, q_norm, k_norm, cos, sin, lengths, q, keys, values, slot_stride, head_stride,
+    x, weight, bias, q_norm, k_norm, cos, sin, tables, lengths, q, keys, values, table_stride,
     rows, width, heads, kv, eps, HALF: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr,
-    M: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """A program has one head of some rows, in two halves, which are rotated together."""
     head = tl.program_id(0)
@@ -180,11 +188,13 @@ def _rotated_qkv(
         c = tl.load(cos + m[:, None] * HALF + d[None, :], mask=here, other=0.0)
         s = tl.load(sin + m[:, None] * HALF + d[None, :], mask=here, other=0.0)
         first, second = first * c - second * s, second * c + first * s
+    page = tl.load(tables + m * table_stride + position // PAGE, mask=m < rows, other=0).to(tl.int64)
+    place = (page * PAGE + position % PAGE) * kv
     at = q + (m[:, None] * heads + head) * 2 * HALF + d[None, :]
     if head >= heads + kv:
-        at = values + m[:, None] * slot_stride + (head - heads - kv) * head_stride + position[:, None] * 2 * HALF + d
+        at = values + (place + head - heads - kv)[:, None] * 2 * HALF + d[None, :]
     elif head >= heads:
-        at = keys + m[:, None] * slot_stride + (head - heads) * head_stride + position[:, None] * 2 * HALF + d
+        at = keys + (place + head - heads)[:, None] * 2 * HALF + d[None, :]
     tl.store(at, first.to(dtype), mask=here)
     tl.store(at + HALF, second.to(dtype), mask=here)
 

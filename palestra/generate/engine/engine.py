@@ -15,7 +15,8 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.batch import BurstOutput, Scheduler
 from palestra.generate.engine.cpu import Runner
-from palestra.generate.engine.kv_cache import BLOCK, Segment
+from palestra.generate.engine.kv_cache import Segment
+from palestra.generate.engine.pages import PAGE, PagePool
 from palestra.generate.engine.request import (
     Alternatives,
     EngineFailed,
@@ -38,8 +39,9 @@ __all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
 class Engine:
     """Generates with a copy of a model. Any thread may call any method; one runs at a time.
 
-    A sequence lives in one row of the batch and of the cache. Its tokens and log-probabilities depend on its prompt,
-    sampling and seed alone; on the CPU bit for bit, whatever else is running.
+    A sequence lives in a row of the batch and in pages of the cache, the first of which others may share. Its tokens
+    and log-probabilities depend on its prompt, sampling and seed alone; on the CPU bit for bit, whatever else is
+    running.
     """
 
     def __init__(
@@ -56,10 +58,15 @@ class Engine:
         kv_bytes: int | None = None,
         burst: int | None = None,
         prefill_tokens: int | None = None,
+        exact: bool | None = None,
     ):
         """`dtype` and `context` are the model's unless given, `kv_bytes` a share of the memory that is free.
 
         A burst computes about `prefill_tokens` tokens of prompts, then samples up to `burst` tokens in every row.
+
+        `exact`, the default on the CPU: a request waits until there are pages for all it may generate, and only what
+        was computed as a prompt is shared. Otherwise a request starts with the pages it has tokens for, gives them back
+        when they run out and is computed again later, which rounds otherwise; and what was generated is shared too.
         """
         shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
         self.context = min(context or shape.context, shape.context)
@@ -76,14 +83,21 @@ class Engine:
             from palestra.generate.engine.cuda import CudaRunner as runner  # Triton comes with torch for GPUs alone
         self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
-        self._scheduler = Scheduler(self.slots, BLOCK)
+        self.exact = device.type == "cpu" if exact is None else exact
+        self._scheduler = self._new_scheduler()
         self._jobs: dict[str, EngineJob] = {}
         self._new: list[EngineJob] = []
         self._aborted: list[EngineJob] = []
         self._inbox = threading.Lock()
         self._turns = _Turns()
         self._paused = False
-        self._generated = self._prefilled = self._copied = 0
+        self._generated = self._prefilled = self._shared = self._preemptions = 0
+
+    def _new_scheduler(self) -> Scheduler:
+        # On the CPU memory is taken when it is first written: what is only remembered does not take all there is.
+        pages = self._runner.cache.pages
+        pool = PagePool(pages, pages // 4 if self._runner.device.type == "cpu" else None)
+        return Scheduler(self.slots, pool, self.steps, self.exact)
 
     @classmethod
     def from_folder(cls, path: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> "Engine":
@@ -140,9 +154,9 @@ class Engine:
                     return False
                 admitted = self._scheduler.admit(self.prefill_tokens)
                 for sample in admitted:
-                    if self.tokenizer is not None and sample.job.sink.streams:
+                    self._shared += sample.cached
+                    if self.tokenizer is not None and sample.job.sink.streams and not sample.tokens:
                         sample.text = GrowingText(self.tokenizer, sample.job.sampling.stop)
-                self._set_cached([(sample, 0) for sample in admitted])
                 prefilled = self._prefill()
                 return self._decode() or prefilled
             except Exception as error:
@@ -204,27 +218,29 @@ class Engine:
         with self._turns.taken():
             self._runner.load(weights() if callable(weights) else weights)
             self.version = version
-            rows = self._scheduler.rows
-            for sample in rows:
-                # Computed again together with its tokens, a prompt is cut into other pieces, which round otherwise.
-                sample.shareable = not keep_cache and not sample.tokens
-                sample.active &= keep_cache
-            if not keep_cache:
-                self._runner.host.active.zero_()
-                self._set_cached([(sample, 0) for sample in rows])
+            self._scheduler.pool.forget()  # what other weights have computed matches no more
+            for sample in list(self._scheduler.rows):
+                sample.shareable = False
+                if not keep_cache:
+                    self._free(sample)
+                    self._scheduler.put_back(sample)
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters."""
         running, waiting = len(self._scheduler.rows), [*self._new, *self._scheduler.waiting]
+        again = len(self._scheduler.preempted)
         return {
             "running": running,
-            "waiting": sum(job.request.n - job.started for job in waiting),
+            "waiting": sum(job.request.n - job.started for job in waiting) + again,
             "requests": len(self._jobs),
             "slots": self.slots,
             "free_slots": self.slots - running,
             "generated_tokens": self._generated,
             "prefill_tokens": self._prefilled,
-            "shared_tokens": self._copied,
+            "shared_tokens": self._shared,
+            "preemptions": self._preemptions,
+            "pages": self._scheduler.pool.size,
+            "free_pages": self._scheduler.pool.available,
             "cache_bytes": self._runner.cache.nbytes,
             "version": self.version,
             "paused": self._paused,
@@ -236,8 +252,8 @@ class Engine:
             jobs = list(self._jobs.values())
             self._jobs.clear()
             self._new, self._aborted = [], []
-            self._scheduler = Scheduler(self.slots, BLOCK)
-        self._runner.host.active.zero_()
+            self._scheduler = self._new_scheduler()
+        self._runner.host.stop_all()
         for job in jobs:
             job.sink.put(PalestraError("interrupted before the request was complete: send it again"))
 
@@ -253,10 +269,12 @@ class Engine:
 
     def _abort(self, job: EngineJob) -> None:
         self._scheduler.withdraw(job)
-        for sample in [sample for sample in self._scheduler.rows if sample.job is job]:
+        scheduler = self._scheduler
+        for sample in [sample for sample in (*scheduler.rows, *scheduler.preempted) if sample.job is job]:
             self._end(sample, len(sample.tokens), "", StopReason.ABORT)
+        scheduler.preempted = [sample for sample in scheduler.preempted if sample.job is not job]
         for index in range(job.started, job.request.n):
-            self._end(Sample(job, index, -1, -1), 0, "", StopReason.ABORT)
+            self._end(Sample(job, index, -1), 0, "", StopReason.ABORT)
 
     def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
         """The text of a sample so far, once a stop string may end in its new tokens; until then it is not needed."""
@@ -273,50 +291,49 @@ class Engine:
         return text
 
     def _prefill(self) -> bool:
-        """Compute a share of the prompts, copy those that others have, and start what is complete."""
-        pieces = list(self._scheduler.pieces(self.prefill_tokens))
+        """Compute a share of the prompts, copy pages of those that others have, and start what is complete."""
+        scheduler = self._scheduler
+        pieces = list(scheduler.pieces(self.prefill_tokens))
         if pieces:
-            segments = [Segment(sample.row, sample.cached, end) for sample, end in pieces]
-            tokens = [token for sample, end in pieces for token in sample.piece(sample.cached, end)]
+            segments = [Segment(sample.pages, sample.cached, end) for sample, end in pieces]
+            tokens = [token for sample, end in pieces for token in sample.sequence[sample.cached : end]]
             self._runner.prefill(segments, tokens)
             self._prefilled += len(tokens)
-            self._set_cached(pieces)
-        self._copy_prompts()
-        ready = [sample for sample in self._scheduler.rows if not sample.active and sample.cached == sample.due]
-        if ready:
+            for sample, end in pieces:
+                scheduler.computed(sample, end)
+        self._copy_last_pages()
+        if ready := scheduler.ready():
             self._runner.host.start(ready)
             for sample in ready:
                 sample.active = True
         return bool(pieces)
 
-    def _copy_prompts(self) -> None:
-        """Give samples the prompts that others have computed, all of one length at once."""
-        by_length: dict[int, list[Sample]] = {}
-        for sample in self._scheduler.rows:
-            if sample.source is not None:
-                by_length.setdefault(sample.due, []).append(sample)
-        cache = self._runner.cache
-        for length, samples in by_length.items():
-            targets = torch.tensor([sample.row for sample in samples], device=cache.keys.device)
-            sources = torch.tensor([sample.source.row for sample in samples if sample.source], device=targets.device)
-            for tensor in (cache.keys, cache.values):
-                tensor[:, targets, :, :length] = tensor[:, sources, :, :length]
-            for sample in samples:
-                sample.source = None
-            self._set_cached([(sample, length) for sample in samples])
-            self._copied += length * len(samples)
+    def _copy_last_pages(self) -> None:
+        """Complete the prompts of samples of which others have the same."""
+        complete = [s for s in self._scheduler.rows if s.source is not None and s.source.cached >= s.due]
+        pages = [(s.source.pages[s.due // PAGE], s.pages[s.due // PAGE]) for s in complete if s.source is not None]
+        if pages:
+            self._runner.cache.copy(*zip(*pages, strict=True))
+        for sample in complete:
+            self._shared += sample.due - sample.cached
+            sample.cached, sample.source = sample.due, None
 
-    def _set_cached(self, lengths: Sequence[tuple[Sample, int]]) -> None:
-        """Record how much is cached. A step that runs before the rest is there writes behind it, which is not read."""
-        if not lengths:
-            return
-        for sample, length in lengths:
-            sample.cached = length
-        rows = torch.tensor([sample.row for sample, _ in lengths])
-        self._runner.host.length[rows] = torch.tensor([length for _, length in lengths])
+    def _give_pages(self) -> None:
+        """Give all active samples pages for a burst, the oldest first; the youngest ones give theirs back for it."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        for sample in sorted((sample for sample in scheduler.rows if sample.active), key=lambda sample: sample.age):
+            while sample.active and scheduler.lacking(sample) > pool.available:
+                youngest = max(scheduler.rows, key=lambda sample: sample.age)
+                self._free(youngest)
+                scheduler.put_back(youngest)
+                self._preemptions += 1
+            if sample.active and (count := scheduler.lacking(sample)):
+                self._runner.host.add_pages(sample.row, len(sample.pages), new := pool.take(count))
+                sample.pages += new
 
     def _decode(self) -> bool:
         """Sample tokens in all active rows, and deliver them."""
+        self._give_pages()
         running = [sample for sample in self._scheduler.rows if sample.active]
         if not running:
             return False
@@ -382,12 +399,13 @@ class Engine:
             job.sink.put(Result(job.id, job.request.prompt, generations))
 
     def _free(self, sample: Sample) -> None:
-        move, host = self._scheduler.release(sample), self._runner.host
+        """Take a sample out of the batch and give back its pages."""
+        row, host = sample.row, self._runner.host
+        move = self._scheduler.release(sample, remember=not self.exact)
         if move is None:
-            host.stop(sample.row)
+            host.stop(row)
         else:
-            self._runner.cache.copy(*move)
-            host.move(*move[:2])
+            host.move(*move)
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Keys and values of running sequences, one row of memory each, and attention over them."""
+"""Keys and values of running sequences in pages, and attention over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,56 +11,68 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palestra.errors import UsageError
+from palestra.generate.engine.pages import PAGE, pages_for
+from palestra.lm import native
 from palestra.lm.attention import additive_mask
 from palestra.spec.shape import Shape
 
-COLUMNS = 64
-"""A row of the cache has a multiple of this many positions."""
 LANES = 16
 """Attention works on a multiple of this many positions: vectors are full, and odd sizes would take twice as long."""
-BLOCK = 256
-"""Queries of a prompt attend in blocks that begin at multiples of this position: however a prompt is cut into chunks,
-each product has the same shape, and the keys and values the same bits."""
 
 
 class Cache:
-    """Keys and values (L, rows, K, context, dim). Row i belongs to the sequence in row i of the batch."""
+    """Keys and values (L, pages, PAGE, K, dim). Which pages a sequence has, its row of a table tells."""
 
-    def __init__(self, shape: Shape, rows: int, context: int, dtype: torch.dtype, device: torch.device):
-        size = (shape.layers, rows, shape.kv, context, shape.dim)
+    def __init__(self, shape: Shape, pages: int, dtype: torch.dtype, device: torch.device):
+        size = (shape.layers, pages, PAGE, shape.kv, shape.dim)
         self.keys, self.values = (_zeros(size, dtype, device) for _ in range(2))
 
     @classmethod
     def fitting(
-        cls, shape: Shape, context: int, dtype: torch.dtype, device: torch.device, budget: int | None, most: int
+        cls, shape: Shape, context: int, dtype: torch.dtype, device: torch.device, budget: int | None, rows: int
     ) -> "Cache":
-        """As many rows of `context` positions as a budget in bytes holds, at most `most`; null takes of what is free.
+        """As many pages as a budget in bytes holds, at most those of `rows` sequences of `context` positions.
 
-        Positions are rounded up.
+        Null takes of what is free. One page more is scratch.
         """
-        context = columns_for(-(-context // COLUMNS) * COLUMNS, dtype)
-        each = 2 * shape.layers * shape.kv * context * shape.dim * dtype.itemsize
+        each = 2 * shape.layers * PAGE * shape.kv * shape.dim * dtype.itemsize
         if budget is None and device.type == "cuda":
             budget = int(torch.cuda.mem_get_info(device)[0] * 0.8)
         elif budget is None:
-            # Pages are allocated when they are first written, and other processes on the machine need memory too.
+            # Memory is taken when it is first written, and other processes on the machine need some too.
             budget = psutil.virtual_memory().available // 2
-        if budget < each:
+        if budget < each * pages_for(context):
             raise UsageError(
-                f"a sequence of {context} tokens needs {each / 2**20:,.1f} MiB of keys and values, but there is room "
-                f"for {budget / 2**20:,.1f} MiB: give more memory or a shorter context"
+                f"a sequence of {context} tokens needs {each * pages_for(context) / 2**20:,.1f} MiB of keys and "
+                f"values, but there is room for {budget / 2**20:,.1f} MiB: give more memory or a shorter context"
             )
-        return cls(shape, min(most, budget // each), context, dtype, device)
+        return cls(shape, min(rows * pages_for(context), budget // each) + 1, dtype, device)
+
+    @property
+    def pages(self) -> int:
+        return self.keys.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the rows may come to use."""
+        """Bytes of memory that the pages may come to use."""
         return self.keys.nbytes + self.values.nbytes
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Give a row the first `length` positions of another."""
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k and v (T, K, dim) to `places` (T), which count the positions of all pages."""
+        for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
+            cached.view(-1, *new.shape[1:]).index_copy_(0, places, new)
+
+    def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of sequences whose pages are `tables` (B, n): each (B, K, n · PAGE, dim)."""
+        keys, values = (cached[layer][tables].flatten(1, 2).transpose(1, 2) for cached in (self.keys, self.values))
+        return keys, values
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give pages what others hold."""
+        device = self.keys.device
+        to, of = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
         for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+            tensor[:, to] = tensor[:, of]
 
 
 def columns_for(length: int, dtype: torch.dtype) -> int:
@@ -86,30 +98,35 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 class DecodeAttention:
     """Attention of one new token in each of the first rows, over what the row has cached and itself."""
 
-    def __init__(self, cache: Cache, lengths: Tensor, longest: int):
-        """`lengths` (B): tokens cached before; `longest`: at least all of them and 1 more."""
-        self.cache, self.lengths = cache, lengths
-        self.columns = min(columns_for(longest, cache.keys.dtype), cache.keys.shape[3])
+    def __init__(self, cache: Cache, tables: Tensor, lengths: Tensor, longest: int):
+        """`tables` (B, n): the pages of each row; `lengths` (B): tokens cached before; `longest`: one more at least."""
+        self.cache, self.tables, self.lengths = cache, tables, lengths
+        self.columns = columns_for(longest, cache.keys.dtype)
         self._masks: dict[int | None, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T ≥ B → (T, H, dim), zeros beyond B."""
         batch, (padded, heads, dim) = len(self.lengths), q.shape
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        for cached, new in ((keys, k[:batch]), (values, v[:batch])):
-            cached.view(-1, dim).index_copy_(0, self.places, new.reshape(-1, dim))
+        self.cache.write(layer, self.places, k[:batch], v[:batch])
+        if native.available(q) and dim % LANES == 0:
+            keys, values = self.cache.keys[layer], self.cache.values[layer]
+            return native.attend(q, keys, values, self.tables, self.lengths, window)
+        keys, values = (read[:, :, : self.columns] for read in self.cache.read(layer, self._pages))
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
-        keys, values = keys[:batch, :, : self.columns], values[:batch, :, : self.columns]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(batch, heads, dim)
         return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
 
     @cached_property
     def places(self) -> Tensor:
-        """Where the new tokens go: of all positions of all heads of all rows, (B · K)."""
-        heads, context = self.cache.keys.shape[2:4]
-        starts = context * torch.arange(heads * len(self.lengths), device=self.lengths.device)
-        return starts + self.lengths.repeat_interleave(heads)
+        """Where the new tokens go (B)."""
+        page = self.tables.gather(1, (self.lengths // PAGE)[:, None])[:, 0]
+        return page.long() * PAGE + self.lengths % PAGE
+
+    @cached_property
+    def _pages(self) -> Tensor:
+        pages = self.tables[:, : pages_for(self.columns)].long()
+        return F.pad(pages, (0, pages_for(self.columns) - pages.shape[1]))
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
@@ -120,60 +137,77 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `start` to `end` of the sequence in a row."""
+    """Tokens `start` to `end` of a sequence that has these pages."""
 
-    row: int
+    pages: Sequence[int]
     start: int
     end: int
 
+    def places(self, start: int, end: int) -> np.ndarray:
+        """Where its tokens lie in the cache, which counts the positions of all pages."""
+        positions = np.arange(start, end)
+        return np.asarray(self.pages)[positions // PAGE] * PAGE + positions % PAGE
+
 
 class PrefillAttention:
-    """Attention of pieces of sequences that lie end to end, each over what its row has cached and itself.
+    """Attention of pieces of sequences that lie end to end, each over what is cached of its sequence and itself.
 
-    Pieces with the same places in their sequences, such as prompts of one length, are computed together.
+    Queries attend in tiles of a page, those of all sequences that have the same position at once. However a prompt is
+    cut into pieces, and wherever what others have computed ends, each product has the same shape, and a token the same
+    bits. A piece may read what another one writes.
     """
 
     def __init__(self, cache: Cache, segments: Sequence[Segment]):
-        self.cache = cache
-        self._alike: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """By start and end: the rows (n), and where their tokens lie (n, end - start)."""
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
-        ends = np.cumsum([segment.end - segment.start for segment in segments])
-        for bounds in dict.fromkeys((segment.start, segment.end) for segment in segments):
-            same = [i for i, segment in enumerate(segments) if (segment.start, segment.end) == bounds]
-            places = ends[same][:, None] + np.arange(bounds[0] - bounds[1], 0)
-            rows = torch.tensor([segments[i].row for i in same], device=cache.keys.device)
-            self._alike[bounds] = rows, torch.from_numpy(places).to(rows.device)
+        self.cache, device = cache, cache.keys.device
+        places = np.concatenate([segment.places(segment.start, segment.end) for segment in segments])
+        self.places = torch.from_numpy(places).to(device)
+        """Where each token goes."""
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        tiles: dict[int, list[tuple[Segment, int]]] = {}
+        """By position: the segments with tokens in this page, and where their first token lies among all."""
+        offset = 0
+        for segment in segments:
+            for start in range(segment.start // PAGE * PAGE, segment.end, PAGE):
+                tiles.setdefault(start, []).append((segment, offset - segment.start))
+            offset += segment.end - segment.start
+        self._tiles = [(start, *(t.to(device) for t in _tile(start, members))) for start, members in tiles.items()]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T at least all segments → (T, H, dim), zeros beyond them."""
+        count = len(self.places)
+        self.cache.write(layer, self.places, k[:count], v[:count])
         out = torch.zeros_like(q)
-        for (first, last), (rows, places) in self._alike.items():
-            for cached, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
-                cached[rows, :, first:last] = new[places].transpose(1, 2)
-            for start in range(first, last, BLOCK):
-                count = min(BLOCK, last - start)
-                columns = -(-count // LANES) * LANES
-                block = places[:, start - first : start - first + count]
-                # Filled up with queries that count for nothing, and keys that are later than all queries.
-                part = F.pad(q[block], (0, 0, 0, 0, 0, columns - count))
-                stored = (self.cache.keys, self.cache.values)
-                keys, values = (tensor[layer, :, :, : start + columns][rows] for tensor in stored)
-                plain = start == 0 and (window is None or window >= columns)
-                attended = F.scaled_dot_product_attention(
-                    part.transpose(1, 2),
-                    keys,
-                    values,
-                    attn_mask=None if plain else self._mask(start, start + columns, window, q),
-                    is_causal=plain,
-                    enable_gqa=q.shape[1] != keys.shape[1],
-                )
-                out[block] = attended.transpose(1, 2)[:, :count]
+        for start, pages, tokens, inside in self._tiles:
+            # What lies before the first query's window is not read.
+            low = 0 if window is None else max(0, start - window + 1) // PAGE
+            keys, values = self.cache.read(layer, pages[:, low:])
+            plain = start == 0 and (window is None or window >= PAGE)
+            attended = F.scaled_dot_product_attention(
+                q[tokens].transpose(1, 2),
+                keys,
+                values,
+                attn_mask=None if plain else self._mask(start, low * PAGE, window, q),
+                is_causal=plain,
+                enable_gqa=q.shape[1] != keys.shape[1],
+            )
+            out[tokens[inside]] = attended.transpose(1, 2)[inside]
         return out
 
-    def _mask(self, start: int, end: int, window: int | None, like: Tensor) -> Tensor:
-        key = (start, end, window)
+    def _mask(self, start: int, low: int, window: int | None, like: Tensor) -> Tensor:
+        key = (start, window)
         if key not in self._masks:
-            positions = torch.arange(end, device=like.device)
-            self._masks[key] = additive_mask(positions[start:], positions, window, like.dtype)
+            positions = torch.arange(low, start + PAGE, device=like.device)
+            self._masks[key] = additive_mask(positions[start - low :], positions, window, like.dtype)
         return self._masks[key]
+
+
+def _tile(start: int, members: Sequence[tuple[Segment, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages up to this one (n, start / PAGE + 1), where the queries lie (n, PAGE), and which of those there are.
+
+    In place of the others any query is taken, and the result is not.
+    """
+    pages = torch.tensor([segment.pages[: start // PAGE + 1] for segment, _ in members])
+    positions = torch.arange(start, start + PAGE)
+    first, last, shift = torch.tensor([(segment.start, segment.end, shift) for segment, shift in members]).T[..., None]
+    inside = (positions >= first) & (positions < last)
+    return pages, torch.where(inside, positions + shift, 0), inside

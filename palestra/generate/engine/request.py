@@ -159,19 +159,23 @@ class Sample:
 
     job: EngineJob
     index: int
-    row: int
-    age: int
-    """Counts samples: older ones have their prompts computed first."""
+    number: int
+    """Counts all samples in the order of their first start."""
+    row: int = -1
+    age: int = -1
+    """Counts admissions: older ones have their prompts computed first, and the youngest gives back its pages."""
+    pages: list[int] = field(default_factory=list)
+    """Of the cache; the first ones may be shared."""
     source: "Sample | None" = None
-    """A sample with the same prompt, whose keys and values are copied in the burst that admits this one."""
+    """A sample with the same prompt, whose last page is copied when it has been computed."""
     text: GrowingText | None = None
     """Where it is wanted as it grows."""
     cached: int = 0
-    """How many tokens have their keys and values in the row."""
+    """How many tokens have their keys and values in its pages, or get them from the samples it shares them with."""
     active: bool = False
     """Whether tokens are being sampled."""
     shareable: bool = True
-    """Whether its prompt is cached as another request with the same prompt would compute it."""
+    """Whether its pages hold what the current weights compute."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -187,9 +191,15 @@ class Sample:
         """How many tokens may still be sampled."""
         return self.job.limit - len(self.tokens)
 
-    def piece(self, start: int, end: int) -> list[int]:
+    @property
+    def most(self) -> int:
+        """How many tokens prompt and generation may have."""
+        return len(self.job.request.prompt) + self.job.limit
+
+    @property
+    def sequence(self) -> Sequence[int]:
         """Tokens of prompt and generation."""
-        return [*self.job.request.prompt, *self.tokens][start:end]
+        return [*self.job.request.prompt, *self.tokens] if self.tokens else self.job.request.prompt
 
     def chunk(self, since: int, text: str, reason: StopReason | None = None) -> Chunk:
         """The tokens from number `since` on."""

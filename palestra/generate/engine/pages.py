@@ -1,0 +1,115 @@
+"""Which pages of the KV cache are whose, and which hold prefixes that later prompts may begin with."""
+
+from collections.abc import Iterator, Sequence
+
+PAGE = 32
+"""Positions of a sequence that lie together."""
+SCRATCH = 0
+"""The page that idle rows write to, and nobody reads."""
+
+_Key = tuple[int, tuple[int, ...]]
+"""A page's place in the tree of prefixes: the number of the page before, and its own tokens. Compared as a whole:
+prompts that are made to have equal hashes share nothing."""
+
+
+def pages_for(tokens: int) -> int:
+    """How many pages so many tokens lie in."""
+    return -(-tokens // PAGE)
+
+
+class PagePool:
+    """Hands out pages, counts who uses each, and remembers full ones by their tokens until they are needed.
+
+    What nobody uses is forgotten in the order of its last use, and of a sequence from its end.
+    """
+
+    def __init__(self, pages: int, most_idle: int | None = None):
+        """`most_idle`: pages that are remembered though nobody uses them; all of them unless given."""
+        self.size = pages - 1
+        self.most_idle = self.size if most_idle is None else most_idle
+        self._free = list(range(pages - 1, SCRATCH, -1))
+        self._idle: dict[int, None] = {}
+        """Remembered and not used, the longest unused first."""
+        self._users = [0] * pages
+        self._known: dict[_Key, int] = {}
+        self._keys: dict[int, tuple[_Key, int]] = {}
+        """By page: its key, and its number, which no other page has had."""
+        self._numbers = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free ones, and those that are only remembered."""
+        return len(self._free) + len(self._idle)
+
+    def match(self, tokens: Sequence[int], most: int) -> list[int]:
+        """The pages of the longest remembered beginning of `tokens`, of at most `most` of them."""
+        pages, parent = [], 0
+        for own in _chunks(tokens, most // PAGE):
+            page = self._known.get((parent, own))
+            if page is None:
+                break
+            pages.append(page)
+            parent = self._keys[page][1]
+        return pages
+
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of them nobody uses: to share those makes them unavailable."""
+        return sum(page in self._idle for page in pages)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more user of pages that `match` found."""
+        for page in pages:
+            self._idle.pop(page, None)
+            self._users[page] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Pages for a new user, whatever they hold. The caller has seen that they are `available`."""
+        while len(self._free) < count:
+            self._evict()
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One user fewer, of the pages of a sequence."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._keys:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+        while len(self._idle) > self.most_idle:
+            self._evict()
+
+    def remember(self, pages: Sequence[int], tokens: Sequence[int], count: int) -> None:
+        """The first pages of a sequence, as many as `count` of its tokens fill, hold what these tokens give."""
+        parent = 0
+        for page, own in zip(pages, _chunks(tokens, count // PAGE), strict=False):
+            key = (parent, own)
+            if (known := self._known.get(key)) is not None:
+                parent = self._keys[known][1]
+            elif page in self._keys:  # below one that has been forgotten: not found any more, and not again
+                return
+            else:
+                self._numbers += 1
+                parent = self._numbers
+                self._known[key], self._keys[page] = page, (key, parent)
+
+    def forget(self, pages: Sequence[int] | None = None) -> None:
+        """Match these pages, or any, no more. Who uses them still does."""
+        for page in list(self._keys) if pages is None else pages:
+            if page in self._keys:
+                del self._known[self._keys.pop(page)[0]]
+                if page in self._idle:
+                    del self._idle[page]
+                    self._free.append(page)
+
+    def _evict(self) -> None:
+        self.forget([next(iter(self._idle))])
+
+
+def _chunks(tokens: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
+    return (tuple(tokens[i * PAGE : (i + 1) * PAGE]) for i in range(count))
