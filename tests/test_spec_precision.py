@@ -19,7 +19,8 @@ from palestra.spec.shape import described, precision
 
 CPUS = {
     "amx": ("fpu sse avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 amx_bf16", "bf16"),
-    "avx512": ("fpu sse avx2 avx512f avx512dq avx512bw avx512vl", "bf16"),
+    "avx512_bf16": ("fpu sse avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16", "bf16"),
+    "avx512": ("fpu sse avx2 avx512f avx512dq avx512bw avx512vl avx512_vnni", "fp32"),
     "avx2": ("fpu sse avx avx2 fma", "fp32"),
     "xeon_phi": ("fpu sse avx2 avx512f avx512cd", "fp32"),
     "arm": ("fp asimd fphp asimdhp asimddp", "fp32"),
@@ -80,7 +81,7 @@ def test_forced_cpu_feature_both_ways_to_multiply_in_fp32_agree(bias, monkeypatc
     model = small_model(width=64, heads=4, kv_heads=2, mlp=100, vocab=50, deviation=0.1, attention_bias=bias)
     requests = [Request(tuple(range(1, 20)), Sampling(seed=i, max_new_tokens=8, ignore_eos=True)) for i in range(3)]
     found = []
-    for features in ("", "avx512dq avx512bw avx512vl"):
+    for features in ("", "avx512dq avx512bw avx512vl avx512_bf16"):
         monkeypatch.setattr(module, "cpu_features", lambda features=features: frozenset(features.split()))
         found.append([result.generations[0] for result in Engine(model, eos=frozenset()).run(requests)])
     for mine, library in zip(*found, strict=True):

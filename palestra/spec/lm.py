@@ -299,7 +299,7 @@ class ComputeSpec(Model):
     micro_tokens: Execution[int] = Field(default=16384, ge=1)
     """Maximum tokens per micro-batch (a longer sequence goes alone); gradients accumulate over micro-batches."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision; weights stay fp32. Auto: bf16 on a GPU and on a CPU with AVX-512, else fp32."""
+    """Compute precision; weights stay fp32. Auto: bf16 on a GPU and on a CPU with AVX-512 BF16 or AMX, else fp32."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """torch.compile the model; auto: on a GPU when the run is long enough to pay for it."""
     compile_cache: Execution[str | None] = Field(default=None, min_length=1)

@@ -220,16 +220,16 @@ def _known(vocab: int | None) -> int:
     return vocab
 
 
-FAST_BF16 = frozenset({"avx512bw", "avx512dq", "avx512vl"})
-"""Without these the library emulates products of bf16 or refuses them: on a Neoverse N1 a small one takes 130 times as
-long as in FP32. The bf16 instructions of newer ARM cores have not been measured."""
+FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16"})
+"""Without one of these the library emulates products of bf16: with AVX-512 alone they take four times as long as in
+FP32, on a Neoverse N1 a small one 130 times. The bf16 instructions of newer ARM cores have not been measured."""
 
 
 def precision(wanted: str, device: str) -> str:
-    """`wanted`; for auto what the device computes fast: bf16 on a GPU and on a CPU with AVX-512, FP32 on others."""
+    """`wanted`; for auto what the device computes fast: bf16 on a GPU and on an x86 CPU that has it, FP32 on others."""
     if wanted != "auto":
         return wanted
-    return "bf16" if device != "cpu" or cpu_features() >= FAST_BF16 else "fp32"
+    return "bf16" if device != "cpu" or cpu_features() & FAST_BF16 else "fp32"
 
 
 def described(wanted: str, device: str) -> str:
