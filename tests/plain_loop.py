@@ -17,7 +17,7 @@ from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
-from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.batch import denominator, informative, pack, with_advantages
 from palestra.posttrain.loss import policy_loss
 from palestra.rollout.episode import trajectory
 from palestra.rollout.types import Group
@@ -61,7 +61,9 @@ def plain_loop(
         for epoch in range(train.epochs):
             for part in _minibatches(batch, train.minibatches, stream_key(seed, "minibatches", step, epoch)):
                 loss = policy_loss(algorithm, rollout.temperature)
-                sums = learner.forward_backward(part, loss, denominator(part, algorithm, longest))
+                sums = learner.forward_backward(
+                    informative(part, algorithm), loss, denominator(part, algorithm, longest)
+                )
                 learner.optim_step(updates / (train.steps * train.epochs * train.minibatches))
                 losses, updates = [*losses, float(sums["loss"])], updates + 1
         writer.publish(learner.weights(), step + 1)

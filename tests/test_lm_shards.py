@@ -4,6 +4,7 @@ import itertools
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Scratch, numbers, small_disk
@@ -15,6 +16,7 @@ from palestra.errors import PalestraError
 from palestra.lm.batch import Batch, forward
 from palestra.lm.hf import load_pretrained
 from palestra.lm.shards.boxes import Box, Boxes, boxes
+from palestra.lm.shards.saver import copied
 from palestra.runs.checkpoint import DamagedCheckpoint, metas
 from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.work.pool import TaskFailed
@@ -187,3 +189,17 @@ def test_full_disk_costs_one_checkpoint_and_the_run_resumes_where_there_is_room(
         shutil.copytree(disk / "full", cached.path / "runs" / "full")
     palestra.run(resume="full", quiet=True)
     assert_same_bits(reference, cached.session("full"))
+
+
+def test_copied_state_stays_as_it_was():
+    weight, moments = torch.ones(3), [torch.zeros(2), (torch.ones(1), "adamw")]
+    state = {"weight": weight, "moments": moments, "steps": 3, "groups": {"tokens": np.arange(4)}}
+    copy = copied(state)
+    weight.mul_(2)
+    moments[0].add_(1)
+    state["groups"]["tokens"][0] = 9
+    assert torch.equal(copy["weight"], torch.ones(3))
+    assert torch.equal(copy["moments"][0], torch.zeros(2))
+    assert copy["moments"][1][1] == "adamw"
+    assert copy["steps"] == 3
+    assert copy["groups"]["tokens"].tolist() == [0, 1, 2, 3]

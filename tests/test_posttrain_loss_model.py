@@ -12,7 +12,7 @@ from small_lm import VOCAB, small_model
 from palestra.lm.engine import TrainEngine
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
-from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.batch import denominator, informative, pack, with_advantages
 from palestra.posttrain.loss import averages, policy_loss
 from palestra.spec.algorithm import PRESETS
 from palestra.spec.lm import AdamWSpec
@@ -82,6 +82,31 @@ def test_gradient_of_any_micro_batches_and_minibatches_is_that_of_the_whole(pres
         # What is told is of all micro-batches, not of the last.
         assert averages(other) == pytest.approx(averages(told), rel=1e-4, abs=1e-5)
     assert told["entropy"] > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sequences_without_an_advantage_are_left_out_and_the_gradient_stays(preset):
+    spec = algorithm(preset)
+    groups = random_groups(7, vocab=VOCAB)
+    groups[1:6:2] = [
+        replace(group, trajectories=tuple(replace(one, reward=1.0) for one in group.trajectories))
+        for group in groups[1:6:2]
+    ]
+    batch = ready(spec, groups, trained_model())
+    part, size = informative(batch, spec), denominator(batch, spec, MAX_NEW_TOKENS)
+    if preset in ("dr_grpo", "dapo"):
+        assert len(part) < len(batch)
+    whole, told = gradients(spec, [batch], [size], micro_tokens=10**6)
+    found, other = gradients(spec, [part], [size], micro_tokens=40)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=2e-6)
+    assert other["loss"] == pytest.approx(told["loss"], rel=1e-4, abs=1e-6)
+
+
+def test_batch_in_which_nothing_has_an_advantage_keeps_one_sequence():
+    batch = ready(algorithm("dapo"), random_groups(3, vocab=VOCAB), trained_model())
+    zeros = replace(batch, per_token={**batch.per_token, "advantages": torch.zeros(len(batch.tokens))})
+    assert len(informative(zeros, algorithm("dapo"))) == 1
 
 
 def test_gradient_of_experts_does_not_depend_on_micro_batches():

@@ -25,7 +25,9 @@ from palestra.lm.model import Transformer
 from palestra.lm.ranks import ALONE, Ranks
 from palestra.lm.scorer import ScalarModel
 from palestra.lm.shards.folder import SCORE, fill, sample, save_folder
+from palestra.lm.shards.saver import copied
 from palestra.runs.checkpoint import is_checkpoint, keep
+from palestra.runs.loop import AT_ONCE
 from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.lm import ChatData
@@ -272,13 +274,16 @@ class ModelCheckpoint:
         self.transformer = model.transformer if isinstance(model, ScalarModel) else model
 
     def writer(self) -> Callable[..., None]:
-        """What writes the weights into a folder; of several ranks, those of now, and all call it with their group."""
+        """What writes the weights into a folder: those of now, unless they are written at once.
+
+        All ranks call it, with their group.
+        """
         tokenizer, eos, config = self.start.tokenizer, self.start.eos, self.start.config
         if adapted(self.transformer):
             assert self.start.folder is not None  # ModelSpec.problems
             base = str(self.start.folder.absolute())  # adapters are read from anywhere
-            alone, adapters = self.ranks.size == 1, self.ranks.gather(adapter_state(self.transformer))
-            adapters = adapters if alone else {name: tensor.to("cpu", copy=True) for name, tensor in adapters.items()}
+            adapters = self.ranks.gather(adapter_state(self.transformer))
+            adapters = adapters if self.ranks.saver is AT_ONCE else copied(adapters)
 
             def write(folder: Path, group: Any = None) -> None:
                 if self.ranks.first:
@@ -288,7 +293,10 @@ class ModelCheckpoint:
         about = {"tokenizer": tokenizer, "eos": eos, "base_config": config}
         score = self.model.value.weight if isinstance(self.model, ScalarModel) else None
         if self.ranks.size == 1:
-            return partial(hf.save_pretrained, model=self.transformer, score=score, **about)
+            if self.ranks.saver is AT_ONCE:
+                return partial(hf.save_pretrained, model=self.transformer, score=score, **about)
+            weights = copied(dict(self.transformer.state_dict()))
+            return partial(hf.save_weights, shape=self.start.shape, weights=weights, score=copied(score), **about)
         weights = self.transformer.state_dict() | ({} if score is None else {SCORE: score})
         return partial(save_folder, shape=self.start.shape, mine=self.ranks.keep(weights), **about)
 

@@ -17,7 +17,7 @@ from palestra.lm.batch import Batch
 from palestra.lm.model import Block, Transformer
 from palestra.lm.scorer import ValueHead
 from palestra.lm.shards.boxes import boxes, load
-from palestra.lm.shards.saver import SHARDS, Saver, Shards
+from palestra.lm.shards.saver import SHARDS, OneSaver, Saver, Shards
 from palestra.runs.loop import AT_ONCE, AtOnce
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Ranks:
     size: int = 1
     layout: "Layout | None" = None
     """Who holds what of a model, where there are several and they train one."""
-    saver: Saver | AtOnce = AT_ONCE
+    saver: Saver | OneSaver | AtOnce = AT_ONCE
     """Writes their checkpoints."""
 
     @classmethod
@@ -101,7 +101,7 @@ class Ranks:
         """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
-            return cls()
+            return cls(saver=OneSaver() if device.type == "cuda" else AT_ONCE)
         if not dist.is_initialized():
             cuda = device.type == "cuda"
             if cuda:

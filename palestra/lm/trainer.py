@@ -12,7 +12,7 @@ import torch
 from palestra.lm.batch import Batch
 from palestra.lm.engine import LossFunction, TrainEngine
 from palestra.runs.checkpoint import Checkpoint
-from palestra.runs.loop import Counters, Row, due, restore, run
+from palestra.runs.loop import AT_ONCE, Counters, Row, due, restore, run
 from palestra.runs.recorder import Recorder, Silent
 from palestra.runs.session import Session
 from palestra.spec.lm import LmSpec, ProfileSpec
@@ -259,7 +259,7 @@ class LmTrainer:
             write = self.parts.keeper.writer()
 
         def averaged(folder: Path) -> None:
-            with self.engine.averaged():  # what one process writes are the parameters themselves
+            with self.engine.averaged():  # what is written at once are the parameters themselves
                 write(folder)
 
-        return averaged if self.engine.ranks.size == 1 else write
+        return averaged if self.engine.ranks.saver is AT_ONCE else write

@@ -114,6 +114,18 @@ def with_advantages(
     return replace(batch, per_token={**batch.per_token, **added}, per_sequence={**batch.per_sequence, **mean})
 
 
+def informative(batch: Batch, algorithm: AlgorithmSpec) -> Batch:
+    """The batch without sequences that add exactly 0 to its loss: late in training half of the groups are solved.
+
+    At least one stays. Metrics of tokens are then over those that are left; the `denominator` is that of the whole.
+    """
+    if algorithm.kl.where == "loss" or algorithm.log_ratio_penalty or algorithm.entropy:  # every token adds to these
+        return batch
+    advantages = torch.where(batch.loss_mask > 0, batch.per_token["advantages"], 0.0)
+    adds = advantages.new_zeros(len(batch)).index_add(0, batch.sequence_ids, advantages.abs()) > 0
+    return batch.select(adds.nonzero()[:, 0].tolist() or [0])
+
+
 def denominator(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> float:
     """The divisor of the sum of a (mini)batch's losses.
 

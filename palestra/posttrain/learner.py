@@ -11,7 +11,7 @@ from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine, logprobs
 from palestra.lm.model import Transformer
 from palestra.lm.objectives import NextToken
-from palestra.posttrain.batch import denominator, pack, with_advantages
+from palestra.posttrain.batch import denominator, informative, pack, with_advantages
 from palestra.posttrain.critic import Critic
 from palestra.posttrain.loss import averages, policy_loss
 from palestra.posttrain.metrics import equal_rewards
@@ -81,7 +81,9 @@ class Learner:
         train = self.spec.train
         progress = update / (train.steps * train.minibatches * train.epochs)
         weight = denominator(batch, self.spec.algorithm, max_new_tokens=self.spec.rollout.max_new_tokens)
-        sums = self.engine.forward_backward(batch, self._loss, weight, between=between)
+        experts = self.engine.transformer.shape.moe is not None  # whose routers learn from every token
+        trained = batch if experts else informative(batch, self.spec.algorithm)
+        sums = self.engine.forward_backward(trained, self._loss, weight, between=between)
         row = {"loss": float(sums["loss"]), **averages(sums)}
         if self.auxiliary is not None:
             objective, share = self.auxiliary.objective, self.auxiliary.weight

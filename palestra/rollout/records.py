@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import compress, groupby, islice
 from operator import not_
@@ -49,21 +50,46 @@ class RolloutRecord:
 
 
 class Recording:
-    """Writes the rollouts of a session when used. Open it after `session.restore()`, which truncates the file."""
+    """Writes the rollouts of a session when used, in a thread while the next ones are sampled.
+
+    Open it after `session.restore()`, which truncates the file.
+    """
 
     def __init__(self, session: Session):
         # Without a checkpoint to resume from the run starts over, and its rollouts with it.
         self._sink = JsonlSink(session.path / FILE, append=bool(metas(session.path)))
-        session.follow(FILE, self._sink.flush)
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        self._last: Future[None] | None = None
+        session.follow(FILE, self._flush)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._sink.close()
+        try:
+            self._settle()
+        finally:
+            self._thread.shutdown()
+            self._sink.close()
 
     def write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
-        """The groups that a step trained on, in order, after those filtered before it; `batch` starts with `groups`."""
+        """The groups that a step trained on, in order, after those filtered before it; `batch` starts with `groups`.
+
+        Raises what went wrong with those of the step before.
+        """
+        self._settle()
+        self._last = self._thread.submit(self._write, step, groups, filtered, batch)
+
+    def _settle(self) -> None:
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.result()
+
+    def _flush(self) -> None:
+        self._settle()
+        self._sink.flush()
+
+    def _write(self, step: int, groups: Sequence[Group], filtered: Sequence[Group], batch: "Batch") -> None:
         records = [RolloutRecord(group, "filtered", step) for group in filtered]
         values, start, lengths = batch.per_token["advantages"].tolist(), 0, iter(batch.lengths)
         computed = {name: batch.per_token[name] for name in SCORES if name in batch.per_token}

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: copied to the host's memory, written by a thread of each while training goes on."""
+"""Checkpoints that a thread writes while training goes on: of several ranks, and of one process with a GPU."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,7 +8,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from palestra.lm.parallel.collectives import Group
 from palestra.lm.shards.boxes import Boxes, save
@@ -24,12 +26,53 @@ class Shards(dict[str, Boxes]):
     """A rank's boxes of tensors in a state, in the host's memory; in the saved state, the path to them stands here."""
 
 
-class Saver:
-    """Saves one checkpoint at a time, of all ranks."""
+class Background:
+    """Saves one checkpoint at a time, in a thread."""
+
+    _last: Future[None] | None = None
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise what the last save has raised; with `wait` when it is done."""
+        if self._last is not None and (wait or self._last.done()):
+            last, self._last = self._last, None
+            last.result()
+
+
+class OneSaver(Background):
+    """Of one process with a GPU, from a copy in the GPU's memory, or in the host's where that is short."""
+
+    def save(self, write: Callable[[Any, Any], object] | None, state: dict[str, Any], model: Any) -> None:
+        """Begin to save a state, and a model as it was when its writer was made."""
+        self.settle()
+        assert write is not None
+        copies, side = copied(state), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+
+        def work() -> None:
+            with torch.cuda.stream(side):  # the copies to the host run beside the training's kernels
+                write(copies, model)
+
+        self._last = _in_thread(work)
+
+
+def copied(state: Any) -> Any:
+    """A state whose tensors nothing else changes; those of a GPU stay there while it has twice the room."""
+    if isinstance(state, Tensor):
+        state = state.detach()
+        short = state.is_cuda and torch.cuda.mem_get_info(state.device)[0] < 2 * state.nbytes
+        return state.to("cpu") if short else state.clone()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(value) for value in state)
+    return deepcopy(state)
+
+
+class Saver(Background):
+    """Of all ranks, each from a copy in its host's memory."""
 
     def __init__(self, group: Group):
         self.group = group  # of nothing else: its thread must not meet the trainer's collectives
-        self._last: Future[None] | None = None
 
     def save(self, write: Callable[[Any, Any], object] | None, state: dict[str, Any], model: Together) -> None:
         """Begin to save a state and a model; `write`, of the first rank, is `Session.saving`'s."""
@@ -46,12 +89,6 @@ class Saver:
             dist.barrier(self.group)  # it is there, for all
 
         self._last = _in_thread(work)
-
-    def settle(self, *, wait: bool = True) -> None:
-        """Raise what the last save has raised; with `wait` when it is done."""
-        if self._last is not None and (wait or self._last.done()):
-            last, self._last = self._last, None
-            last.result()
 
     def _write(self, shards: dict[str, Boxes], model: Together, folder: Path | None) -> dict[str, dict[str, int]]:
         """Write all files but the small state; their sizes and checksums. The first rank knows the model's folder."""
