@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from palestra.errors import UsageError
+from palestra.spec.tasks import TaskUse
 from palestra.tasks.task import Completion, Problem, Status, Task, make_task
 
 ROWS = [
@@ -48,6 +49,25 @@ def test_problems_in_a_conversation_ask_for_a_box_and_have_no_stops(folder):
     assert first.row["solution"].endswith(r"The answer is \boxed{4}.")
     assert task.stops == ()
     assert gsm8k(folder, stop=["END"]).stops == ("END",)
+
+
+def test_part_of_a_split_is_the_rows_that_python_would_slice(folder):
+    task = gsm8k(folder, format="plain")
+    everything = list(task.problems("train"))
+    for split, rows in (
+        ("train[:-1]", everything[:-1]),
+        ("train[-1:]", everything[-1:]),
+        ("train[1:2]", everything[1:2]),
+    ):
+        assert list(task.part(split)) == rows
+    assert list(task.part("train")) == everything
+    assert task.part("train[-1:]")[0].id == "gsm8k/train/2"  # as in the whole split
+
+
+@pytest.mark.parametrize("split", ["dev[:1]", "train[1]", "train[a:]", "train[:1"])
+def test_part_of_an_unknown_split_is_refused(split):
+    (problem,) = TaskUse(task="gsm8k", split=split).all_conflicts()
+    assert "expected one of train, test" in problem.reason
 
 
 def test_problems_with_shots_never_show_their_own_answer(folder):

@@ -110,7 +110,7 @@ def ask(uses: Sequence[TaskUse], tasks: Mapping[str, Task], tokenizer: Tokenizer
     """The first `problems` of each task's split, tokenized; `tasks` are by label, as `Verifiers` has them."""
     asked = []
     for use in uses:
-        task, split = tasks[use.label], tasks[use.label].problems(use.split)
+        task, split = tasks[use.label], tasks[use.label].part(use.split)
         if not len(split):
             raise UsageError(f"the split {use.split!r} of {use.label} has no problems")
         chosen = [split[index] for index in range(min(problems, len(split)))]

@@ -110,4 +110,4 @@ def _given(spec: DistillSpec, start: Start, seed: int) -> tuple[Data[Example], M
 
 def _firsts(spec: DistillSpec) -> list[Problem]:
     """The first problem of each task to train on."""
-    return [make_task(use.task, use.args, use.label).problems(use.split)[0] for use in spec.tasks.train]
+    return [make_task(use.task, use.args, use.label).part(use.split)[0] for use in spec.tasks.train]

@@ -42,6 +42,7 @@ from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.evaluate import EvaluateSpec
 from palestra.spec.lm import ModelSpec
 from palestra.spec.shape import precision
+from palestra.tasks.task import split_rows
 from palestra.tasks.verify.workers import Verifiers
 
 log = logging.getLogger("palestra.evaluate")
@@ -65,7 +66,7 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
         start, suite = _opened(spec, launch, verifiers, spec.seed)
     for use in spec.lm_eval:
         _lm_eval().task_manager(use)
-    if trained := [use.label for use in spec.tasks if use.split == "train"]:
+    if trained := [use.label for use in spec.tasks if split_rows(use.split)[0] == "train"]:
         log.warning("%s: the split that models are trained on is scored, which says little", ", ".join(trained))
     if spec.generator is not None:
         from palestra.kinds.engines import check_engines  # needs the extra `serve`

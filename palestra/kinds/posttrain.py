@@ -100,7 +100,7 @@ def run_tasks(
         Prompts(spec.tasks, verifiers.tasks, spec.seed)
         for uses, tasks in ((spec.tasks.train, verifiers.tasks), (spec.tasks.eval, held_out.tasks)):
             for use in uses:
-                encode_problem(tasks[use.label].problems(use.split)[0], start.tokenizer)
+                encode_problem(tasks[use.label].part(use.split)[0], start.tokenizer)
     make_workflow(spec.rollout.workflow)
     if spec.rollout.generator is not None:
         from palestra.kinds.engines import check_engines  # needs the extra `serve`
@@ -255,7 +255,7 @@ def _sft_data(spec: PosttrainSpec, start: Start) -> Data[Example] | None:
 def _first(spec: TasksKind, verifiers: Verifiers, starter: Starter) -> Episode:
     """The first problem of the first task whose prompt is not too long."""
     use = spec.tasks.train[0]
-    problems = verifiers.tasks[use.label].problems(use.split)
+    problems = verifiers.tasks[use.label].part(use.split)
     episodes = (starter.episode(problems[index], 0) for index in range(min(len(problems), SCANNED)))
     first = next((episode for episode in episodes if len(episode.prompt) <= starter.max_prompt), None)
     if first is None:
@@ -343,7 +343,7 @@ def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = N
         raise UsageError(f"rollout.max_new_tokens: {new} leave no room for a prompt: the model's context is {reads}")
     most = rollout.max_prompt_tokens
     if most is None and tasks is not None:
-        most = longest_prompt([tasks[use.label].problems(use.split) for use in spec.tasks.train], start.tokenizer)
+        most = longest_prompt([tasks[use.label].part(use.split) for use in spec.tasks.train], start.tokenizer)
     longest, further = min(most or reads, reads - new), _further_turns(spec, start, tasks)
     context = reads if most is None or further is None else min(longest + new + further, reads)
     if tasks is not None and rollout.max_prompt_tokens is None:
@@ -367,7 +367,7 @@ def _further_turns(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | No
         return None
     between = 0
     for use in spec.tasks.train:
-        first = tasks[use.label].problems(use.split)[0]
+        first = tasks[use.label].part(use.split)[0]
         feedback = partial(feedback_tokens, first, start.tokenizer, workflow.feedback)
         between = max(between, sum(len(feedback(turn)) for turn in range(1, workflow.turns)))
     return between + (workflow.turns - 1) * spec.rollout.max_new_tokens

@@ -54,7 +54,7 @@ class TaskUse(Model):
     args: dict[str, Any] = Field(default={})
     """Arguments of the task; each task documents its own."""
     split: str = Field(default="test", min_length=1)
-    """Split of the task."""
+    """Split of the task; `train[:1000]` and `train[-500:]` are its first and last rows."""
     reward: RewardSpec | None = None
     """Reward; null: the task's own verifier."""
 
@@ -80,7 +80,7 @@ class TaskUse(Model):
                 why = problem["msg"][0].lower() + problem["msg"][1:]
                 hint = f" (it has {known})" if problem["type"] == "extra_forbidden" else ""
                 yield Conflict(("args", *problem["loc"]), why + hint)
-        if self.split not in task.splits:
+        if registry.split_rows(self.split)[0] not in task.splits:
             yield Conflict(("split",), f"expected one of {', '.join(task.splits)}, which {self.task} has")
 
 
@@ -88,7 +88,7 @@ class TrainTask(TaskUse):
     """A task to train on."""
 
     split: str = Field(default="train", min_length=1)
-    """Split of the task."""
+    """Split of the task; `train[:-500]` are all rows but the last 500."""
     weight: float = Field(default=1.0, gt=0)
     """Relative weight in the mixture (`mix: weighted`)."""
     count: int | None = Field(default=None, ge=1)

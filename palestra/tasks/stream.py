@@ -162,7 +162,7 @@ class Prompts:
         for use in spec.train:
             if use.label in self._walks:
                 raise UsageError(f"two tasks to train on are called '{use.label}': give one of them another `name`")
-            problems = tasks[use.label].problems(use.split)
+            problems = tasks[use.label].part(use.split)
             self._walks[use.label] = Walk(use, problems, stream_key(seed, "prompts", use.label), spec.pool)
         self._mix: Shares | Turns | Lessons
         if spec.mix == "lessons":

@@ -1,5 +1,6 @@
 """Problems, completions, verdicts, the base class of tasks, and the table of built-in tasks."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,15 @@ class Completion:
     completion_ids: tuple[int, ...] = ()
 
 
+def split_rows(split: str) -> tuple[str, slice | None]:
+    """The name of a split and the rows that follow it in brackets, as Python slices them; None for all."""
+    match = re.fullmatch(r"([^\[]+)\[(-?\d*):(-?\d*)\]", split)
+    if match is None:
+        return split, None
+    first, last = (int(bound) if bound.strip("-") else None for bound in match.groups()[1:])
+    return match[1], slice(first, last)
+
+
 class TaskArgs(Model):
     """The args that every task has, under `args` in a spec."""
 
@@ -126,6 +136,12 @@ class Task(ABC, Generic[Args]):
     @abstractmethod
     def problems(self, split: str) -> Sequence[Problem]:
         """The problems of a split, always in the same order; the sequence may be lazy."""
+
+    def part(self, split: str) -> Sequence[Problem]:
+        """The problems of a split, or of some of its rows: `train[:-500]` are all but the last 500."""
+        name, rows = split_rows(split)
+        problems = self.problems(name)
+        return problems if rows is None else [problems[i] for i in range(len(problems))[rows]]
 
     @abstractmethod
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
