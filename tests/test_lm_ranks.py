@@ -210,10 +210,14 @@ def assert_same_numbers(one: Path, two: Path) -> None:
 
 
 def files(session: Path) -> list[str]:
-    """All files of a session's trial, and its checkpoints, but the pictures, which processes of tests do not draw."""
+    """All files of a session's trial, and its checkpoints.
+
+    But for the pictures, which processes of tests do not draw, and the traces that other ranks write beside the first.
+    """
     trial = session.parent.parent
     found = (path.relative_to(trial) for path in trial.rglob("*") if path.is_file())
-    return sorted({"/".join(path.parts[:4]) for path in found if path.parts[0] != "plots"})
+    counted = (path for path in found if path.parts[0] != "plots" and not path.match("trace.trainer-*.json"))
+    return sorted({"/".join(path.parts[:4]) for path in counted})
 
 
 def weights(model: Path) -> dict[str, Tensor]:
