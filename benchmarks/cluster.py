@@ -36,9 +36,9 @@ def save_model(folder: Path, name: str) -> None:
     """A random model that writes characters."""
     tokenizer = character_tokenizer("0123456789+-*=abcdefghijklmnopqrstuvwxyz<>/ \n")
     assert tokenizer.eos is not None
-    torch.manual_seed(0)
-    shape = Shape.model_validate({"vocab": tokenizer.vocab_size, **SHAPES[name]})
-    save_pretrained(folder, Transformer(shape), tokenizer=tokenizer, eos=[tokenizer.eos])
+    model = Transformer(Shape.model_validate({"vocab": tokenizer.vocab_size, **SHAPES[name]}))
+    model.initialize(torch.Generator().manual_seed(0))
+    save_pretrained(folder, model, tokenizer=tokenizer, eos=[tokenizer.eos])
 
 
 def spec_of(model: Path, given: argparse.Namespace, cluster: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +57,14 @@ def spec_of(model: Path, given: argparse.Namespace, cluster: dict[str, Any]) -> 
     }
 
 
+def digits(prompt: str, completion: str, **row: Any) -> float:
+    """A reward that differs within every group: what has no advantage is not trained on."""
+    return sum(map(str.isdigit, completion)) / max(1, len(completion))
+
+
 def measured(spec: dict[str, Any], root: Path) -> tuple[dict[str, float], list[float]]:
     """Medians of a run's steps, and what must be equal."""
-    run = palestra.run(spec, root=root, quiet=True)
+    run = palestra.run(spec, root=root, quiet=True, reward=digits)
     rows = [row for row in run.metrics() if "time/train" in row]
     steps = rows[WARM_UP:]
     seconds = [sum(row.get(name, 0.0) for name in TIMES) for row in steps]
