@@ -319,6 +319,20 @@ def test_parameter_without_support_is_refused_unless_it_changes_nothing(http: ht
     assert answer.json()["error"]["code"] == "unsupported_parameter"
 
 
+def test_variables_of_the_chat_template_are_the_requests() -> None:
+    template = "{{ messages[0].content }}{% if thinking %}Hm.{% endif %}"
+    tokenizer = TOKENIZER.with_chat_template(template)
+    with serving(engine=tiny_engine(tokenizer=tokenizer)) as (address, _), connected(address) as http:
+        body = {"messages": QUESTION, "max_tokens": 1, "return_token_ids": True}
+        for extra, text in (({}, ""), ({"thinking": False}, ""), ({"thinking": True}, "Hm.")):
+            answer = http.post("/v1/chat/completions", json={**body, "chat_template_kwargs": extra})
+            assert answer.json()["prompt_token_ids"] == TOKENIZER.encode(QUESTION[0]["content"] + text)
+        for name in ("messages", "add_generation_prompt", "_generation_marks", "bos_token"):
+            answer = http.post("/v1/chat/completions", json={**body, "chat_template_kwargs": {name: 1}})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+            assert name in answer.json()["error"]["message"]
+
+
 def test_parameter_without_effect_is_ignored(http: httpx.Client) -> None:
     body = {"messages": QUESTION, "max_tokens": 4, "seed": 1}
     plain = http.post("/v1/chat/completions", json=body).json()["choices"]

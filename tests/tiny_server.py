@@ -79,6 +79,8 @@ def serving(api_key: str | None = KEY, engine: Engine | None = None, **limits: A
     engine = engine or tiny_engine()
     with (
         LocalGenerator(engine, drive="thread") as generator,
-        running(create_app(generator, TOKENIZER, model_name=NAME, api_key=api_key, **limits)) as address,
+        running(
+            create_app(generator, engine.tokenizer or TOKENIZER, model_name=NAME, api_key=api_key, **limits)
+        ) as address,
     ):
         yield address, engine

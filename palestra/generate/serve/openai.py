@@ -23,6 +23,8 @@ UNSUPPORTED: dict[str, Any] = {
     "response_format": {"type": "text"}, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
     "web_search_options": None,
 }  # fmt: skip
+# What a chat template gets from the server itself.
+RESERVED = frozenset({"messages", "tools", "tokenizer", "add_generation_prompt"})
 # OpenAI's stand-in for a log-probability of minus infinity, which JSON cannot say.
 NEVER = -9999.0
 FINISH = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORT: "abort"}
@@ -171,6 +173,8 @@ class ChatBody(Options):
     max_completion_tokens: wire.Count | None = None
     logprobs: bool = False
     top_logprobs: wire.Alternatives = 0
+    # As vLLM has it: variables of the chat template, such as enable_thinking.
+    chat_template_kwargs: Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=16)] = {}
 
     @property
     def characters(self) -> int:
@@ -180,6 +184,14 @@ class ChatBody(Options):
     def sampling(self, context: int) -> Sampling:
         """Sampling parameters; up to the end of the context by default."""
         return self._sampling(self.max_completion_tokens or self.max_tokens or context, self.top_logprobs)
+
+    @model_validator(mode="after")
+    def _own_variables(self) -> "ChatBody":
+        for name in self.chat_template_kwargs:
+            if name in RESERVED or name.startswith("_") or name.endswith("_token"):
+                message = f"chat_template_kwargs: {name} is set by the server: leave it out"
+                raise ApiError(400, message, param="chat_template_kwargs")
+        return self
 
     @model_validator(mode="after")
     def _logprobs_asked_for(self) -> "ChatBody":

@@ -130,7 +130,8 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         check(body)
         messages = [message.message() for message in body.messages]
-        encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, add_generation_prompt=True)
+        settings = {"add_generation_prompt": True, **body.chat_template_kwargs}
+        encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, **settings)
         return await respond(body, [encoded.tokens], http)
 
     @app.post("/v1/completions")
