@@ -21,11 +21,12 @@ from tiny_server import ALPHABET, CONTEXT, KEY, NAME, TOKENIZER, serving, tiny_e
 
 from palestra.data.chat import encode_chat
 from palestra.generate.client import SamplingBody
-from palestra.generate.engine.engine import Engine
+from palestra.generate.engine.engine import Engine, PromptTooLong
 from palestra.generate.serve import server as server_module
 from palestra.generate.serve.gate import Counter, Gate, Histogram
 from palestra.generate.serve.openai import HARMLESS, UNSUPPORTED, token_text
 from palestra.generate.types import Generation, Request, Sampling
+from palestra.lm.batch import Batch, score
 from palestra.lm.hf import save_pretrained
 from palestra.lm.lora import add_lora, save_peft
 from palestra.spec.lm import LoraSpec
@@ -268,7 +269,7 @@ def test_openai_client_gets_its_own_errors(server: tuple[str, Engine], client: o
         ("/v1/completions", {"prompt": "a", "stop_token_ids": list(range(40))}, 400, "end tokens"),
         ("/v1/completions", {"prompt": "a", "logprobs": 1000}, 400, "logprobs"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, 400, "echo"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("/v1/completions", {"prompt": "a", "model": "gpt-5"}, 404, "gpt-5"),
         ("/v1/completions", {"prompt": "a" * 400}, 400, "context"),
         ("/v1/completions", {"prompt": "a" * 400, "stream": True}, 400, "context"),
@@ -317,6 +318,26 @@ def test_parameter_without_support_is_refused_unless_it_changes_nothing(http: ht
     answer = http.post("/v1/chat/completions", json={**body, name: {"other": 0.5}})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
     assert answer.json()["error"]["code"] == "unsupported_parameter"
+
+
+def test_echo_gives_the_prompt_and_its_logprobs_as_the_trainer_has_them(http: httpx.Client, server: Any) -> None:
+    engine, text = server[1], "Who goes there? Nobody."
+    body = {"prompt": [text, "Stand"], "max_tokens": 3, "temperature": 0, "echo": True}
+    plain = http.post("/v1/completions", json={**body, "echo": False}).json()["choices"]
+    echoed = http.post("/v1/completions", json={**body, "logprobs": 2}).json()["choices"]
+    assert [one["text"] for one in echoed] == [text + plain[0]["text"], "Stand" + plain[1]["text"]]
+    told = echoed[0]["logprobs"]
+    tokens = TOKENIZER.encode_prompt(text)
+    batch = Batch.pack([tokens], [[0.0] + [1.0] * (len(tokens) - 1)])
+    expected = score(tiny_model(), batch).logprobs[1:].tolist()
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][1 : len(tokens)] == pytest.approx(expected, abs=1e-4)
+    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == len(tokens) + 3
+    assert all(len(top) in (2, 3) for top in told["top_logprobs"][1:])
+    assert "".join(told["tokens"]).endswith(text + plain[0]["text"])
+    assert http.post("/v1/completions", json={**body, "stream": True}).json()["error"]["param"] == "echo"
+    with pytest.raises(PromptTooLong):
+        engine.score([1] * (CONTEXT + 1))
 
 
 def test_variables_of_the_chat_template_are_the_requests() -> None:

@@ -30,8 +30,13 @@ from palestra.generate.engine.request import (
 )
 from palestra.generate.engine.sampler import Needs
 from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
+from palestra.lm.batch import Batch, forward
+from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.model import Transformer
+
+SCORED = 256
+"""Tokens whose distributions `score` has in memory at a time."""
 
 __all__ = ["Engine", "EngineFailed", "PromptTooLong", "QueueFull"]
 
@@ -193,6 +198,23 @@ class Engine:
                 self._take_in()
             raise
         return [done[place] for place in range(len(requests))]
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], alternatives: int = 0) -> tuple[list[float], list[Alternatives]]:
+        """Log-probabilities of all tokens but the first, given those before; and the likeliest in place of each."""
+        if len(tokens) > self.context:
+            raise PromptTooLong(f"{len(tokens)} tokens are more than the context of {self.context}")
+        logprobs: list[float] = []
+        top: list[Alternatives] = []
+        with self._turns.taken():
+            batch = Batch.pack([tokens]).to(self._runner.device)
+            hidden, targets = forward(self.model, batch).hidden[:-1], batch.tokens[1:]
+            for rows, wanted in zip(hidden.split(SCORED), targets.split(SCORED), strict=True):
+                scores = logits(rows, self.model.unembed).log_softmax(-1)
+                logprobs += scores.gather(1, wanted[:, None])[:, 0].tolist()
+                values, ids = scores.topk(min(alternatives, scores.shape[1]), dim=-1)
+                top += [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        return logprobs, top
 
     def pause(self) -> None:
         """Sample nothing until `resume`. Returns once the current burst has ended."""

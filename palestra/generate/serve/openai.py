@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.generate import client as wire
-from palestra.generate.engine.request import LONGEST_STOP, MOST_STOPS
+from palestra.generate.engine.request import LONGEST_STOP, MOST_STOPS, Alternatives
 from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
 
 # Accepted and without effect: none of these changes what is generated.
@@ -18,7 +18,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 # Would change what is generated: accepted at the value that changes nothing, refused by name at any other.
 UNSUPPORTED: dict[str, Any] = {
-    "audio": None, "best_of": 1, "echo": False, "frequency_penalty": 0, "function_call": "none", "functions": [],
+    "audio": None, "best_of": 1, "frequency_penalty": 0, "function_call": "none", "functions": [],
     "logit_bias": {}, "modalities": ["text"], "presence_penalty": 0, "reasoning_effort": None, "repetition_penalty": 1,
     "response_format": {"type": "text"}, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
     "web_search_options": None,
@@ -125,6 +125,14 @@ class CompletionBody(Options):
     prompt: Annotated[list[str | list[wire.TokenId]], BeforeValidator(_prompts), Field(min_length=1, max_length=2048)]
     """A string, a list of token ids, or a list of either."""
     logprobs: wire.Alternatives | None = None
+    echo: bool = False
+    """Whether choices begin with the prompt; with `logprobs`, with those of its tokens too."""
+
+    @model_validator(mode="after")
+    def _echo_whole(self) -> "CompletionBody":
+        if self.echo and self.stream:
+            raise ApiError(400, "echo is not supported in a stream: leave one of them out", param="echo")
+        return self
 
     @property
     def characters(self) -> int:
@@ -212,6 +220,8 @@ class Reply:
     tokenizer: Tokenizer
     requests: tuple[Request, ...]
     """One for each prompt, of `body.n` generations each."""
+    scored: tuple[tuple[list[float], list[Alternatives]], ...] = ()
+    """Where they are asked for: of each prompt, the log-probabilities of its tokens but the first, and alternatives."""
     _offsets: dict[int, "_Offsets"] = field(default_factory=dict)
     """Of completions with log-probabilities: where in its text each choice is."""
 
@@ -223,7 +233,7 @@ class Reply:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The response object."""
         choices = [
-            self._choice(prompt, index, made, self._content(made.text or ""))
+            self._choice(prompt, index, made, self._content(self._echoed(prompt) + (made.text or "")))
             for prompt, result in enumerate(results)
             for index, made in enumerate(result.generations)
         ]
@@ -255,6 +265,10 @@ class Reply:
         """The count of tokens; each prompt counts once, whatever n."""
         prompt = sum(len(request.prompt) for request in self.requests)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+    def _echoed(self, prompt: int) -> str:
+        echo = isinstance(self.body, CompletionBody) and self.body.echo
+        return self.tokenizer.decode(self.requests[prompt].prompt) if echo else ""
 
     @property
     def _asks_logprobs(self) -> bool:
@@ -299,15 +313,21 @@ class Reply:
                 for token, logprob, top in rows
             ]
             return {"content": content, "refusal": None}
-        offsets = self._offsets.setdefault(index, _Offsets(self.tokenizer))
+        first = None
+        if self.scored:
+            prompt, (logprobs, top) = self.requests[index // self.body.n].prompt, self.scored[index // self.body.n]
+            first, *prompt = prompt
+            rows = [*zip(prompt, logprobs, top, strict=True), *rows]
+        offsets = self._offsets.setdefault(index, _Offsets(self.tokenizer, continues=first is None))
+        before, unknown = ([], []) if first is None else ([first], [None])  # nothing predicts the first token
+        tokens = [*before, *(token for token, _, _ in rows)]
+        # The sampled token is always among them, also where others were likelier.
+        alternatives = [*unknown, *(self._by_text({**dict(top), token: logprob}) for token, logprob, top in rows)]
         return {
-            "tokens": [token_text(self.tokenizer.piece(token)) for token in made.tokens],
-            "token_logprobs": [max(logprob, NEVER) for logprob in made.logprobs],
-            # The sampled token is always among them, also where others were likelier.
-            "top_logprobs": [self._by_text({**dict(top), token: logprob}) for token, logprob, top in rows]
-            if self.body.logprobs
-            else None,
-            "text_offset": [offsets.before(token) for token in made.tokens],
+            "tokens": [token_text(self.tokenizer.piece(token)) for token in tokens],
+            "token_logprobs": [*unknown, *(max(logprob, NEVER) for _, logprob, _ in rows)],
+            "top_logprobs": alternatives if self.body.logprobs else None,
+            "text_offset": [offsets.before(token) for token in tokens],
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -321,8 +341,8 @@ class Reply:
 class _Offsets:
     """How many characters of a choice's text come before each of its tokens."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._text = Detokenizer(tokenizer, continues=True)
+    def __init__(self, tokenizer: Tokenizer, continues: bool):
+        self._text = Detokenizer(tokenizer, continues=continues)
         self._length = 0
 
     def before(self, token: int) -> int:

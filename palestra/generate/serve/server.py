@@ -121,7 +121,10 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
             Request(tuple(prompt), body.sampling(engine.context), body.n, id if len(prompts) == 1 else f"{id}-{place}")
             for place, prompt in enumerate(prompts)
         )
-        reply = Reply(body, id, int(time.time()), model_name, tokenizer, requests)
+        scored = ()
+        if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+            scored = tuple([await asyncio.to_thread(engine.score, prompt, body.logprobs) for prompt in prompts])
+        reply = Reply(body, id, int(time.time()), model_name, tokenizer, requests, scored)
         if body.stream:
             return gate.EventStream(service.reply_events(reply), service.explain)
         return JSONResponse(reply.whole(await gate.unless_gone(http.receive, service.results(requests))))
@@ -130,7 +133,7 @@ def _add_openai(app: FastAPI, service: Service, tokenizer: Tokenizer, model_name
     async def chat(body: ChatBody, http: HttpRequest) -> Response:
         check(body)
         messages = [message.message() for message in body.messages]
-        settings = {"add_generation_prompt": True, **body.chat_template_kwargs}
+        settings: dict[str, Any] = {"add_generation_prompt": True, **body.chat_template_kwargs}
         encoded = await asyncio.to_thread(encode_chat, tokenizer, messages, **settings)
         return await respond(body, [encoded.tokens], http)
 
