@@ -268,7 +268,7 @@ def test_cache_reserves_the_longest_prompt_and_what_follows_it_and_gives_the_sam
 ):
     changes: dict[str, Any] = {"rollout__workflow": workflow, "train__steps": 2, "every__eval": None}
     counted = lab.run(name="counted", **changes)
-    assert f"longest prompt: 5 tokens; KV cache: {row} tokens a row" in log_of(counted)
+    assert f"longest prompt: 5 tokens; a sequence has at most {row}" in log_of(counted)
     monkeypatch.setattr("palestra.kinds.posttrain.COUNTED", 0)
     whole = lab.run(name="whole", **changes)
     assert "longest prompt: not counted tokens" in log_of(whole)

@@ -334,7 +334,7 @@ def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> Roll
 
 
 def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = None) -> tuple[int, int]:
-    """The most tokens of a rollout, which the KV cache has room for in every row, and of a prompt.
+    """The most tokens of a rollout and of a prompt.
 
     Without `max_prompt_tokens` the longest prompt of `tasks` is searched for, unless there are too many.
     """
@@ -347,7 +347,7 @@ def _context(spec: TasksKind, start: Start, tasks: Mapping[str, Task] | None = N
     longest, further = min(most or reads, reads - new), _further_turns(spec, start, tasks)
     context = reads if most is None or further is None else min(longest + new + further, reads)
     if tasks is not None and rollout.max_prompt_tokens is None:
-        log.info("longest prompt: %s tokens; KV cache: %d tokens a row", most or "not counted", context)
+        log.info("longest prompt: %s tokens; a sequence has at most %d", most or "not counted", context)
     return context, longest
 
 
