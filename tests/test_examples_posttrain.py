@@ -42,11 +42,11 @@ def model(tmp_path_factory) -> Path:
 
 
 def _shorter(folder: Path) -> Path:
-    """GSM8K up to its 200th problems: of all of them the longest is searched for."""
+    """GSM8K up to its 700th problems: of all of them the longest is searched for, and 500 are held out."""
     (folder / "gsm8k").mkdir(parents=True)
     for file in ("train.jsonl", "test.jsonl"):
         lines = (DATA / "gsm8k" / file).read_text().splitlines(keepends=True)
-        (folder / "gsm8k" / file).write_text("".join(lines[:200]))
+        (folder / "gsm8k" / file).write_text("".join(lines[:700]))
     return folder
 
 
