@@ -124,6 +124,51 @@ def test_tensorboard_rows_read_back_and_resume_replaces_steps_after_the_checkpoi
     assert set(read) == {"return", "frame"}
 
 
+TABLE = [
+    {"step": 3, "prompt": "1+1=", "completion": "```\n2\n\n| a | b |\n<script>", "reward": 1.0, "status": "correct"},
+    {"step": 3, "prompt": "2+2=", "completion": "x" * 9000, "reward": 0.0, "status": "wrong"},
+]
+
+
+def test_tensorboard_table_reads_back_as_texts_that_are_no_markdown(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+    from tensorboard.util.tensor_util import make_ndarray
+
+    monkeypatch.setenv("MY_API_KEY", "very-secret-value")
+    with tracker(tmp_path, ["tensorboard"]) as track:
+        track.table("completions/rollouts", [*TABLE, TABLE[0] | {"prompt": "the key is very-secret-value"}], step=3)
+        track.table("completions/eval", [], step=3)
+        track.log({"return": 1.0}, step=3)
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert accumulator.Tags()["tensors"] == ["completions/rollouts"]
+    assert accumulator.SummaryMetadata("completions/rollouts").plugin_data.plugin_name == "text"
+    (event,) = accumulator.Tensors("completions/rollouts")
+    cells = make_ndarray(event.tensor_proto)
+    assert event.step == 3
+    assert [cell.decode() for cell in cells[0]] == list(TABLE[0])
+    assert cells[1, 2].decode() == "    ```\n    2\n    \n    | a | b |\n    <script>"
+    assert len(cells[2, 2]) < 8100
+    assert cells[3, 1].decode() == "    the key is (redacted)"
+    page = text_array_to_html(cells, enable_markdown=True)
+    assert "&lt;script&gt;" in page
+    assert "<th>a</th>" not in page
+    assert scalars(tmp_path / "tensorboard")["return"] == [(3, 1.0)]
+
+
+def test_tensorboard_table_first_after_a_resume_drops_what_the_killed_run_wrote(tmp_path):
+    pytest.importorskip("tensorboard")
+    with tracker(tmp_path, ["tensorboard"]) as track:
+        for step in range(1, 6):
+            track.log({"return": step * 10.0}, step=step)
+    time.sleep(1.1)  # TensorBoard orders event files by the second in their names
+    with tracker(tmp_path, ["tensorboard"], append=True) as track:
+        track.table("completions/eval", TABLE, step=3)
+    assert scalars(tmp_path / "tensorboard")["return"] == [(1, 10.0), (2, 20.0)]
+
+
 def test_tensorboard_sink_imports_neither_torch_nor_tensorflow(tmp_path):
     pytest.importorskip("tensorboard")
     code = f"""
@@ -151,6 +196,19 @@ def test_wandb_offline_run_holds_rows_and_config(tmp_path, monkeypatch):
     assert b"algorithm" in data
 
 
+def test_wandb_offline_run_holds_tables(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = session(tmp_path)
+    with tracker(folder, ["wandb"]) as track:
+        track.table("completions/eval", TABLE, step=3)
+        track.log({"return": 12.5}, step=3)
+    (path,) = folder.glob("wandb/offline-run-*/files/media/table/completions/eval_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(TABLE[0])
+    assert table["data"][0] == list(TABLE[0].values())
+
+
 def test_swanlab_offline_run_holds_rows(tmp_path, monkeypatch):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
@@ -163,6 +221,17 @@ def test_swanlab_offline_run_holds_rows(tmp_path, monkeypatch):
     assert all(b"return" in file.read_bytes() for file in files)
 
 
+def test_swanlab_offline_run_holds_tables(tmp_path, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    folder = session(tmp_path)
+    with tracker(folder, ["swanlab"]) as track:
+        track.table("completions/eval", TABLE, step=3)
+    held = b"".join(path.read_bytes() for path in folder.glob("swanlab/run-*/**/*") if path.is_file())
+    assert b"completions/eval" in held
+    assert b"1+1=" in held
+
+
 def test_trackio_rows_are_in_its_database(tmp_path):
     pytest.importorskip("trackio")
     folder = session(tmp_path)
@@ -172,6 +241,7 @@ from palestra.track.sinks import SinkPlace, Tracker
 for append in (False, True):
     with Tracker(SinkPlace(Path({str(folder)!r}), "tests", "n", "a1b2-0", {{}}, append), ["trackio"]) as track:
         track.log({{"return": 12.5}}, step=1 + append, frame=64)
+        track.table("completions/eval", {TABLE!r}, step=1 + append)
 import trackio
 (run,) = trackio.Api().runs("tests")
 print(run.name)
@@ -179,6 +249,9 @@ print(run.name)
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "a1b2-0"
+    held = b"".join(path.read_bytes() for path in (tmp_path / "trackio").rglob("*") if path.is_file())
+    assert b'"_type":"trackio.table"' in held.replace(b" ", b"")
+    assert b"1+1=" in held
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])

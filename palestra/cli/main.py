@@ -361,6 +361,11 @@ def evaluate(
     max_new_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens of a completion; by default 512.")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the samples.")] = 0,
     name: Annotated[str | None, Option(help="The folder under runs/; by default eval_MODEL.")] = None,
+    server: Annotated[
+        str | None, Option(metavar="URL", help="A server of OpenAI's protocol that completes the tasks.")
+    ] = None,
+    served_model: Annotated[str | None, Option(metavar="NAME", help="The server's model, if it has several.")] = None,
+    api_key_env: Annotated[str | None, Option(metavar="NAME", help="Variable with the server's API key.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     root: options.Root = options.RUNS,

@@ -349,7 +349,8 @@ def show_evaluation(run: Run) -> None:
             if rows:
                 console().print(table(columns, rows, right=columns[1:]))
         files = [session / name for name in ("answers.jsonl", "likelihood.jsonl", "texts.jsonl", "lm_eval.jsonl")]
-        pairs = (("mean", _mean(report["metrics"])), ("answers", ", ".join(str(f) for f in files if f.exists())))
+        lines = [("mean", _mean(report["metrics"])), ("tokens", _usage(report["metrics"]))]
+        pairs = (*lines, ("answers", ", ".join(str(f) for f in files if f.exists())))
         print_pairs(pair for pair in pairs if pair[1])
     print_pairs([("run folder", run.path)])
 
@@ -434,6 +435,15 @@ def _mean(metrics: Mapping[str, float]) -> str:
         f"{name} {f'{value:.3f}' if name in ('centred', 'bits_per_byte') else _percent(value)}"
         for name, value in means.items()
     )
+
+
+def _usage(metrics: Mapping[str, float]) -> str:
+    prefix = "eval/usage/"
+    counts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    if not counts:  # likelihoods alone, or an old evaluation
+        return ""
+    tokens = f"{counts['prompt_tokens']:,.0f} of prompts, {counts['completion_tokens']:,.0f} of completions"
+    return tokens + (f"; cost {counts['cost']:.4g}" if "cost" in counts else "")
 
 
 def _percent(value: float) -> str:

@@ -242,7 +242,8 @@ async def _answered(
             "score belongs to none of them. Publish when the evaluation has ended"
         )
     verified = (VerifiedCompletion(one.completion, one.sampled, one.stop_reason, one.verdict) for one in trajectories)
-    return EvaluationRecord(*known, answers=tuple(verified))
+    further = sum(begin for one in trajectories for begin, _ in one.turns[1:])
+    return EvaluationRecord(*known, answers=tuple(verified), further_tokens=further)
 
 
 def _evaluation(

@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from palestra.runs.store import read_lines, write_bytes
+from palestra.spec.kinds.evaluate import TokenPrice
 from palestra.tasks.task import Status, Verdict
 
 Mode = Literal["greedy", "samples"]
@@ -54,6 +55,8 @@ class EvaluationRecord:
     prompt_tokens: int
     answers: tuple[VerifiedCompletion, ...]
     """Empty where the prompt leaves no room for a completion, which counts as wrong."""
+    further_tokens: int = 0
+    """What further turns read: all that came before each of them."""
 
     @property
     def key(self) -> tuple[str, Mode]:
@@ -69,6 +72,23 @@ class EvaluationRecord:
     def failed(self) -> bool:
         """Whether the verifier failed on a completion, so that nothing is known of it."""
         return any(answer.verdict.status == Status.ERROR for answer in self.answers)
+
+
+SHOWN = 4
+"""Problems of a task and mode in a table of completions."""
+
+
+def record_rows(records: Iterable[EvaluationRecord], step: int) -> list[dict[str, Any]]:
+    """The first completion of each of the first few problems of each task and mode, for people."""
+    shown: Counter[tuple[str, str]] = Counter()
+    rows = []
+    for record in records:
+        shown[record.task, record.mode] += 1
+        if shown[record.task, record.mode] <= SHOWN and record.answers:
+            first = record.answers[0]
+            row = {"step": step, "task": record.task, "prompt": record.prompt, "completion": first.text}
+            rows.append(row | {"score": first.verdict.score, "status": str(first.verdict.status)})
+    return rows
 
 
 def line(record: EvaluationRecord) -> str:
@@ -94,6 +114,18 @@ def _plain(answer: VerifiedCompletion) -> dict[str, Any]:
 def _completion(row: dict[str, Any]) -> VerifiedCompletion:
     written = (row.pop("text"), row.pop("tokens"), row.pop("stop_reason"))
     return VerifiedCompletion(*written, Verdict(status=Status(row.pop("status")), **row))
+
+
+def usage(records: Iterable[EvaluationRecord], price: TokenPrice | None) -> dict[str, float]:
+    """Tokens that the model read and wrote, and what they cost at a price; a prompt is read once for all samples."""
+    counts = [
+        (record.prompt_tokens + record.further_tokens, sum(answer.tokens for answer in record.answers))
+        for record in records
+        if record.answers
+    ]
+    prompt, completion = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    cost = {} if price is None else {"cost": (prompt * price.prompt + completion * price.completion) / 1e6}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, **cost}
 
 
 LEVEL, NORMAL = 0.95, 1.959963984540054  # an interval's share, and how many standard errors that is on each side

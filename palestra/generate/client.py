@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -88,9 +89,13 @@ except ImportError as error:
     raise MissingExtra("A generator over HTTP", "serve") from error
 
 
+log = logging.getLogger("palestra.generate")
+
 T = TypeVar("T")
 # Waits between attempts, in seconds: a server that restarts is back within a minute.
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+LONGEST_WAIT = 120.0
+"""Seconds that a server may ask to wait with `Retry-After`."""
 # Errors after which the server cannot have begun, and those after which it may have.
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
 UNANSWERED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
@@ -106,6 +111,12 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
 
     expected = "a palestra server"
     """What the address should be of."""
+    again: tuple[type[Exception], ...] = UNSENT
+    """Errors after which a call is made again."""
+    retried: tuple[int, ...] = ()
+    """Statuses after which it is."""
+    retries = 0
+    """Calls that were."""
 
     def __init__(self, base_url: str, api_key: str | None = None, *, waits: tuple[float, ...] = WAITS):
         self.base_url, self._waits = base_url.rstrip("/"), waits
@@ -187,11 +198,11 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
         method: str,
         path: str,
         *,
-        again: tuple[type[Exception], ...] = UNSENT,
+        again: tuple[type[Exception], ...] | None = None,
         content: Callable[[], AsyncIterator[bytes]] | None = None,
         **options: Any,
     ) -> AsyncIterator[httpx.Response]:
-        """A response with status 200; errors in `again` are tried again, all others explained.
+        """A response with status 200; what `again` and `retried` name is tried again, all else explained.
 
         `content` gives the body anew for each attempt.
         """
@@ -201,11 +212,18 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
             request = self._client.build_request(method, path, content=body, **options)
             try:
                 response = await self._client.send(request, stream=True)
-                break
-            except httpx.HTTPError as error:
-                wait = next(waits, None) if isinstance(error, again) else None
+                wait = next(waits, None) if response.status_code in self.retried else None
                 if wait is None:
-                    raise PalestraError(f"{self.base_url} does not respond: {_text(error)}") from error
+                    break
+                await response.aclose()
+                wait, why = max(wait, _retry_after(response)), f"status {response.status_code}"
+            except httpx.HTTPError as error:
+                wait, why = next(waits, None) if isinstance(error, again or self.again) else None, _text(error)
+                if wait is None:
+                    raise PalestraError(f"{self.base_url} does not respond: {why}") from error
+            if not self.retries:
+                log.warning("%s: %s; the call is made again in %g s, and others after it", self.base_url, why, wait)
+            self.retries += 1
             await asyncio.sleep(wait)
         try:
             if response.status_code != 200:
@@ -215,6 +233,12 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
             raise PalestraError(f"{self.base_url} broke off its response to {path}: {_text(error)}") from error
         finally:
             await response.aclose()
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """The seconds that a server asks to wait; 0 where it names none, or a date."""
+    given = response.headers.get("Retry-After", "")
+    return min(float(given), LONGEST_WAIT) if given.isdecimal() else 0.0
 
 
 def _text(error: Exception) -> str:

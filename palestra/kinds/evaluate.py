@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from palestra.errors import Interrupted, UsageError, needs_extra
 from palestra.evaluate.completions import Evaluation, ask, evaluate_model, evaluate_tasks, pumped
+from palestra.evaluate.leaks import leaks
 from palestra.evaluate.likelihood import (
     ScoredChoice,
     TextScore,
@@ -25,14 +26,23 @@ from palestra.evaluate.likelihood import (
     text_outcome,
 )
 from palestra.evaluate.likelihood_data import Choices, Texts, load_choices, load_texts
-from palestra.evaluate.records import Estimate, EvaluationRecord, estimated, growing, line, read_records, write_records
+from palestra.evaluate.records import (
+    Estimate,
+    EvaluationRecord,
+    estimated,
+    growing,
+    line,
+    read_records,
+    record_rows,
+    usage,
+    write_records,
+)
 from palestra.evaluate.suites import SETUP, Suite, check_setup, files_sha256, write_report
 from palestra.kinds.lm import summary
 from palestra.kinds.models import Start, find_model, named_dtype, open_model, pinned_model, trained_start
 from palestra.kinds.trial import Launch, check_spec, device_of, in_session, run_sessions, threads_each
 from palestra.lm.hf import weight_files
 from palestra.lm.lora import CONFIG, WEIGHTS
-from palestra.lm.model import Transformer
 from palestra.rollout.workflows import make_workflow
 from palestra.runs.recorder import HookContext, Recorder, call_hooks, load_hooks
 from palestra.runs.run import Run
@@ -51,6 +61,8 @@ ANSWERS, SCORES, TEXTS, LM_EVAL = "answers.jsonl", "likelihood.jsonl", "texts.js
 FIXED = ("kind", "model", "tasks", "eval", "likelihood", "texts", "lm_eval", "dtype", "generator.engine",
          "generator.model")  # fmt: skip
 """What results depend on."""
+USAGE = "eval/usage/"
+"""Before the names of what was counted, and of the cost."""
 
 Score = TypeVar("Score", ScoredChoice, TextScore)
 
@@ -68,6 +80,8 @@ def run(spec: EvaluateSpec, launch: Launch) -> Run:
         _lm_eval().task_manager(use)
     if trained := [use.label for use in spec.tasks if split_rows(use.split)[0] == "train"]:
         log.warning("%s: the split that models are trained on is scored, which says little", ", ".join(trained))
+    for leak in leaks(suite.questions, suite.choices, init):
+        log.warning(leak)
     if spec.generator is not None:
         from palestra.kinds.engines import check_engines  # needs the extra `serve`
 
@@ -113,6 +127,8 @@ class _Evaluation:
     verifiers: Verifiers
     record: Recorder
     done: int = 0
+    model: Any = None
+    """Loaded where this process needs it."""
 
     def run(self, setup: dict[str, Any]) -> None:
         dtype, suite, span = named_dtype(_dtype(self.spec)), self.suite, self.record.span
@@ -121,8 +137,9 @@ class _Evaluation:
             prompt = setup["tasks"][task.label]
             shown = (task.label, len(prompt["first_prompt_tokens"]), prompt["first_prompt"])
             log.info("the first prompt of %s, %d tokens:\n%s", *shown)
-        loaded, _ = open_model(self.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
-        self.model = loaded.model.to(device_of(self.spec)) if suite.choices or suite.texts else loaded.model
+        if self.spec.generator is None or suite.choices or suite.texts:
+            loaded, _ = open_model(self.start.folder, self.launch.root, dtype=dtype, param_dtype=dtype)
+            self.model = loaded.model.to(device_of(self.spec)) if suite.choices or suite.texts else loaded.model
         scores, texts = {}, {}
         if suite.choices:
             rows = self._scored(span("likelihood"), SCORES, suite.choices, ScoredChoice)
@@ -131,15 +148,17 @@ class _Evaluation:
             rows = self._scored(span("texts"), TEXTS, suite.texts, TextScore)
             texts = {source.label: text_outcome(source, rows[source.label]) for source in suite.texts}
         # Back on the CPU: the engine makes its own copy on the device, and takes what that leaves free for its cache.
-        model = self.model.to("cpu")
+        model = None if self.model is None else self.model.to("cpu")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         evaluation = self._answers(model) if suite.questions else Evaluation((), {}, {})
         metrics = evaluation.metrics | likelihood_metrics({**scores, **texts})
         lm_eval, records = self._lm_eval(metrics) if self.spec.lm_eval else ({}, [])
-        write_report(self.session.path, setup | {"lm_eval": lm_eval}, evaluation, scores, texts, metrics)
         if records := [*evaluation.records, *records]:  # in the order of the problems, not in that of completion
             write_records(self.session.path / ANSWERS, records)
+            metrics |= {f"{USAGE}{name}": value for name, value in usage(records, self.spec.price).items()}
+        write_report(self.session.path, setup | {"lm_eval": lm_eval}, evaluation, scores, texts, metrics)
+        self.record.table("completions/eval", record_rows(records, self.done), self.done)
         call_hooks(load_hooks(self.spec.hooks), HookContext(self.done, self.done, metrics, model, self.session.path))
         shown = ["eval/accuracy", *(f"eval/pass@{k}" for k in self.spec.eval.k), "eval/centred", "eval/bits_per_byte"]
         self.record.row(metrics, {"steps": self.done, "problems": self.done}, headline=shown)
@@ -171,7 +190,7 @@ class _Evaluation:
         write_bytes(path, "".join(_scored_line(row) for rows in results.values() for row in rows).encode())
         return results
 
-    def _answers(self, model: Transformer) -> Evaluation:
+    def _answers(self, model: Any) -> Evaluation:
         path, start = self.session.path / ANSWERS, self.start
         # A verifier that failed may have been out of memory: it is called again.
         done = [record for record in read_records(path) if not record.failed]
@@ -240,7 +259,11 @@ class _Evaluation:
                 done=done,
                 keep=keep,
             )
-            return pumped(engines, work, self._stop_if_requested)
+            try:
+                return pumped(engines, work, self._stop_if_requested)
+            finally:
+                if engines.retries:
+                    log.warning("%d calls to the servers were made again", engines.retries)
 
     def _progress(self, done: int) -> None:
         self.done = done

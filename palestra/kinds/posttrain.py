@@ -16,7 +16,7 @@ from palestra.cluster.placement import Placement
 from palestra.data.store import Example
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.evaluate.completions import ask, evaluate_tasks, pumped
+from palestra.evaluate.completions import Evaluation, ask, evaluate_tasks, pumped
 from palestra.generate.engine.engine import Engine
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import DrivenGenerator, Sampling
@@ -159,7 +159,7 @@ def _rollout(
     stack: ExitStack,
     engine: TrainEngine,
     weights: dict[str, torch.Tensor],
-) -> tuple[RolloutParts, Callable[[Callable[[], None]], dict[str, float]], Callable[[], Sampled]]:
+) -> tuple[RolloutParts, Callable[[Callable[[], None]], Evaluation], Callable[[], Sampled]]:
     """What makes completions, evaluates them and samples for the self-test; `stack` closes it."""
     prompts = spec.answered if isinstance(spec, DistillSpec) else spec.train.prompts_per_step
     chosen = make_filter(spec.algorithm.filters) if isinstance(spec, PosttrainSpec) else lambda group: None
@@ -201,9 +201,9 @@ def _rollout(
     if isinstance(executor, RolloutReplay):  # there is no generator to compare with
         log.info("the rollouts are those of %s: none are generated", executor.path)
 
-    def evaluate(look: Callable[[], None]) -> dict[str, float]:
+    def evaluate(look: Callable[[], None]) -> Evaluation:
         if not questions:
-            return {}
+            return Evaluation((), {}, {})
         work = evaluate_tasks(
             generator,
             start.tokenizer,
@@ -215,7 +215,7 @@ def _rollout(
             seed=seed,
             workflow=starter.workflow,
         )
-        return pumped(generator, work, look).metrics
+        return pumped(generator, work, look)
 
     return RolloutParts(executor, generator, loop), evaluate, partial(first_samples, first, generator)
 

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ from palestra.tasks.task import Status
 
 SAME = 1e-6
 """Rewards closer than this are equal."""
+SHOWN = 4
+"""Prompts in a table of completions."""
 
 
 def group_metrics(taken: Sequence[Group], filtered: Sequence[Group], version: int) -> dict[str, float]:
@@ -51,6 +54,17 @@ def group_metrics(taken: Sequence[Group], filtered: Sequence[Group], version: in
     for part in sorted({part for t in completions for part in t.verdict.parts}):
         row[f"part/{part}"] = fmean(t.verdict.parts[part] for t in completions if part in t.verdict.parts)
     return row | _pass_rates(everything) | _staleness(trained, version)
+
+
+def completion_rows(groups: Sequence[Group], step: int) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first few prompts, for people."""
+    rows = []
+    for group in groups[:SHOWN]:
+        ordered = sorted(group.trajectories, key=lambda t: -t.reward)
+        for one in ordered[:1] + ordered[1:][-1:]:
+            row = {"step": step, "task": group.problem.task, "prompt": group.problem.text}
+            rows.append(row | {"completion": one.completion, "reward": one.reward, "status": str(one.verdict.status)})
+    return rows
 
 
 def equal_rewards(groups: Sequence[Group]) -> str | None:

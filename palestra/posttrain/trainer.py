@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from palestra.evaluate.completions import Evaluation
+from palestra.evaluate.records import record_rows
 from palestra.generate.types import DrivenGenerator
 from palestra.lm.batch import Batch
 from palestra.lm.engine import TrainEngine
 from palestra.lm.trainer import Keeper, Speed, SuiteRunner, profiled
-from palestra.posttrain.metrics import check_mismatch, group_metrics, mismatch_bound
+from palestra.posttrain.metrics import check_mismatch, completion_rows, group_metrics, mismatch_bound
 from palestra.rollout.event_loop import LoopLag, LoopThread, RolloutWatchdog
 from palestra.rollout.executor import Executor
 from palestra.rollout.records import Recording, RolloutReplay
@@ -59,8 +61,8 @@ class PosttrainParts:
     rollout: "RolloutParts | None"
     """Where groups come from; None on all ranks but the first, which get them from it."""
     keeper: Keeper
-    evaluate: Callable[[Callable[[], None]], dict[str, float]]
-    """Metrics on held-out problems, by the published weights; its argument is called between bursts."""
+    evaluate: Callable[[Callable[[], None]], Evaluation]
+    """Evaluates held-out problems, by the published weights; its argument is called between bursts."""
     suites: SuiteRunner
     self_test: Callable[[], dict[str, float]]
     """Before the first step: logs a prompt, and compares the trainer's log-probabilities with the generator's."""
@@ -194,6 +196,7 @@ class PosttrainTrainer:
                 self.steps, self.spec.rollout.verify_seconds, 100 * timeouts,
             )  # fmt: skip
         self.record.rates(self.speed.since_last(self.tokens))
+        self.record.table("completions/rollouts", completion_rows(groups, self.steps), self.steps)
         if (why := self.parts.learner.why_no_gradient(groups, row)) is not None:
             log.warning("step %d: nothing is learned: %s", self.steps, why)
         return row
@@ -213,11 +216,16 @@ class PosttrainTrainer:
         with self.speed.paused():
             if "eval" in names:
                 with self.record.span("eval"):
-                    row |= self.ranks.on_first(lambda: self.parts.evaluate(self._check))
+                    row |= self.ranks.on_first(self._evaluated)
             if labels:
                 with self.record.span("suites"):
                     row |= self.parts.suites.measure(labels, self.counters, self._check_busy)
         return row
+
+    def _evaluated(self) -> Row:
+        evaluation = self.parts.evaluate(self._check)
+        self.record.table("completions/eval", record_rows(evaluation.records, self.steps), self.steps)
+        return evaluation.metrics
 
     def score(self, row: Row) -> tuple[str, float] | None:
         """Greedy accuracy, else that of a sampled completion."""

@@ -13,7 +13,7 @@ from palestra.spec.base import ExperimentSpec
 from palestra.spec.imports import load_named
 from palestra.spec.model import plain
 from palestra.track.progress import Progress
-from palestra.track.sinks import SinkPlace, Tracker
+from palestra.track.sinks import SinkPlace, Table, Tracker
 from palestra.track.trace import Tracer, trace_file
 
 COLUMNS = {"steps": "step", "frames": "frame", "tokens": "tokens"}
@@ -63,6 +63,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.tracker.log({**timings, **metrics}, **counts)
         self.progress.update(counters[self.unit], in_words(shown))
 
+    def table(self, name: str, rows: Table, step: int) -> None:
+        """Show a table in the sinks that can."""
+        self.tracker.table(name, rows, step)
+
     def rates(self, rates: Mapping[str, float]) -> None:
         """Wall-clock rates for the next row, with keys under `time/`."""
         self._timings |= rates
@@ -84,6 +88,8 @@ class Silent(AbstractContextManager["Silent"]):
         return self.tracer.span(name, step=self.step, **args)
 
     def row(self, metrics: Mapping[str, float], counters: Mapping[str, int], headline: Sequence[str]) -> None: ...
+
+    def table(self, name: str, rows: Table, step: int) -> None: ...
 
     def rates(self, rates: Mapping[str, float]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Where metric rows go: metrics.jsonl at once; TensorBoard, W&B, SwanLab and Trackio in the background."""
+"""Where metric rows and tables go: metrics.jsonl at once; TensorBoard, W&B, SwanLab and Trackio in the background."""
 
 import importlib.util
 import json
@@ -8,9 +8,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,10 @@ from palestra.work.redact import redact, redacted
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
+CELL = 8000  # characters of a text in a table
+
+Table = Sequence[Mapping[str, Any]]
+"""Rows with the same columns: numbers and texts."""
 
 logger = logging.getLogger("palestra.track")
 
@@ -81,7 +86,7 @@ class SinkPlace:
 
 
 class Sink:
-    """A service that takes rows of numbers; its methods are called from one background thread."""
+    """A service that takes rows of numbers, and tables; its methods are called from one background thread."""
 
     run: Any
     """Set by `open`: the service's run, with `log` and `finish`."""
@@ -96,6 +101,9 @@ class Sink:
         """Log one row; W&B ignores steps that it already has from before a kill."""
         self.run.log(row, step=step)
 
+    def table(self, name: str, rows: Table, step: int) -> None:
+        """Log a table; a service that shows none leaves it out."""
+
     def close(self) -> None:
         """Finish the service's run."""
         self.run.finish()
@@ -108,16 +116,27 @@ class TensorBoardSink(Sink):
         writer = import_module("tensorboard.summary.writer.event_file_writer")
         self.events = import_module("tensorboard.compat.proto.event_pb2")
         self.summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        self.tensors = import_module("tensorboard.util.tensor_util")
         self.writer = writer.EventFileWriter(str(self.place.folder / "tensorboard"), max_queue_size=1000, flush_secs=5)
         self.purge = self.place.append
 
     def write(self, row: dict[str, float], step: int) -> None:
-        Event, Summary = self.events.Event, self.summaries.Summary
+        self._add([self.summaries.Summary.Value(tag=key, simple_value=value) for key, value in row.items()], step)
+
+    def table(self, name: str, rows: Table, step: int) -> None:
+        """A matrix of texts, each of them a block of code: cells are Markdown, and completions are not."""
+        cells = [[_indented(str(value)) for value in row.values()] for row in rows]
+        about = self.summaries.SummaryMetadata(plugin_data={"plugin_name": "text"})
+        tensor = self.tensors.make_tensor_proto([list(rows[0]), *cells])
+        self._add([self.summaries.Summary.Value(tag=name, metadata=about, tensor=tensor)], step)
+
+    def _add(self, values: list[Any], step: int) -> None:
+        Event = self.events.Event
         if self.purge:  # TensorBoard drops what the killed run wrote from this step on
             session = self.events.SessionLog(status=self.events.SessionLog.START)
             self.writer.add_event(Event(step=step, wall_time=time.time(), session_log=session))
             self.purge = False
-        summary = Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in row.items()])
+        summary = self.summaries.Summary(value=values)
         self.writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
 
     def close(self) -> None:
@@ -142,6 +161,10 @@ class WandbSink(Sink):
         if self.run.url:
             logger.info("W&B: %s", self.run.url)
 
+    def table(self, name: str, rows: Table, step: int) -> None:
+        table = import_module("wandb").Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.run.log({name: table}, step=step)
+
 
 class SwanlabSink(Sink):
     """SwanLab; SWANLAB_MODE=offline keeps the run in the session's folder."""
@@ -155,6 +178,11 @@ class SwanlabSink(Sink):
             settings=swanlab.Settings(interactive=False),  # no prompts from the background
         )
 
+    def table(self, name: str, rows: Table, step: int) -> None:
+        table = import_module("swanlab").echarts.Table()
+        table.add(list(rows[0]), [list(row.values()) for row in rows])
+        self.run.log({name: table}, step=step)
+
 
 class TrackioSink(Sink):
     """Trackio: a local database, or the Space or server that the TRACKIO_ variables name."""
@@ -165,6 +193,10 @@ class TrackioSink(Sink):
         self.run = import_module("trackio").init(
             place.project, name=place.id, group=place.name, config=place.config, resume=resume
         )
+
+    def table(self, name: str, rows: Table, step: int) -> None:
+        table = import_module("trackio").Table(data=[dict(row) for row in rows])
+        self.run.log({name: table}, step=step)
 
 
 SINKS: dict[str, type[Sink]] = {
@@ -191,17 +223,24 @@ class Background:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._name = type(sink).__name__
-        self._rows: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(WAITING_ROWS)
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING_ROWS)
         self._failed = self._lagging = False
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         self._thread.start()
 
     def write(self, row: dict[str, float], step: int) -> None:
         """Queue one row and return at once."""
+        self._put(partial(self._sink.write, row, step), step)
+
+    def table(self, name: str, rows: Table, step: int) -> None:
+        """Queue a table and return at once."""
+        self._put(partial(self._sink.table, name, rows, step), step)
+
+    def _put(self, call: Callable[[], None], step: int) -> None:
         if self._failed:
             return
         try:
-            self._rows.put_nowait((row, step))
+            self._calls.put_nowait(call)
         except queue.Full:
             if not self._lagging:
                 logger.warning("%s is too slow and misses rows from step %d on", self._name, step)
@@ -211,7 +250,7 @@ class Background:
         """Let the sink finish within `seconds`; after that it is abandoned."""
         deadline = time.monotonic() + seconds
         with suppress(queue.Full):
-            self._rows.put(None, timeout=0 if self._failed else seconds)
+            self._calls.put(None, timeout=0 if self._failed else seconds)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             logger.warning("%s did not finish within %g s and is left behind", self._name, seconds)
@@ -219,8 +258,8 @@ class Background:
     def _work(self) -> None:
         try:
             self._sink.open()
-            while (item := self._rows.get()) is not None:
-                self._sink.write(*item)
+            while (call := self._calls.get()) is not None:
+                call()
             self._sink.close()
         except Exception as error:  # a service's failure must not become the run's
             self._failed = True
@@ -248,6 +287,14 @@ class Tracker(AbstractContextManager["Tracker"]):
             sink.write(numbers, step)
         return full
 
+    def table(self, name: str, rows: Table, step: int) -> None:
+        """Send a table to the sinks that show one, without secrets and with long texts truncated."""
+        if not self._others or not rows:
+            return
+        short = [{key: _short(value) for key, value in row.items()} for row in redacted(list(rows))]
+        for sink in self._others:
+            sink.table(name, short, step)
+
     def flush(self) -> None:
         """Make sure that every row logged is in metrics.jsonl on disk."""
         self._jsonl.flush()
@@ -260,6 +307,14 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
+
+
+def _short(value: Any) -> Any:
+    return value[:CELL] + " …" if isinstance(value, str) and len(value) > CELL else value
+
+
+def _indented(text: str) -> str:
+    return "".join(f"    {line}" for line in text.splitlines(keepends=True))
 
 
 def _is_number(value: Any) -> bool:

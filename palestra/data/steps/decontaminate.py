@@ -4,7 +4,7 @@ Compared are n-grams of words, by exact 64-bit hashes. A document is dropped whe
 of an evaluation set (a question in a long page), or where most of its own are in one set (a piece of a long passage).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -109,36 +109,48 @@ def load_index(folder: str) -> Index:
 
 def _index(folder: Path, name: str, shards: list[ShardSource], n: int, fields: list[str] | None) -> dict[str, int]:
     """Write the index of one set; returns how many rows, texts and n-grams it has."""
-    hashes, sizes, places, rows, short = [], [], [], 0, 0
-    for made, _, row in chain.from_iterable(shard.rows() for shard in shards):
-        rows += 1
-        chosen = row if fields is None else {key: row[key] for key in fields if key in row}
-        for field, text in _strings(chosen, ""):
-            grams = np.unique(ngram_hashes(word_hashes(text), n))
-            if len(grams):
-                hashes.append(grams)
-                sizes.append(len(grams))
-                places.append(f"{made} {field}")
-            else:
-                short += 1
-    if not places:
+    rows = 0
+
+    def texts() -> Iterator[tuple[str, str]]:
+        nonlocal rows
+        for made, _, row in chain.from_iterable(shard.rows() for shard in shards):
+            rows += 1
+            chosen = row if fields is None else {key: row[key] for key in fields if key in row}
+            yield from ((f"{made} {field}", text) for field, text in strings(chosen, ""))
+
+    index, short = indexed(texts(), n)
+    if not index.places:
         raise UsageError(
             f"against.{name}: none of the {rows} rows has a text of {n} words or more"
             + (f" under {', '.join(fields)}" if fields else "")
         )
-    joined, texts = np.concatenate(hashes), np.repeat(np.arange(len(sizes)), sizes)
-    order = np.argsort(joined, kind="stable")
-    for file, array in (("hashes", joined[order]), ("texts", texts[order]), ("sizes", np.array(sizes, np.int64))):
+    for file in ("hashes", "texts", "sizes"):
         with written(folder / f"{file}.npy") as stream:
-            np.save(stream, array)
-    write_json(folder / "places.json", places)
-    return {"rows": rows, "texts": len(places), "too_short": short, "ngrams": len(joined)}
+            np.save(stream, getattr(index, file))
+    write_json(folder / "places.json", index.places)
+    return {"rows": rows, "texts": len(index.places), "too_short": short, "ngrams": len(index.hashes)}
 
 
-def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def indexed(texts: Iterable[tuple[str, str]], n: int) -> tuple[Index, int]:
+    """The index of texts, each after its place, and how many of them are too short for it."""
+    hashes, sizes, places, short = [np.empty(0, np.uint64)], [], [], 0
+    for place, text in texts:
+        grams = np.unique(ngram_hashes(word_hashes(text), n))
+        if len(grams):
+            hashes.append(grams)
+            sizes.append(len(grams))
+            places.append(place)
+        else:
+            short += 1
+    joined, counts = np.concatenate(hashes), np.array(sizes, np.int64)
+    order = np.argsort(joined, kind="stable")
+    return Index(joined[order], np.repeat(np.arange(len(counts)), counts)[order], counts, places), short
+
+
+def strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """All texts inside a value, each with where it is."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _strings(item, f"{path}.{key}" if path else str(key))
+            yield from strings(item, f"{path}.{key}" if path else str(key))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.errors import PalestraError
+from palestra.generate.client import UNANSWERED, UNSENT
 from palestra.generate.engine.request import MOST_ALTERNATIVES, Alternatives, EngineJob
 from palestra.generate.remote.generator import Choice, Dialect, RemoteGenerator
 
@@ -156,6 +157,10 @@ class OpenAi(Dialect):
     expected = "a server of OpenAI's /v1/completions"
     fixed = ("top_k", "min_p", "min_new_tokens", "stop_ids", "ignore_eos", "logprobs")
     fixed_because = "not in OpenAI's protocol"
+    # A completion may be asked for twice: nothing is trained on it, and rate limits are of a minute.
+    again = (*UNSENT, *UNANSWERED)
+    retried = (408, 429, 500, 502, 503, 504, 529)
+    waits = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0)
 
     def __init__(self, model: str):
         self.model = model

@@ -84,6 +84,11 @@ class RemoteEngines(GeneratesElsewhere, AbstractContextManager["RemoteEngines"])
         """Tokens of requests that are complete."""
         return float(self._tokens)
 
+    @property
+    def retries(self) -> int:
+        """Calls that were made again."""
+        return sum(member.retries for member in self._members)
+
     def counters(self) -> dict[str, float]:
         return {}
 

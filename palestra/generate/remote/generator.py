@@ -54,6 +54,10 @@ class Dialect(ABC):
     fixed: tuple[str, ...] = ()
     """Sampling parameters that must have their defaults, and why."""
     fixed_because = ""
+    again: tuple[type[Exception], ...] = UNSENT
+    """Errors after which a call is made again; statuses after which it is; and the seconds between attempts."""
+    retried: tuple[int, ...] = ()
+    waits: tuple[float, ...] = WAITS
 
     @abstractmethod
     def call(self, job: EngineJob, index: int, before: list[int], version: int, *, stream: bool) -> tuple[str, Any]:
@@ -180,9 +184,10 @@ class RemoteGenerator(HttpGenerator):
         vocab: int,
         weights: WeightFolder | None = None,
         api_key: str | None = None,
-        waits: tuple[float, ...] = WAITS,
+        waits: tuple[float, ...] | None = None,
     ):
-        super().__init__(base_url, api_key, waits=waits)
+        super().__init__(base_url, api_key, waits=dialect.waits if waits is None else waits)
+        self.again, self.retried = dialect.again, dialect.retried
         self.dialect, self.expected = dialect, dialect.expected
         self._tokenizer, self._eos, self._context, self._vocab = tokenizer, eos, context, vocab
         self._weights, self._updating = weights, asyncio.Lock()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from palestra.errors import UsageError
 from palestra.spec.base import Every, ExperimentSpec, Name
 from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
@@ -124,6 +125,15 @@ class AnswerEval(TaskEval):
     """Worker processes for verifiers that may hang; null: one per core, at most 16."""
 
 
+class TokenPrice(Model):
+    """What a million tokens cost."""
+
+    prompt: float = Field(ge=0)
+    """Of prompts."""
+    completion: float = Field(ge=0)
+    """Of completions."""
+
+
 class EvaluateSpec(ExperimentSpec):
     """Evaluation of a language model."""
 
@@ -147,6 +157,8 @@ class EvaluateSpec(ExperimentSpec):
     """Precision of weights and compute; auto: what the device computes fast."""
     generator: GeneratorSpec | None = None
     """Servers that complete the tasks with what they serve; prompts are of `model`'s tokenizer. Null: this process."""
+    price: Execution[TokenPrice | None] = None
+    """What the servers' tokens cost, for the cost of the evaluation; null: none is given."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Nothing to evaluate, duplicate names, conflicting settings."""
@@ -163,6 +175,8 @@ class EvaluateSpec(ExperimentSpec):
             yield Conflict(("generator",), "expected null, because there are no tasks to complete")
         if self.generator is not None and self.lm_eval:
             yield Conflict(("lm_eval",), "expected none, because `generator` completes the tasks elsewhere")
+        if self.generator is None and self.price is not None:
+            yield Conflict(("price",), "expected null, because no `generator` is paid")
         if self.every != Every():
             reason = "expected nothing: completions are saved at once, and there is one row of metrics"
             yield Conflict(("every",), reason)
@@ -183,6 +197,9 @@ def evaluation(
     seed: int = 0,
     dtype: str = "auto",
     device: str = "auto",
+    server: str | None = None,
+    served_model: str | None = None,
+    api_key_env: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The spec of an evaluation as plain data.
@@ -197,6 +214,9 @@ def evaluation(
         seed: Seed of sampling.
         dtype: fp32, bf16 or fp16; auto is what the device computes fast.
         device: cpu or cuda; auto takes the GPU where there is one.
+        server: The URL of a server of OpenAI's protocol that completes the tasks; null: this process.
+        served_model: The model's name there; null: the only one.
+        api_key_env: The environment variable with the server's key; null: none.
         settings: Those of `eval`, such as `problems=200, samples=8, k=[1, 8]`; null leaves the default, which for k is
             1 and all of the samples.
     """
@@ -206,6 +226,10 @@ def evaluation(
     chosen = {key: value for key, value in settings.items() if value is not None}
     if chosen.get("samples"):
         chosen.setdefault("k", sorted({1, chosen["samples"]}))
+    about = {"model": served_model, "api_key_env": api_key_env}
+    if server is None and (given := [key for key, value in about.items() if value is not None]):
+        raise UsageError(f"{' and '.join(given)}: of a server, whose URL is missing")
+    elsewhere = {} if server is None else {"engine": "openai", "url": server.rstrip("/").removesuffix("/v1"), **about}
     return {
         "kind": "evaluate",
         "name": name or "eval_" + (re.sub(r"[^A-Za-z0-9._-]+", "_", Path(model).name) or "model"),
@@ -217,4 +241,5 @@ def evaluation(
         "eval": chosen,
         "dtype": dtype,
         "device": device,
+        **({"generator": elsewhere} if elsewhere else {}),
     }

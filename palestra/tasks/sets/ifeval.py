@@ -27,6 +27,8 @@ class IfEvalArgs(TaskArgs):
     """Ask in a conversation, for models with a chat template; or as plain text, for base models."""
     system: str | None = None
     """The system prompt, or in plain text what stands first; null takes the row's own, if it has one."""
+    prompt: Literal["lm_eval"] | None = None
+    """Plain text as lm-eval has it, with nothing after the request; null: an empty line follows."""
 
 
 class IfEval(Task[IfEvalArgs]):
@@ -75,7 +77,7 @@ class IfEval(Task[IfEvalArgs]):
         if self.args.system is not None:
             rest = [one for one in prompt if one["role"] != "system"]
             prompt = ({"role": "system", "content": self.args.system}, *rest)
-        plain = "\n\n".join(message["content"] for message in prompt) + "\n\n"
+        plain = "\n\n".join(message["content"] for message in prompt) + ("" if self.args.prompt else "\n\n")
         return Problem(self.id(split, row.get("key", number)), prompt if self.args.format == "chat" else plain, row)
 
 

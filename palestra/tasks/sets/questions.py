@@ -1,12 +1,15 @@
 """The tasks `gsm8k`, `math`, `aime` and `answers`: questions whose final answer is compared with the row's."""
 
+import json
 import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, repeat
+from pathlib import Path
+from random import Random
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
@@ -22,6 +25,10 @@ from palestra.tasks.verify.lm_eval import Rule, verify_gsm8k, verify_minerva
 
 BOXED = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
 """The template of a question in a conversation."""
+LM_EVAL_SEED = 1234
+"""Of lm-eval's worked examples: each prompt has others, sampled one prompt after the other."""
+MINERVA = Path(__file__).with_name("minerva.json")
+"""The worked examples of Minerva (Lewkowycz et al., 2022), with their boxes as lm-eval has them."""
 CALCULATOR = re.compile(r"<<[^>]*>>")  # GSM8K's annotations of the steps of a solution
 
 
@@ -67,6 +74,11 @@ class Questions(Task[A]):
         if self.compare == "math" and find_spec("math_verify") is None:
             raise MissingExtra(f"the task {name}", "eval")
 
+    @property
+    def asked(self) -> str:
+        """How a question is put, unless the args say it."""
+        return self.template if self.args.format == "plain" else BOXED
+
     @abstractmethod
     def questions(self, split: str) -> Iterator[Question]:
         """The questions of a split, in the order of their rows."""
@@ -78,11 +90,17 @@ class Questions(Task[A]):
 
     def problems(self, split: str) -> Sequence[Problem]:
         questions = list(self.questions(split))
+        examples = self.examples(questions, split) if self.args.shots else repeat(())
+        return [
+            Problem(self.id(split, one.id), self._prompt(one.text, shots), one.row)
+            for one, shots in zip(questions, examples, strict=False)
+        ]
+
+    def examples(self, questions: Sequence[Question], split: str) -> Iterator[Sequence[Question]]:
+        """The worked examples before each question; one more than are shown, because none is its own example."""
         train = questions if split == "train" else self.questions("train")
         worked = (question for question in train if "solution" in question.row)
-        # One more than are shown, because a question is not its own example.
-        shots = list(islice(worked, self.args.shots + 1)) if self.args.shots else []
-        return [Problem(self.id(split, one.id), self._prompt(one.text, shots), one.row) for one in questions]
+        return repeat(list(islice(worked, self.args.shots + 1)))
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
         text, row = cut(completion.text, self.stops), problem.row
@@ -98,7 +116,7 @@ class Questions(Task[A]):
 
     def _prompt(self, question: str, shots: Sequence[Question]) -> str | tuple[Message, ...]:
         args = self.args
-        template = args.template or (self.template if args.format == "plain" else BOXED)
+        template = args.template or self.asked
         others = [shot for shot in shots if shot.text != question][: args.shots]
         worked = [(template.replace("{question}", shot.text), shot.row["solution"]) for shot in others]
         asked = template.replace("{question}", question)
@@ -122,6 +140,8 @@ class Gsm8kArgs(QuestionArgs):
     """A file, folder, URL or name on the Hub, with `question` and `answer`; null takes openai/gsm8k."""
     rule: Rule | None = None
     """lm-eval's rule, `strict-match` or `flexible-extract`, in place of `extraction`; null: ours."""
+    prompt: Literal["lm_eval"] | None = None
+    """Template, stop strings and worked examples of lm-eval, these sampled by its seed; null: ours."""
 
 
 class Gsm8k(Questions[Gsm8kArgs]):
@@ -132,15 +152,31 @@ class Gsm8k(Questions[Gsm8kArgs]):
     stop: ClassVar[tuple[str, ...]] = ("[Question]", "Question:", "Q:", "\n\n\n")
     compare: Comparison = "number"
 
+    @property
+    def asked(self) -> str:
+        return super().asked if self.args.prompt is None else "Question: {question}\nAnswer:"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        theirs = self.args.prompt is not None and self.args.stop is None
+        return ("Question:", "</s>", "<|im_end|>") if theirs else super().stops
+
+    def examples(self, questions: Sequence[Question], split: str) -> Iterator[Sequence[Question]]:
+        if self.args.prompt is None:
+            return super().examples(questions, split)
+        train, draw = list(self.questions("train")), Random(LM_EVAL_SEED)
+        return (draw.sample(train, self.args.shots) for _ in questions)
+
     def questions(self, split: str) -> Iterator[Question]:
         where, files = f"{self.name}, split {split}", (f"{split}.jsonl", f"main/{split}-*.parquet", *files_of(split))
         for number, row in enumerate(load_rows(self.args.source, default="openai/gsm8k", files=files)):
             question = text_of(row, "question", number, where)
-            worked, _, answer = text_of(row, "answer", number, where).rpartition("####")
+            solved = text_of(row, "answer", number, where)
+            worked, _, answer = solved.rpartition("####")
             answer = answer.strip()
             if number_of(answer) is None:
                 raise UsageError(f"{where}, row {number + 1}: the answer {answer!r:.60} is not a number")
-            solution = self._solution(CALCULATOR.sub("", worked), answer)
+            solution = solved if self.args.prompt else self._solution(CALCULATOR.sub("", worked), answer)
             yield Question(number, question, {"question": question, "answer": answer, "solution": solution})
 
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
@@ -210,6 +246,8 @@ class MathArgs(QuestionArgs):
     """Only problems of these subjects, such as algebra or counting_and_probability; null means all."""
     rule: Literal["lm_eval_math_verify"] | None = None
     """The metric `math_verify` of lm-eval's minerva_math, in place of `extraction`; null: ours."""
+    prompt: Literal["lm_eval"] | None = None
+    """Template, stop strings and the four worked examples of lm-eval's minerva_math; null: ours."""
 
 
 class Math(Questions[MathArgs]):
@@ -218,6 +256,23 @@ class Math(Questions[MathArgs]):
     Args = MathArgs
     stop: ClassVar[tuple[str, ...]] = ("Problem:", "\n\n\n")
     template: ClassVar[str] = "Problem:\n{question}\n\nSolution:"
+
+    @property
+    def asked(self) -> str:
+        return super().asked if self.args.prompt is None else self.template
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        theirs = self.args.prompt is not None and self.args.stop is None
+        return ("Problem:",) if theirs else super().stops
+
+    def examples(self, questions: Sequence[Question], split: str) -> Iterator[Sequence[Question]]:
+        if self.args.prompt is None:
+            return super().examples(questions, split)
+        rows = json.loads(MINERVA.read_text())
+        if self.args.shots > len(rows):
+            raise UsageError(f"{self.name}: minerva_math has {len(rows)} worked examples, not {self.args.shots}")
+        return repeat([Question(number, row["problem"], row) for number, row in enumerate(rows)])
 
     def questions(self, split: str) -> Iterator[Question]:
         files = (f"hendrycks_math_*_{split}.json", *files_of(split))
