@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from palestra.bench import results as bench
+from palestra.data.readers import COUNTS
+from palestra.data.steps.shards import DROPPED
 from palestra.errors import PalestraError
 from palestra.runs.run import NAME
 from palestra.runs.store import read_json
@@ -21,7 +23,7 @@ LOG_BYTES = 20_000
 def others(places: Places) -> dict[str, Any]:
     """All of them, by what they are; `damaged` says which could not be read."""
     readers = {"search.json": ("searches", _search), "benchmarks.jsonl": ("benchmarks", _benchmarks),
-               "speedrun.json": ("speedruns", lambda path: read_rows(path.parent))}  # fmt: skip
+               "speedrun.json": ("speedruns", _speedruns)}  # fmt: skip
     found: dict[str, list[Any]] = {"searches": [], "pipelines": [], "benchmarks": [], "speedruns": [], "damaged": []}
     for path in places.files():
         key, read = readers.get(path.name, ("pipelines", _pipeline))
@@ -57,15 +59,22 @@ def _pipeline(path: Path) -> list[dict[str, Any]]:
     record = read_json(path)
     for step in record["steps"]:
         if NAME.fullmatch(step["address"]):  # no path out of the folder
-            counts = path.parent / step["address"] / "counts.json"
-            step["counts"] = read_json(counts) if counts.is_file() and not counts.is_symlink() else {}
+            for key, name in (("counts", COUNTS), ("samples", DROPPED)):
+                file = path.parent / step["address"] / name
+                step[key] = read_json(file) if file.is_file() and not file.is_symlink() else {}
             step["log"] = tail(path.parent / ".steps" / step["address"] / "log.txt", None, LOG_BYTES)["text"]
     return [record]
 
 
+def _speedruns(path: Path) -> list[dict[str, Any]]:
+    columns = {"bits per byte": "eval_bits_per_byte", "run": "run_name", "author": "author",
+               "FLOPs": "training_hardware_flops", "device": "device", "frontier": "pareto"}  # fmt: skip
+    return [{label: row[key] for label, key in columns.items()} for row in read_rows(path.parent)]
+
+
 def _benchmarks(path: Path) -> list[dict[str, Any]]:
     return [
-        {"spec": spec, "env": of.records[0].env, "frames": of.records[0].frames, "mean": of.mean, "iqm": of.iqm,
-         "interval": of.interval, "scores": of.scores, "machine": of.records[0].machine}
+        {"spec": spec, "env": of.records[0].env, "frames": of.records[0].frames, "mean": of.mean, "IQM": of.iqm,
+         "low": of.interval[0], "high": of.interval[1], "seeds": len(of.scores), "machine": of.records[0].machine}
         for (spec, _), of in bench.results(bench.read(path)).items()
     ]  # fmt: skip

@@ -1,10 +1,10 @@
 // One run: leading curves first, the rest searchable, final values with intervals; a point of a curve opens the rollouts of its step.
-import { Chart, Code, Details, Empty, Failure, Filter, KeyValue, Loading, Segmented, SpecDiff, Table, Tag, api, clock, duration, go, html, matcher, num, setParams, url, useData, useMemo, useRested, useState, useStored } from "./ui.js";
+import { Button, Chart, Code, Details, Empty, Failure, Filter, KeyValue, Loading, Segmented, SpecDiff, Table, Tag, api, clock, duration, go, html, matcher, num, setParams, url, useData, useKeys, useMemo, useRested, useState } from "./ui.js";
 
 const SHOWN = 24; // charts at once
 const Z = 1.96; // of a 95 % interval
 
-/** Series of one metric for Chart: a mean with its band, each seed, or points with error bars. */
+// Series of one metric for Chart: a mean with its band, each seed, or points with error bars.
 function curves({ x, mean, low, high, seeds }, error, label, each, color) {
   if (error && !low) {
     const at = new Map(error.x.map((value, i) => [value, error.mean[i]]));
@@ -15,10 +15,12 @@ function curves({ x, mean, low, high, seeds }, error, label, each, color) {
   return [{ label, x, y: mean, lo: low, hi: high, color }];
 }
 
-/** Charts of the metrics named, of one run or several, live while one goes on. `onStep(step, run)` opens a point. */
-export function Charts({ runs, metrics, known, x, smooth, seeds, live, onStep, names }) {
+// Charts of the metrics named, of one run or several, live while one goes on, of the part of the axis between `low` and `high`.
+
+// `onStep(step, run)` opens a point.
+export function Charts({ runs, metrics, known, x, low, high, seeds, live, onStep, names }) {
   const errors = metrics.map((name) => name + "_se").filter((name) => known.has(name));
-  const { data, error } = useData(metrics.length ? "series" : null, { run: runs, metric: [...metrics, ...errors, ...(x === "step" ? [] : ["step"])], x }, { every: live ? 2000 : 0 });
+  const { data, error } = useData(metrics.length ? "series" : null, { run: runs, metric: [...metrics, ...errors, ...(x === "step" ? [] : ["step"])], x, low, high }, { every: live ? 2000 : 0 });
   const charts = useMemo(() => metrics.map((name) => ({ name, series: runs.flatMap((run, i) => {
     const all = data?.runs[run]?.series || {};
     return all[name]?.x.length ? curves(all[name], all[name + "_se"], names ? names[run] : name, seeds, i).map((one) => ({ ...one, run })) : [];
@@ -32,69 +34,65 @@ export function Charts({ runs, metrics, known, x, smooth, seeds, live, onStep, n
   if (!data && !error) return html`<${Loading} label="Reading metrics" />`;
   const skipped = runs.reduce((sum, run) => sum + (data?.runs[run]?.skipped || 0), 0);
   return html`<${Failure} error=${error} />${skipped > 0 && html`<p class="muted small">${num(skipped)} lines that could not be read are left out.</p>`}
-    <div class="grid-charts">${charts.filter(({ series }) => series.length).map(({ name, series }) => html`<${Chart} key=${name} title=${name} series=${series} xLabel=${x === "time" ? "seconds" : x} smooth=${smooth} sync="run"
-      legend=${!names} onPoint=${onStep && ((at, index) => open(at, series[index].run))} />`)}</div>`;
+    <div class="grid-charts">${charts.filter(({ series }) => series.length).map(({ name, series }) => html`<${Chart} key=${name} title=${name} series=${series} xLabel=${x === "time" ? "seconds" : x} sync="run"
+      legend=${!names} onZoom=${(from, to) => setParams({ low: from, high: to }, { push: true })} onPoint=${onStep && ((at, index) => open(at, series[index].run))} />`)}</div>`;
 }
 
-/** The metrics of some runs with what chooses among them: a filter, the axis, smoothing, seeds. */
+// The metrics of some runs with what chooses among them: a filter, the axis and a part of it, seeds.
 export function useChoice(runs, params, live, several) {
   const { data, error } = useData(runs.length ? "metrics" : null, { run: runs }, { every: live ? 10000 : 0 });
-  const [smooth, setSmooth] = useStored("smooth", 0);
-  const [seeds, setSeeds] = useState(false);
-  const q = useRested(params.q || "");
-  const axes = data?.axes || [];
+  const [seeds, setSeeds] = useState("mean ± sd");
+  const q = useRested(params.q || ""), axes = data?.axes || [], { low, high } = params;
   const x = axes.includes(params.x) ? params.x : "step";
   const known = useMemo(() => new Set(data?.metrics), [data]);
   const all = [...known].filter((name) => !name.endsWith("_se"));
   const fitting = q ? all.filter(matcher(q)) : data?.leading || [];
-  const view = html`<div class="row"><${Filter} value=${params.q || ""} onInput=${(text) => setParams({ q: text || null })} placeholder="Find a metric" />
-    ${axes.length > 1 && html`<${Segmented} label="horizontal axis" value=${x} options=${["step", ...axes.filter((axis) => axis !== "step")]} onChange=${(axis) => setParams({ x: axis === "step" ? null : axis })} />`}
-    ${several && html`<${Segmented} label="seeds" value=${seeds ? "each seed" : "mean ± sd"} options=${["mean ± sd", "each seed"]} onChange=${(key) => setSeeds(key === "each seed")} />`}
-    <label class="select"><span>smooth</span><input type="range" min="0" max="0.98" step="0.02" value=${smooth} onInput=${(event) => setSmooth(Number(event.target.value))} /><span class="num small">${smooth.toFixed(2)}</span></label></div>`;
+  const whole = () => setParams({ low: null, high: null });
+  useKeys({ 0: [whole, "the whole axis of the charts"] }, "Charts");
+  const view = html`<div class="row"><${Filter} value=${params.q || ""} onInput=${(text) => setParams({ q: text })} placeholder="Find a metric" />
+    ${axes.length > 1 && html`<${Segmented} label="horizontal axis" value=${x} options=${axes.toSorted((a, b) => (b === "step") - (a === "step"))} onChange=${(axis) => setParams({ x: axis, low: null, high: null })} />`}
+    ${several && html`<${Segmented} label="seeds" value=${seeds} options=${["mean ± sd", "each seed"]} onChange=${setSeeds} />`}
+    ${low && html`<${Button} onClick=${whole} hint="the whole axis (0)">${x} ${num(Number(low))} – ${num(Number(high))} ×<//>`}</div>`;
   const empty = data && !fitting.length && (q ? html`<${Empty} title="No metric fits “${q}”.">There are ${all.length}.<//>` : html`<${Empty} title="No metrics yet.">${live ? "They appear here by themselves." : "The log says why."}<//>`);
   const foot = data && html`<p class="faint small">${num(Math.min(fitting.length, SHOWN))} of ${q ? `${num(fitting.length)} fitting metrics` : `${num(all.length)} metrics; type to find the others`}.</p>`;
-  return { metrics: fitting.slice(0, SHOWN), known, x, smooth, seeds, error, view, empty, foot };
+  return { metrics: fitting.slice(0, SHOWN), known, x, low, high, seeds: seeds === "each seed", error, view, empty, foot };
 }
 
-/** Last values, those with intervals first, a column a run; marked where the interval leaves that of the first run. */
+// Last values, those with intervals first, a column a run; marked where the interval leaves that of the first run.
 export function Finals({ runs, names, finals }) {
   const sure = (name) => finals.some((one) => one[name]?.low != null);
   const metrics = [...new Set(finals.flatMap(Object.keys))].sort((a, b) => sure(b) - sure(a));
-  const cell = (i) => (name) => {
-    const [one, base] = [finals[i][name], finals[0][name]];
-    const apart = i > 0 && one?.low != null && base?.low != null && (one.low > base.high || one.high < base.low);
-    return html`<b class=${apart ? "apart" : ""} title=${apart && "its interval leaves that of the first run"}>${num(one?.value)}</b>${one?.low != null && html` <span class="faint small">${num(one.low, 3)} – ${num(one.high, 3)}</span>`}`;
+  const cell = (i) => (value, name) => {
+    const { low, high } = finals[i][name] || {}, base = finals[0][name];
+    const apart = low != null && base?.low != null && (low > base.high || high < base.low);
+    return html`<b class=${apart ? "apart" : ""} title=${apart && "its interval leaves that of the first run"}>${num(value)}</b>${low != null && html` <span class="faint small">${num(low, 3)} – ${num(high, 3)}</span>`}`;
   };
   return html`<section class="stack"><h2>Final values <span class="faint small">with 95 % intervals</span></h2>
     <${Table} label="Final values" limit=${12} rows=${metrics} rowKey=${(name) => name} empty=${html`<p class="muted">None yet.</p>`} columns=${[
       { key: "metric", kind: "mono", value: (name) => name },
-      ...runs.map((run, i) => ({ key: run, label: names[run], kind: "right", value: (name) => finals[i][name]?.value, render: cell(i) }))]} /></section>`;
+      ...runs.map((run, i) => ({ key: run, label: names[run], kind: "right", value: (name) => finals[i][name]?.value, show: cell(i) }))]} /></section>`;
 }
 
 function Notes({ id, notes }) {
-  const [draft, setDraft] = useState(null);
   const [error, setError] = useState(null);
-  const { tags, text } = draft || { tags: (notes.tags || []).join(" "), text: notes.text || "" };
-  const edit = (key) => (event) => setDraft({ tags, text, [key]: event.target.value });
-  const save = () => api("notes", { run: id }, { method: "PATCH", body: { tags: tags.split(/[\s,]+/).filter(Boolean), text } }).then(() => setError(null), setError);
-  return html`<${Details} summary="Notes and tags" open=${!!text}><div class="stack"><${Failure} error=${error} />
-    <label class="select"><span>tags</span><input value=${tags} onInput=${edit("tags")} /></label>
-    <textarea rows="3" aria-label="notes" placeholder="Notes, kept in the run's folder (notes.json)" value=${text} onInput=${edit("text")}></textarea>
-    <div class="row"><button class="primary" disabled=${!draft} onClick=${save}>Save</button></div></div><//>`;
+  const save = (body) => api("notes", { run: id }, { method: "PATCH", body }).then(() => setError(null), setError);
+  return html`<${Details} summary="Notes and tags" open=${!!notes.text}><div class="stack"><${Failure} error=${error} />
+    <label class="select"><span>tags</span><input defaultValue=${notes.tags?.join(" ")} onChange=${({ target: { value } }) => save({ tags: value.split(/[\s,]+/).filter(Boolean) })} /></label>
+    <textarea rows="3" aria-label="notes" placeholder="Notes, kept in the run's folder (notes.json)" defaultValue=${notes.text} onChange=${({ target: { value } }) => save({ text: value })}></textarea></div><//>`;
 }
 
-const About = ({ run }) => {
-  const { manifest } = run.sessions[0] || {};
+const About = ({ run: { path, command, started, heartbeat, progress, sessions } }) => {
+  const { host, cpu, gpus = [], git } = sessions[0]?.manifest || {};
   const mono = (text) => text && html`<span class="mono">${text}</span>`;
   return html`<div class="panel"><${KeyValue} rows=${[
-    ["folder", mono(run.path)],
-    ["command", mono(run.command?.join(" "))],
-    ["started", clock(run.started)],
-    ["ran", run.started && duration(run.heartbeat - run.started)],
-    ["tokens", run.progress?.tokens && num(run.progress.tokens)],
-    ["seeds", run.sessions.map(({ seed, state }) => `${seed} ${state}`).join(", ")],
-    ["machine", [manifest?.host, manifest?.cpu, ...(manifest?.gpus || [])].filter(Boolean).join(", ")],
-    ["commit", manifest?.git && html`${mono(manifest.git.commit?.slice(0, 12))}${manifest.git.dirty ? " with changes" : ""}`],
+    ["folder", mono(path)],
+    ["command", mono(command?.join(" "))],
+    ["started", clock(started)],
+    ["ran", started && duration(heartbeat - started)],
+    ["tokens", progress?.tokens && num(progress.tokens)],
+    ["seeds", sessions.map(({ seed, state }) => `${seed} ${state}`).join(", ")],
+    ["machine", [host, cpu, ...gpus].filter(Boolean).join(", ")],
+    ["commit", git && html`${mono(git.commit?.slice(0, 12))}${git.dirty ? " with changes" : ""}`],
   ]} /></div>`;
 };
 
@@ -105,7 +103,6 @@ const Media = ({ id, shown }) => shown.length > 0 && html`<${Details} summary="I
 
 const Advice = ({ advice }) => advice?.length > 0 && html`<section class="panel" aria-label="Advice">${advice.map(({ rule, level, title, text }) => html`<div key=${rule}><${Tag} tone=${level === "alarm" ? "bad" : "info"}>${level}<//> <b>${title}</b> <span class="muted">${text}</span></div>`)}</section>`;
 
-/** A reason without the traceback that it may quote. */
 const brief = (reason) => reason.split("Traceback (most recent call last)")[0].slice(0, 400);
 
 export default function Overview({ id, run, params }) {
