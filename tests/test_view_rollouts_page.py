@@ -260,7 +260,7 @@ def test_favorite_and_note_are_kept_beside_the_run(page: Browser, folder: Path):
     assert (note["favorite"], note["text"]) == (True, "look at the tool")
     show(page, folder, scope="favorites")
     assert page.texts(".ro-row .mono") == ["crafted/train/0"]
-    assert page.run("return document.querySelector('.ro-notes').value") == "look at the tool"
+    assert page.run("return document.querySelector('.ro-detail textarea').value") == "look at the tool"
     page.keys("f")
     page.wait("!document.querySelector('.ro-star')")
     path.unlink()
@@ -295,6 +295,24 @@ def test_running_run_shows_the_new_step_without_a_reload(page: Browser, folder: 
             file.write(json.dumps(rows[0] | {"step": 42}) + "\n")
         group_shown(page, rows[0]["problem"]["id"])
         page.has("of 1 – 42")
+    path.write_bytes(before)
+
+
+def test_all_groups_of_a_step_of_many_are_reached_page_by_page(page: Browser, folder: Path):
+    path = session(folder, runs(folder)[0]) / "rollouts.jsonl"
+    before, first = path.read_bytes(), rows_of(path)[0]
+    many = [first | {"step": 50, "number": n, "problem": {"id": f"many/{n}", "prompt": "?"}} for n in range(700)]
+    with path.open("a") as file:
+        file.writelines(json.dumps(group) + "\n" for group in many)
+    show(page, folder, run=0)
+    seen = page.texts(".ro-row .mono")
+    for _ in range(6):
+        page.keys("m")
+        page.wait("document.querySelector('.ro-row .mono').innerText === arguments[0]", f"many/{len(seen)}")
+        seen += page.texts(".ro-row .mono")
+    assert seen == [f"many/{n}" for n in range(700)]
+    page.click(".ro-list button", "first")
+    page.wait("document.querySelector('.ro-row .mono').innerText === 'many/0'")
     path.write_bytes(before)
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 from palestra.data.readers import rows_from, shards
 from palestra.data.store import ENDS, LOSS, TOKENS, TokenStore
-from palestra.data.tokenizers import Tokenizer
+from palestra.data.tokenizers import Tokenizer, token_texts
 from palestra.errors import PalestraError, needs_extra
 from palestra.runs.run import Run
 from palestra.runs.store import read_json
 from palestra.view.places import DAMAGED, NotThere, Places
-from palestra.view.rollouts import load_tokenizer, token_texts, tokenizer_folders
+from palestra.view.rollouts import load_tokenizer, tokenizer_folders
 
 SECONDS = 0.5  # of a search, per request
 LONG = 4096  # tokens of a row that are shown
-TRIED = 20  # runs whose tokenizer may be that of a token store
 
 Reader = tuple[Iterator[tuple[int, Any]], Callable[[Any], str], Callable[[Any], dict[str, Any]]]
 """Numbered rows, the text of one to search in, and one as it is shown."""
@@ -27,9 +26,7 @@ Reader = tuple[Iterator[tuple[int, Any]], Callable[[Any], str], Callable[[Any], 
 def sets(places: Places, session: Run | None) -> dict[str, Any]:
     """The datasets under the folders given, or those that a run names; `missing` are its sources that are elsewhere."""
     files = {name: path / TOKENS if path.is_dir() else path for name, path in places.data().items()}
-    about = [
-        {"path": name, "tokens": file.name == TOKENS, "bytes": file.stat().st_size} for name, file in files.items()
-    ]
+    about = [{"path": n, "tokens": file.name == TOKENS, "bytes": file.stat().st_size} for n, file in files.items()]
     if session is None:
         return {"sets": about, "missing": []}
     named, missing = [], []
@@ -74,10 +71,9 @@ def _stored(path: Path, places: Places, session: Run | None, row: int) -> Reader
     if any((path / name).is_symlink() for name in (TOKENS, ENDS, LOSS)):
         raise NotThere(f"{path.name} has a link in it, which the view does not follow")
     store, known = TokenStore.open(path), places.runs()
-    runs = [session] if session else [Run(one) for one in list(known.values())[:TRIED]]
+    runs = [session] if session else [Run(one) for one in list(known.values())[:20]]  # any may have trained on it
     folders = [*places.tokenizers(), *(folder for run in runs for folder in tokenizer_folders(run, known))]
-    made = (load_tokenizer(folder) for folder in folders)
-    fits = next((one for one in made if one and one.fingerprint == store.ledger.fingerprint), None)
+    fits = next((t for t in map(load_tokenizer, folders) if t and t.fingerprint == store.ledger.fingerprint), None)
     rows = ((number, store.example(number, LONG)) for number in range(row, len(store)))
     plain = lambda one: fits.decode(one.tokens.tolist()) if fits else ""  # noqa: E731
     return rows, plain, lambda one: {"parts": [_part("", one, fits)]}
@@ -91,9 +87,8 @@ def _filed(path: Path, places: Places, session: Run | None, row: int) -> Reader:
         with needs_extra("the tokens of examples", "view"):
             from palestra.data.encoders import encoders_of
         keys = [one.get("key") for where, one in _sources(session).values() if _within(path, where)]
-        encoders = encoders_of(
-            session.spec["kind"], folder, _spec_data(session).get("format"), keys[0] if keys else None
-        )
+        form = _spec_data(session).get("format")
+        encoders = encoders_of(session.spec["kind"], folder, form, keys[0] if keys else None)
 
     def shown(content: Any) -> dict[str, Any]:
         parts = []
@@ -110,6 +105,6 @@ def _filed(path: Path, places: Places, session: Run | None, row: int) -> Reader:
 def _part(name: str, encoded: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
     tokens = [int(token) for token in encoded.tokens[:LONG]]
     mask = None if encoded.loss is None else [int(trained) for trained in encoded.loss[:LONG]]
-    fits = tokenizer is not None and max(tokens, default=0) < tokenizer.vocab_size
-    texts = token_texts(tokens, tokenizer)[0] if tokenizer is not None and fits else None
+    fits = tokenizer if tokenizer and max(tokens, default=0) < tokenizer.vocab_size else None
+    texts = token_texts(tokens, fits)[0] if fits else None
     return {"name": name, "tokens": tokens, "mask": mask, "texts": texts, "more": len(encoded.tokens) - len(tokens)}

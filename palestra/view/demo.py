@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -29,13 +30,7 @@ from palestra.track.sinks import JsonlSink
 from palestra.track.trace import encode
 
 COMMAND = ("palestra", "view", "--demo")
-POSTTRAIN = {
-    "kind": "posttrain", "name": "demo_sums", "model": {"init": "demo_model"}, "algorithm": {"preset": "grpo"},
-    "tasks": {"train": [{"task": "arithmetic", "args": {"digits": 2}}], "eval": [{"task": "arithmetic"}]},
-    "rollout": {"group": 8, "max_new_tokens": 32, "staleness": 2}, "train": {"steps": 40, "prompts_per_step": 8},
-}  # fmt: skip
-CONTROL = {"kind": "control", "name": "demo_cartpole", "env": {"id": "CartPole-v1"}, "max_session": 4,
-           "algorithm": {"name": "ppo"}, "train": {"frames": 20000}}  # fmt: skip
+SPECS = tomllib.loads(Path(__file__).with_name("demo.toml").read_text(encoding="utf-8"))
 LANES = ("trainer/0", "generator/0", "generator/1", "generator/2", "generator/3", "verifier/0", "verifier/1", "sync")
 
 
@@ -45,8 +40,8 @@ def make_demo(root: Path) -> None:
     The pipeline is real: its steps filter, deduplicate and tokenize made-up documents.
     """
     for lr, skill in ((1e-5, 0.05), (4e-5, 0.12)):
-        _posttrain(*_trial(root, POSTTRAIN | {"optim": {"name": "adamw", "lr": lr}}), random.Random(0), skill)
-    _control(*_trial(root, CONTROL))
+        _posttrain(*_trial(root, SPECS["posttrain"] | {"optim": {"name": "adamw", "lr": lr}}), random.Random(0), skill)
+    _control(*_trial(root, SPECS["control"]))
     _search(root, random.Random(0))
     _pipeline(root / "demo_pipeline", random.Random(0))
 
@@ -118,22 +113,16 @@ def _recorded(group: Group, step: int) -> RolloutRecord:
         return RolloutRecord(group, "filtered", step)
     mean = fmean(group.rewards)
     advantages = (tuple((t.reward - mean) * sampled for sampled in t.loss_mask) for t in group.trajectories)
-    factors = {"entropy": -0.6, "trained_logprobs": 0.97}
-    scores = [
-        {name: [round(by * p, 4) for p in t.logprobs] for name, by in factors.items()} for t in group.trajectories
-    ]
+    factors = {"entropy": -0.6, "trained_logprobs": 0.97}.items()
+    scores = [{name: [round(by * p, 4) for p in t.logprobs] for name, by in factors} for t in group.trajectories]
     return RolloutRecord(group, "trained", step, tuple(advantages), tuple(scores))
 
 
 def _spans(chance: random.Random, steps: int) -> Iterator[dict[str, Any]]:
     for step in range(1, steps + 1):
         wait, begin = chance.uniform(0.4, 1.6), 5.0 * (step - 1)
-        spans = [
-            ("rollout", 0, 0.0, wait),
-            ("train", 0, wait, 4.6 - wait),
-            ("publish", 0, 4.6, 0.3),
-            ("sync", 7, 4.6, 0.3),
-        ]
+        spans = [("rollout", 0, 0.0, wait), ("train", 0, wait, 4.6 - wait), ("publish", 0, 4.6, 0.3)]
+        spans += [("sync", 7, 4.6, 0.3)]
         spans += [("sample", lane, 1.6 * n, chance.uniform(0.8, 1.5)) for lane in range(1, 5) for n in range(3)]
         spans += [("verify", lane, chance.uniform(1, 3), chance.uniform(0.2, 0.8)) for lane in (5, 6)]
         for name, lane, start, seconds in spans:
@@ -153,12 +142,10 @@ def _control(trial: Run, spec: Any) -> None:
 
 
 def _search(root: Path, chance: random.Random) -> None:
-    space = {"algorithm.lr": {"loguniform": [1e-4, 1e-2]}, "algorithm.epochs": {"int": [4, 12]}}
-    spec = load(CONTROL | {"name": "demo_search", "max_session": 1, "search": {"trials": 16, "space": space}}).spec
-    records = []
-    for number in range(16):
+    spec, records = load(SPECS["control"] | SPECS["search"]).spec, []
+    for number in range(spec.search.trials):
         power, epochs = chance.uniform(-4, -2), chance.randrange(4, 13)
-        score = 480 - 200 * abs(power + 3) + 4 * epochs + chance.uniform(0, 30)
+        score = 420 - 200 * abs(power + 3) + 4 * epochs + chance.uniform(0, 30)
         values = {"algorithm.lr": 10**power, "algorithm.epochs": epochs}
         records.append(TrialRecord(number, values, 0, {0: score}, "complete", score))
     write_results(new_experiment(root, spec, COMMAND), spec, spec.search, records)
@@ -167,14 +154,14 @@ def _search(root: Path, chance: random.Random) -> None:
 def _pipeline(root: Path, chance: random.Random) -> None:
     words = ("the old sailor", "and a small boat", "of cedar", "went to the harbor", "with that silver lantern")
     texts = [" ".join(chance.choices(words, k=chance.choice((9, 70, 90)))) for _ in range(120)]
-    texts += [*texts[:12], "# ... # ..." * 30]
     root.mkdir(parents=True)
-    rows = (json.dumps({"id": f"page {number}", "text": text}) + "\n" for number, text in enumerate(texts))
+    rows = (
+        json.dumps({"id": f"page {number}", "text": text}) + "\n" for number, text in enumerate([*texts, *texts[:12]])
+    )
     (root / "pages.jsonl").write_text("".join(rows))
     clean = data_step("filter")(source=str(root / "pages.jsonl"), repetition=False, workers=1)
     unique = data_step("dedup_exact")(source=clean, workers=1)
     tokenizer = data_step("train_tokenizer")(source=unique, vocab_size=400)
     tokens = data_step("tokenize")(source=unique, tokenizer=tokenizer, workers=1)
-    outputs = Outputs(root / "outputs")
-    made = run([tokens], outputs)
-    write_report("demo_pipeline", made.graph, outputs, made.states)
+    made = run([tokens], Outputs(root / "outputs"))
+    write_report("demo_pipeline", made.graph, made.outputs, made.states)

@@ -10,9 +10,8 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import Run
 
 DEPTH = 4  # levels of folders under one that was given in which runs are looked for: NAME/ID, NAME/ID/trials/NUMBER
-MARK = re.compile(r"(trial|search|speedrun|report-.*)\.json|benchmarks\.jsonl")
-DATA = re.compile(r"(ledger|tokenizer)\.json|(?!benchmarks\.).*\.(jsonl|parquet|arrow)(\.gz|\.zst)?")
-TOKENIZER = "tokenizer.json"
+MARK = re.compile(r"(trial|tokenizer|search|speedrun|report-.*)\.json|benchmarks\.jsonl")
+DATA = re.compile(r"ledger\.json|(?!benchmarks\.).*\.(jsonl|parquet|arrow)(\.gz|\.zst)?")
 SECONDS = 1.0  # that a list of folders is used again
 
 
@@ -52,19 +51,18 @@ class Places:
 
     def files(self) -> list[Path]:
         """The files that mark a search, a pipeline, a speedrun or benchmarks."""
-        return sorted({path for _, path in self._walk() if path.name != "trial.json" and MARK.fullmatch(path.name)})
+        others = [path for _, path in self._walk() if MARK.fullmatch(path.name)]
+        return sorted({path for path in others if path.name not in ("trial.json", "tokenizer.json")})
 
     def data(self) -> dict[str, Path]:
         """Files of rows, and the folders of token stores, by name."""
         found = [(root, path) for root, path in self._walk() if DATA.fullmatch(path.name)]
         named = [(root, path.parent if path.name == "ledger.json" else path) for root, path in found]
-        return {
-            f"{root.name}/{path.relative_to(root).as_posix()}": path for root, path in named if path.name != TOKENIZER
-        }
+        return {f"{root.name}/{path.relative_to(root).as_posix()}": path for root, path in named}
 
     def tokenizers(self) -> list[Path]:
         """Folders of tokenizers that are not in a run."""
-        return [path.parent for _, path in self._walk() if path.name == TOKENIZER]
+        return [path.parent for _, path in self._walk() if path.name == "tokenizer.json"]
 
     def run(self, name: str) -> Run:
         """The run of a name."""

@@ -1,6 +1,5 @@
 """Rollouts for reading: the groups of a step without their tokens, filters, histograms, and one group in full."""
 
-import codecs
 import json
 import math
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.data.tokenizers import Tokenizer
+from palestra.data.tokenizers import Tokenizer, token_texts
 from palestra.errors import PalestraError
 from palestra.runs.run import Run
 from palestra.view.flags import flags
@@ -260,19 +259,6 @@ def _full(row: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is not None and max(row.get("tokens", ()), default=math.inf) < tokenizer.vocab_size:
         row["texts"], row["joined"] = token_texts(row["tokens"], tokenizer)
     return row
-
-
-def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token. A character that several tokens share is at its last; their bytes are in hex by index."""
-    decoder, texts, joined = codecs.getincrementaldecoder("utf-8")("replace"), [], {}
-    for index, token in enumerate(tokens):
-        piece, (waiting, _) = tokenizer.piece(token), decoder.getstate()
-        texts.append(decoder.decode(piece))
-        if waiting or decoder.getstate()[0]:
-            joined[index] = piece.hex(" ")
-    if texts:
-        texts[-1] += decoder.decode(b"", final=True)
-    return texts, joined
 
 
 def tokenizer_folders(session: Run, runs: Mapping[str, Path]) -> Iterator[Path]:

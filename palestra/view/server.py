@@ -239,8 +239,7 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     @app.get("/api/rollouts/group")
     def group(request: Request, run: str, at: int, seed: Seed = None, file: Rows = "rollouts") -> Response:
         session = places.session(run, seed)
-        folders = rollouts.tokenizer_folders(session, places.runs())
-        tokenizer = next((one for one in map(rollouts.load_tokenizer, folders) if one), None)
+        tokenizer = next(map(rollouts.load_tokenizer, rollouts.tokenizer_folders(session, places.runs())), None)
         about = {"tokenizer": None if tokenizer is None else tokenizer.name}
         with lines(session, f"{file}.jsonl") as opened:
             return reply(rollouts.group_at(opened, at, tokenizer) | about, request)
