@@ -155,9 +155,7 @@ def _pipeline(root: Path, chance: random.Random) -> None:
     words = ("the old sailor", "and a small boat", "of cedar", "went to the harbor", "with that silver lantern")
     texts = [" ".join(chance.choices(words, k=chance.choice((9, 70, 90)))) for _ in range(120)]
     root.mkdir(parents=True)
-    rows = (
-        json.dumps({"id": f"page {number}", "text": text}) + "\n" for number, text in enumerate([*texts, *texts[:12]])
-    )
+    rows = (json.dumps({"id": f"page {n}", "text": text}) + "\n" for n, text in enumerate([*texts, *texts[:12]]))
     (root / "pages.jsonl").write_text("".join(rows))
     clean = data_step("filter")(source=str(root / "pages.jsonl"), repetition=False, workers=1)
     unique = data_step("dedup_exact")(source=clean, workers=1)
