@@ -1,4 +1,4 @@
-"""How fast the web view shows what is large: 500 runs, ten million rollouts, ten million spans, a run that goes on.
+"""How fast the web view shows what is large: 500 runs, ten million rollouts, spans and rows, a run that goes on.
 
     python benchmarks/view.py [--rows 10000000] [--folder /dev/shm/view] [--live 300]
 
@@ -63,6 +63,9 @@ def measure(given: argparse.Namespace) -> None:
             server.time("rollouts: filter of a step", "rollouts", run=name, step=steps // 2, status="wrong")
             server.time("rollouts: a group in full", "rollouts/group", run=name, at=0)
             server.time("series: leading metrics", "series", run=name)
+            server.time("data: the first rows", "data/rows", path="runs/rows.jsonl")
+            server.time("data: the last rows", "data/rows", path="runs/rows.jsonl", row=given.rows - 10)
+            server.time("data: half a second of a search", "data/rows", path="runs/rows.jsonl", text="nowhere")
             indexed(server, name, "rollouts")
             server.time("rollouts: a problem in all steps", "rollouts", run=name, step="all", problem="sums/train/77")
             server.time("rollouts: timeouts in all steps", "rollouts", run=name, step="all", status="timeout")
@@ -144,6 +147,8 @@ def make_large(root: Path, rows: int, runs: int) -> str:
         shutil.copytree(trial, copy, ignore=shutil.ignore_patterns("rollouts.jsonl", "trace.json", "checkpoints"))
         info = json.loads((copy / "trial.json").read_text())
         (copy / "trial.json").write_text(json.dumps(info | {"name": copy.parent.name, "id": copy.name}))
+    with (root / "rows.jsonl").open("w") as file:
+        file.writelines(f'{{"id": {n}, "text": "row {n} of a dataset, with some text in it"}}\n' for n in range(rows))
     session = trial / "sessions" / "0"
     one = (
         '{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], "logprobs": [0.0, -0.5, -0.25, -1.5], "versions": [-1, 3, '

@@ -17,7 +17,7 @@ from palestra.view.demo import make_demo
 IMAGES = Path(__file__).parent / "images"
 FORMS = {"dark": (1440, 700, "dark"), "light": (1440, 700, "light"), "phone": (400, 860, "dark")}
 # What the manual and the README show.
-MANUAL = {("run", "dark"), ("rollouts", "dark"), ("timeline", "dark"), ("compare", "light")}
+MANUAL = {("run", "dark"), ("rollouts", "dark"), ("timeline", "dark"), ("compare", "light"), ("pipeline", "light")}
 READY = "document.querySelector('main')?.children.length && !document.querySelector('.loading')"
 
 
@@ -25,6 +25,7 @@ def pages(folder: Path) -> dict[str, str]:
     """Addresses by name, over the runs of the demo."""
     first, last = (f"demo_sums/{path.name}" for path in sorted((folder / "demo_sums").iterdir()) if path.is_dir())
     control = next(f"demo_cartpole/{path.name}" for path in (folder / "demo_cartpole").iterdir() if path.is_dir())
+    store = next((folder / "demo_pipeline" / "outputs").glob("tokenize-*"))
     return {
         "runs": "#/",
         "run": f"#/run/{last}",
@@ -34,6 +35,9 @@ def pages(folder: Path) -> dict[str, str]:
         "control": f"#/run/{control}",
         "spec": f"#/spec/{last}",
         "files": f"#/files/{last}",
+        "search": "#/others?kind=searches",
+        "pipeline": "#/others?kind=pipelines",
+        "data": f"#/data?path={folder.name}/{store.relative_to(folder)}",
     }
 
 

@@ -111,3 +111,18 @@ def test_filter_of_novels_keeps_nearly_all_chapters_and_drops_tables(tmp_path: P
     assert sum(not list(broken_rules(chapter, Rules(languages=("en",)))) for chapter in chapters) >= 49
     table = "\n".join(f"{n} | {n * n} | {n**3}" for n in range(200))
     assert any(broken_rules(table, Rules()))
+
+
+def test_first_rows_that_were_dropped_are_kept_for_each_reason(tmp_path: Path):
+    rows = [{"id": f"r{number}", "text": "short" if number % 2 else None} for number in range(60)]
+    rows += [{"id": "long", "text": "the cat and the dog of that house " * 200}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rules = {"min_words": 5, "max_words": 1000, "repetition": False}
+    filter_documents(tmp_path / "out", source=tmp_path / "rows.jsonl", workers=1, **rules)
+    samples = json.loads((tmp_path / "out" / "dropped.json").read_text())
+    counts = json.loads((tmp_path / "out" / "counts.json").read_text())
+    assert samples.keys() == counts["dropped"].keys()
+    assert samples["fewer than 5 words"] == [{"id": f"r{n}", "text": "short"} for n in range(1, 40, 2)]  # the first 20
+    assert [row["id"] for row in samples["no text"]] == [f"r{n}" for n in range(0, 40, 2)]
+    (long,) = samples["more than 1000 words"]
+    assert (long["id"], len(long["text"])) == ("long", 500)

@@ -48,8 +48,9 @@ def test_searches_pipelines_and_benchmarks_are_found(view: View):
     (pipeline / "report-corpus.json").write_text(json.dumps({"name": "corpus", "steps": steps}))
     (view.root / "speedrun.json").write_text('{"runs": 3}')
     answer = View(view.root).get("others")
-    assert answer["searches"][0]["importance"]["lr"] > 0.85
-    step, other = answer["pipelines"][0]["steps"]
+    by_name = {one["name"]: one for one in answer["searches"] + answer["pipelines"]}
+    assert by_name["find_lr"]["importance"]["lr"] > 0.85
+    step, other = by_name["corpus"]["steps"]
     assert (step["counts"]["dropped"], step["log"]) == ({"short": 2}, "went well\n")
     assert "log" not in other
     assert "is not a submission" in answer["damaged"][0]
@@ -60,7 +61,7 @@ def test_benchmarks_of_this_repository_are_shown(tmp_path: Path):
     shutil.copy(Path(__file__).parent.parent / "docs" / "benchmarks.jsonl", tmp_path)
     rows = View(tmp_path).get("others")["benchmarks"]
     assert {row["spec"] for row in rows} >= {"ppo_cartpole"}
-    assert all(row["interval"][0] <= row["iqm"] <= row["interval"][1] for row in rows)
+    assert all(row["low"] <= row["IQM"] <= row["high"] for row in rows)
 
 
 def test_given_has_the_origin_of_every_value_that_is_no_default(tmp_path: Path):

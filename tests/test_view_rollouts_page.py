@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from view_browser import Browser, browser, served  # noqa: F401
+from view_browser import Browser, address_of, browser, page_of, runs_of, served  # noqa: F401
 from view_runs import demo_folder, rows_of  # noqa: F401
 
 from palestra.data.tokenizers import Tokenizer
@@ -32,24 +31,9 @@ def folder(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(folder, PALESTRA_CACHE=str(tmp_path_factory.mktemp("cache"))) as address:
-        yield address
-
-
-@pytest.fixture
-def page(browser: Browser, address: str) -> Iterator[Browser]:  # noqa: F811
-    browser.address = address
-    browser.open("")
-    browser.run("localStorage.clear()")
-    yield browser
-    assert browser.errors() == []
-
-
 def runs(folder: Path) -> list[str]:
     """The post-training runs, oldest first."""
-    return [f"demo_sums/{path.name}" for path in sorted((folder / "demo_sums").iterdir()) if path.is_dir()]
+    return runs_of(folder, "demo_sums")
 
 
 def session(folder: Path, run: str) -> Path:
@@ -162,8 +146,8 @@ def test_tokens_are_colored_by_what_is_recorded_and_their_values_are_told(page: 
         page.wait("document.querySelector('.ro-legend')?.innerText.split('\\n').includes(arguments[0])", legend)
     page.run("document.querySelector('.ro-body').focus()")
     page.keys(RIGHT, RIGHT)
-    page.wait("document.querySelector('.ro-tip')")
-    tip = page.texts(".ro-tip")[0].split()
+    page.wait("document.querySelector('.tip')")
+    tip = page.texts(".tip")[0].split()
     values = {
         "log-probability": "-2",
         "probability": "0.1353",
@@ -193,8 +177,8 @@ def test_filters_narrow_the_step_by_text_status_reward_and_say_so(page: Browser,
     page.wait("document.querySelectorAll('.ro-completion.off').length === arguments[0]", misses)
     page.keys("x")
     page.has(f"{len(groups)} groups")
-    page.run("document.querySelector('.ro-histograms svg').focus()")
-    page.keys(RIGHT)  # the lowest reward
+    page.run("document.querySelector('.ro-histograms .bars button').focus()")
+    page.keys("\n")  # the lowest reward
     page.wait("location.hash.includes('reward_high')")
     page.has(f"{len(wrong)} of {len(groups)} groups")
     page.keys("x")
@@ -276,7 +260,7 @@ def test_favorite_and_note_are_kept_beside_the_run(page: Browser, folder: Path):
     assert (note["favorite"], note["text"]) == (True, "look at the tool")
     show(page, folder, scope="favorites")
     assert page.texts(".ro-row .mono") == ["crafted/train/0"]
-    assert page.run("return document.querySelector('.ro-notes').value") == "look at the tool"
+    assert page.run("return document.querySelector('.ro-detail textarea').value") == "look at the tool"
     page.keys("f")
     page.wait("!document.querySelector('.ro-star')")
     path.unlink()
@@ -311,6 +295,24 @@ def test_running_run_shows_the_new_step_without_a_reload(page: Browser, folder: 
             file.write(json.dumps(rows[0] | {"step": 42}) + "\n")
         group_shown(page, rows[0]["problem"]["id"])
         page.has("of 1 – 42")
+    path.write_bytes(before)
+
+
+def test_all_groups_of_a_step_of_many_are_reached_page_by_page(page: Browser, folder: Path):
+    path = session(folder, runs(folder)[0]) / "rollouts.jsonl"
+    before, first = path.read_bytes(), rows_of(path)[0]
+    many = [first | {"step": 50, "number": n, "problem": {"id": f"many/{n}", "prompt": "?"}} for n in range(510)]
+    with path.open("a") as file:
+        file.writelines(json.dumps(group) + "\n" for group in many)
+    show(page, folder, run=0)
+    seen = page.texts(".ro-row .mono")
+    for _ in range(5):
+        page.keys("m")
+        page.wait("document.querySelector('.ro-row .mono').innerText === arguments[0]", f"many/{len(seen)}")
+        seen += page.texts(".ro-row .mono")
+    assert seen == [f"many/{n}" for n in range(510)]
+    page.click(".ro-list button", "first")
+    page.wait("document.querySelector('.ro-row .mono').innerText === 'many/0'")
     path.write_bytes(before)
 
 
@@ -373,8 +375,6 @@ def test_timeline_zooms_pans_and_leads_to_the_rollouts_of_a_span(page: Browser, 
     page.wait("!document.querySelector('.stack .small.muted.num').innerText.includes('…')")
     half = canvas.size["height"] // 2
     ActionChains(page.driver).move_to_element_with_offset(canvas, width // 10, 36 - half).click().perform()
-    page.has(f"rollouts of step {step}")
-    page.click("a", "rollouts of step")
     page.wait("document.querySelector('.ro-completion')")
     assert f"step={step}" in page.run("return location.hash")
 
@@ -411,10 +411,10 @@ def test_scales_are_the_same_for_completions_side_by_side_and_ignore_outliers(pa
         {"loss_mask": [1], "logprobs": [-50]},
     ]
     scale = module(page, "tokens", f"m.scaleOf(m.COLORINGS[0], {json.dumps(trajectories)})")
-    assert (scale["low"], scale["high"]) == (-1, 0)
+    assert scale["marks"] == [-1, -0.5, 0]
     assert module(page, "tokens", f"[0, -0.5, -1, -50].map((v) => m.place({json.dumps(scale)}, v))") == [0, 0.5, 1, 1]
     assert module(page, "tokens", "m.scaleOf(m.COLORINGS[1], [{loss_mask: [1]}])") is None
-    ratio = {"kind": "ratio", "bound": 1.0}
+    ratio = {"id": "ratio", "bound": 1.0}
     places = module(page, "tokens", f"[Math.E, 1, 1 / Math.E, 100].map((v) => m.place({json.dumps(ratio)}, v))")
     assert places == pytest.approx([1, 0, -1, 1])
 

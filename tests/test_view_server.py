@@ -399,3 +399,17 @@ def test_command_beyond_loopback_makes_a_key(demo_folder: Path, tmp_path: Path):
 def test_view_never_imports_torch():
     code = "import sys, palestra.view.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_window_of_a_long_file_has_all_its_rows(own: View, monkeypatch: pytest.MonkeyPatch):
+    run, path = own.run("demo_sums"), own.session("demo_sums") / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "tokens": 10 * n, "v": n % 7}) + "\n" for n in range(1, 20001)))
+    monkeypatch.setattr("palestra.view.series.WHOLE", path.stat().st_size // 4)
+    monkeypatch.setattr("palestra.view.series.SAMPLED", 100)
+    whole = own.get("series", run=run, metric="v")["runs"][run]["series"]["v"]
+    assert len(whole["x"]) < 200  # a sample
+    for axis, scale in (("step", 1), ("tokens", 10)):
+        window = {"low": 5003 * scale, "high": 5102 * scale, "x": axis}
+        part = own.get("series", run=run, metric="v", **window)["runs"][run]["series"]["v"]
+        assert part["x"] == [scale * n for n in range(5003, 5103)]
+        assert part["mean"] == [n % 7 for n in range(5003, 5103)]

@@ -78,6 +78,28 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+@pytest.fixture(scope="module", name="address")
+def address_of(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server over the fixture `folder` of a module of tests."""
+    with served(folder, PALESTRA_CACHE=str(tmp_path_factory.mktemp("cache"))) as address:
+        yield address
+
+
+@pytest.fixture(name="page")
+def page_of(browser: Browser, address: str) -> Iterator[Browser]:
+    """A tab of that server; no test may leave an error in its console."""
+    browser.address = address
+    browser.open("")
+    browser.run("localStorage.clear()")
+    yield browser
+    assert browser.errors() == []
+
+
+def runs_of(folder: Path, name: str) -> list[str]:
+    """Runs of a name, oldest first."""
+    return [f"{name}/{path.name}" for path in sorted((folder / name).iterdir()) if path.is_dir()]
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Headless Chromium; skips where it is not installed."""

@@ -19,7 +19,7 @@ class View:
         self.root = root
         self.client = TestClient(create_app(Places([root]), key=key), base_url="http://127.0.0.1:8765")
 
-    def get(self, path: str, code: int = 200, **params: Any) -> Any:
+    def get(self, path: str, code: int = 200, /, **params: Any) -> Any:
         response = self.client.get(f"/api/{path}", params=params)
         assert response.status_code == code, response.text[:200]
         return response.json()

@@ -241,6 +241,18 @@ class ChatEncoder(Encoder):
         return encoded.tokens, encoded.loss_mask, size
 
 
+def encoders_of(kind: str, folder: Path, format: Format | None, text_key: str | None) -> dict[str, Encoder]:
+    """What a kind of training encodes rows with: both sides of pairs, else one encoder without a name."""
+    if kind == "pretrain":
+        return {"": TextEncoder.load(folder, text_key=text_key or "text")}
+    if kind in ("dpo", "reward_model"):
+        return {
+            "chosen": ChatEncoder.load(folder, format=format or "chat", side="chosen"),
+            "rejected": ChatEncoder.load(folder, format=format or "chat", side="rejected"),
+        }
+    return {"": ChatEncoder.load(folder, format=format or "chat")}
+
+
 def _plain(tokenizer: Tokenizer, messages: Messages) -> tuple[list[int], list[bool]]:
     if [message["role"] for message in messages] != ["user", "assistant"]:
         raise UsageError("format `plain` expects one prompt and one completion; use `chat` for longer conversations")

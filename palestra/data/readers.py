@@ -6,10 +6,14 @@ import io
 import json
 import re
 import zlib
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +35,8 @@ COUNTS, STEP_FOLDERS = "counts.json", ("docs", "files")  # of a data step: what 
 CHUNK = 1 << 16  # characters, or bytes, read at once
 LONGEST_TOKEN = 16  # characters of a JSON literal or escape that may be cut in two
 SPACE, DECODER = re.compile(r"\s*"), json.JSONDecoder()
+COUNTED = 1 << 20  # bytes whose lines are counted together
+LONGEST_LINE, SHOWN_CHARACTERS = 32 << 20, 4096  # bytes of a line that is parsed; what is shown of a longer one
 BATCH_ROWS = 256  # rows of Parquet and Arrow turned into Python objects at once
 
 
@@ -92,6 +98,48 @@ def shards(where: str | Path | Sequence[str | Path], *, split: str | None = None
 def read_rows(shard: Shard, *, text_key: str = "text") -> Iterator[Row]:
     """The rows of a shard; a document of a text file is a row with one key, `text_key`."""
     return (row for _, row in numbered_rows(shard, text_key=text_key))
+
+
+def rows_from(shard: Shard, start: int) -> Iterator[tuple[int, Any]]:
+    """The rows of a shard from `start` on, counted from 0, for people: a line that is not JSON comes as text.
+
+    Of Parquet what is before is not read; lines of JSON are only counted there, once for a file as long as it is used.
+    """
+    if shard.format == PARQUET:
+        with _opened(shard) as stream:
+            yield from enumerate(_parquet(shard, stream, start), start)
+    elif shard.path.endswith(JSON_LINES):
+        with open(shard.path, "rb") as file:
+            yield from _lines_from(file, start, _line_counts(shard))
+    else:
+        yield from islice(enumerate(read_rows(shard)), start, None)
+
+
+@lru_cache(maxsize=16)
+def _line_counts(shard: Shard) -> array:
+    """How many lines end before each block of a file, as far as they have been counted."""
+    return array("q", [0])
+
+
+def _lines_from(file: io.BufferedReader, start: int, counts: array) -> Iterator[tuple[int, Any]]:
+    file.seek((len(counts) - 1) * COUNTED)
+    while counts[-1] < start and (block := file.read(COUNTED)):
+        counts.append(counts[-1] + block.count(b"\n"))
+    first = max(0, bisect_left(counts, start) - 1)  # the block in which the line before `start` ends
+    file.seek(first * COUNTED)
+    number = counts[first]
+    while number < start and (line := file.readline(LONGEST_LINE)):
+        number += line.endswith(b"\n")
+    while line := file.readline(LONGEST_LINE):
+        text = line.decode(errors="replace")
+        while not line.endswith(b"\n") and (
+            line := file.readline(LONGEST_LINE)
+        ):  # too long: what is left is passed over
+            text = text[:SHOWN_CHARACTERS]
+        with suppress(ValueError, RecursionError):
+            text = json.loads(text)
+        yield number, text
+        number += 1
 
 
 def numbered_rows(shard: Shard, *, text_key: str = "text") -> Iterator[tuple[int, Row]]:
@@ -263,14 +311,19 @@ def _bad(shard: Shard, number: int, what: str) -> PalestraError:
     return PalestraError(f"{shard.place(number)}: {what}")
 
 
-def _parquet(shard: Shard, stream: io.BufferedReader) -> Iterator[Row]:
+def _parquet(shard: Shard, stream: io.BufferedReader, start: int = 0) -> Iterator[Row]:
     _pyarrow(shard)
     import pyarrow.parquet
 
     # With a buffer instead of pre-buffering, pages are read as they are needed, not a row group whole.
     file = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
-    for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
-        yield from batch.to_pylist()
+    ends = list(accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)))
+    first = bisect_right(ends, start)  # the row group of the row `start`
+    before = ends[first - 1] if first else 0
+    for batch in file.iter_batches(BATCH_ROWS, row_groups=range(first, len(ends)), use_threads=False):
+        if before + batch.num_rows > start:
+            yield from batch.slice(max(0, start - before)).to_pylist()
+        before += batch.num_rows
 
 
 def _arrow(shard: Shard, stream: io.BufferedReader) -> Iterator[Row]:

@@ -136,6 +136,13 @@ class TokenStore:
         """(documents) tokens of each."""
         return np.diff(self.ends, prepend=0)
 
+    def example(self, document: int, most: int) -> "Example":
+        """The first `most` tokens of a document, with its loss mask."""
+        stop = int(self.ends[document])
+        start = stop - len(self[document])
+        length = min(most, stop - start)
+        return _example(self, start, start + length, np.array([length]))
+
     def __getitem__(self, document: int) -> np.ndarray:
         """The tokens of a document, a view of the file."""
         if not 0 <= document < len(self):

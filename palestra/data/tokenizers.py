@@ -293,6 +293,19 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
+def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
+    """The text of each token. A character that several tokens share is at its last; their bytes are in hex by index."""
+    decoder, texts, joined = codecs.getincrementaldecoder("utf-8")("replace"), [], {}
+    for index, token in enumerate(tokens):
+        piece, (waiting, _) = tokenizer.piece(token), decoder.getstate()
+        texts.append(decoder.decode(piece))
+        if waiting or decoder.getstate()[0]:
+            joined[index] = piece.hex(" ")
+    if texts:
+        texts[-1] += decoder.decode(b"", final=True)
+    return texts, joined
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """A byte-level BPE trained on texts, special tokens first; every text is made of its tokens.
 

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from palestra.errors import PalestraError, UsageError
 from palestra.runs import checkpoint
 from palestra.runs.run import Run
@@ -107,6 +109,20 @@ def ranked(records: Sequence[TrialRecord], *, maximize: bool) -> list[TrialRecor
     sign = -1.0 if maximize else 1.0
     scored = [record for record in records if record.score is not None]
     return sorted(scored, key=lambda r: (r.state != "complete", -r.rung, sign * (r.score or 0.0), r.number))
+
+
+def importance(trials: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The share of the variance of the score that each field explains by itself; many numbers in quarters."""
+    scored = [trial for trial in trials if trial["score"] is not None]
+    scores, shares = np.array([trial["score"] for trial in scored], float), {}
+    for field in scored[0]["values"] if len(scored) > 2 and scores.std() > 0 else ():
+        values = [trial["values"][field] for trial in scored]
+        numbers = all(isinstance(value, int | float) for value in values) and len(set(values)) > 8
+        parts = np.searchsorted(np.quantile(values, (0.25, 0.5, 0.75)), values) if numbers else list(map(str, values))
+        _, place, count = np.unique(np.array(parts), return_inverse=True, return_counts=True)
+        means = np.bincount(place, scores) / count
+        shares[field] = float((count * (means - scores.mean()) ** 2).sum() / len(scores) / scores.var())
+    return shares
 
 
 def write_results(experiment: Experiment, spec: ExperimentSpec, search: SearchSpec, records: list[TrialRecord]) -> None:

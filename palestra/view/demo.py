@@ -1,13 +1,19 @@
-"""Runs to look at without training any: made up here, written by what writes the files of real runs."""
+"""Runs, a search and a pipeline to look at without training any: made up here, written by what writes real ones."""
 
+import json
 import math
 import random
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from palestra.data.tokenizers import Tokenizer, character_tokenizer
+from palestra.pipeline.data import data_step
+from palestra.pipeline.outputs import Outputs
+from palestra.pipeline.report import write_report
+from palestra.pipeline.runner import run
 from palestra.rollout.records import FILE, RolloutRecord, write
 from palestra.rollout.types import Group, Trajectory
 from palestra.runs.manifest import manifest
@@ -15,6 +21,8 @@ from palestra.runs.recorder import Recorder
 from palestra.runs.run import Run, new_trial
 from palestra.runs.session import Session
 from palestra.runs.store import write_json
+from palestra.search.results import new_experiment, write_results
+from palestra.search.study import TrialRecord
 from palestra.spec.load import load, spec_hash, to_yaml
 from palestra.spec.model import plain
 from palestra.tasks.task import Problem, Status, Verdict
@@ -22,21 +30,20 @@ from palestra.track.sinks import JsonlSink
 from palestra.track.trace import encode
 
 COMMAND = ("palestra", "view", "--demo")
-POSTTRAIN = {
-    "kind": "posttrain", "name": "demo_sums", "model": {"init": "demo_model"}, "algorithm": {"preset": "grpo"},
-    "tasks": {"train": [{"task": "arithmetic", "args": {"digits": 2}}], "eval": [{"task": "arithmetic"}]},
-    "rollout": {"group": 8, "max_new_tokens": 32, "staleness": 2}, "train": {"steps": 40, "prompts_per_step": 8},
-}  # fmt: skip
-CONTROL = {"kind": "control", "name": "demo_cartpole", "env": {"id": "CartPole-v1"}, "max_session": 4,
-           "algorithm": {"name": "ppo"}, "train": {"frames": 20000}}  # fmt: skip
+SPECS = tomllib.loads(Path(__file__).with_name("demo.toml").read_text(encoding="utf-8"))
 LANES = ("trainer/0", "generator/0", "generator/1", "generator/2", "generator/3", "verifier/0", "verifier/1", "sync")
 
 
 def make_demo(root: Path) -> None:
-    """Two post-training runs with stale completions and a control run over seeds; nothing in them was measured."""
+    """Two post-training runs with stale completions, a control run over seeds, a search: nothing in them was measured.
+
+    The pipeline is real: its steps filter, deduplicate and tokenize made-up documents.
+    """
     for lr, skill in ((1e-5, 0.05), (4e-5, 0.12)):
-        _posttrain(*_trial(root, POSTTRAIN | {"optim": {"name": "adamw", "lr": lr}}), random.Random(0), skill)
-    _control(*_trial(root, CONTROL))
+        _posttrain(*_trial(root, SPECS["posttrain"] | {"optim": {"name": "adamw", "lr": lr}}), random.Random(0), skill)
+    _control(*_trial(root, SPECS["control"]))
+    _search(root, random.Random(0))
+    _pipeline(root / "demo_pipeline", random.Random(0))
 
 
 def _trial(root: Path, data: dict[str, Any]) -> tuple[Run, Any]:
@@ -106,25 +113,16 @@ def _recorded(group: Group, step: int) -> RolloutRecord:
         return RolloutRecord(group, "filtered", step)
     mean = fmean(group.rewards)
     advantages = (tuple((t.reward - mean) * sampled for sampled in t.loss_mask) for t in group.trajectories)
-    scores = tuple(
-        {
-            "entropy": [round(-0.6 * p, 4) for p in t.logprobs],
-            "trained_logprobs": [round(0.97 * p, 4) for p in t.logprobs],
-        }
-        for t in group.trajectories
-    )
-    return RolloutRecord(group, "trained", step, tuple(advantages), scores)
+    factors = {"entropy": -0.6, "trained_logprobs": 0.97}.items()
+    scores = [{name: [round(by * p, 4) for p in t.logprobs] for name, by in factors} for t in group.trajectories]
+    return RolloutRecord(group, "trained", step, tuple(advantages), tuple(scores))
 
 
 def _spans(chance: random.Random, steps: int) -> Iterator[dict[str, Any]]:
     for step in range(1, steps + 1):
         wait, begin = chance.uniform(0.4, 1.6), 5.0 * (step - 1)
-        spans = [
-            ("rollout", 0, 0.0, wait),
-            ("train", 0, wait, 4.6 - wait),
-            ("publish", 0, 4.6, 0.3),
-            ("sync", 7, 4.6, 0.3),
-        ]
+        spans = [("rollout", 0, 0.0, wait), ("train", 0, wait, 4.6 - wait), ("publish", 0, 4.6, 0.3)]
+        spans += [("sync", 7, 4.6, 0.3)]
         spans += [("sample", lane, 1.6 * n, chance.uniform(0.8, 1.5)) for lane in range(1, 5) for n in range(3)]
         spans += [("verify", lane, chance.uniform(1, 3), chance.uniform(0.2, 0.8)) for lane in (5, 6)]
         for name, lane, start, seconds in spans:
@@ -141,3 +139,27 @@ def _control(trial: Run, spec: Any) -> None:
                 row = {"return": value, "loss": math.exp(-step / 60), "entropy": 0.69 * math.exp(-step / 80)}
                 row |= {"eval/return": min(500.0, value + chance.uniform(0, 20))} if step % 10 == 0 else {}
                 record.row(row, {"steps": step, "frames": 200 * step}, headline=["eval/return", "return"])
+
+
+def _search(root: Path, chance: random.Random) -> None:
+    spec, records = load(SPECS["control"] | SPECS["search"]).spec, []
+    for number in range(spec.search.trials):
+        power, epochs = chance.uniform(-4, -2), chance.randrange(4, 13)
+        score = 420 - 200 * abs(power + 3) + 4 * epochs + chance.uniform(0, 30)
+        values = {"algorithm.lr": 10**power, "algorithm.epochs": epochs}
+        records.append(TrialRecord(number, values, 0, {0: score}, "complete", score))
+    write_results(new_experiment(root, spec, COMMAND), spec, spec.search, records)
+
+
+def _pipeline(root: Path, chance: random.Random) -> None:
+    words = ("the old sailor", "and a small boat", "of cedar", "went to the harbor", "with that silver lantern")
+    texts = [" ".join(chance.choices(words, k=chance.choice((9, 70, 90)))) for _ in range(120)]
+    root.mkdir(parents=True)
+    rows = (json.dumps({"id": f"page {n}", "text": text}) + "\n" for n, text in enumerate([*texts, *texts[:12]]))
+    (root / "pages.jsonl").write_text("".join(rows))
+    clean = data_step("filter")(source=str(root / "pages.jsonl"), repetition=False, workers=1)
+    unique = data_step("dedup_exact")(source=clean, workers=1)
+    tokenizer = data_step("train_tokenizer")(source=unique, vocab_size=400)
+    tokens = data_step("tokenize")(source=unique, tokenizer=tokenizer, workers=1)
+    made = run([tokens], Outputs(root / "outputs"))
+    write_report("demo_pipeline", made.graph, made.outputs, made.states)

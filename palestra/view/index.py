@@ -83,9 +83,8 @@ class Index:
                 for part, columns in {"rows": rows, "coarse": _coarse(rows) if "high" in rows else {}}.items():
                     for name, values in columns.items():
                         with open(self.folder / f"{part}_{name}", "ab") as out:
-                            out.truncate(
-                                meta[part] * values.itemsize
-                            )  # what a killed process wrote after its meta.json
+                            # What a killed process wrote after its meta.json goes.
+                            out.truncate(meta[part] * values.itemsize)
                             out.write(values.tobytes())
                     meta[part] += len(next(iter(columns.values()), ()))
                 meta |= {"cursor": chunk[-1].end, "before": file.before(chunk[-1].end)}

@@ -10,7 +10,8 @@ from palestra.errors import PalestraError, UsageError
 from palestra.runs.run import Run
 
 DEPTH = 4  # levels of folders under one that was given in which runs are looked for: NAME/ID, NAME/ID/trials/NUMBER
-MARK = re.compile(r"(trial|search|speedrun|report-.*)\.json|benchmarks\.jsonl")
+MARK = re.compile(r"(trial|tokenizer|search|speedrun|report-.*)\.json|benchmarks\.jsonl")
+DATA = re.compile(r"ledger\.json|(?!benchmarks\.).*\.(jsonl|parquet|arrow)(\.gz|\.zst)?")
 SECONDS = 1.0  # that a list of folders is used again
 
 
@@ -50,7 +51,18 @@ class Places:
 
     def files(self) -> list[Path]:
         """The files that mark a search, a pipeline, a speedrun or benchmarks."""
-        return sorted({path for _, path in self._walk() if path.name != "trial.json"})
+        others = [path for _, path in self._walk() if MARK.fullmatch(path.name)]
+        return sorted({path for path in others if path.name not in ("trial.json", "tokenizer.json")})
+
+    def data(self) -> dict[str, Path]:
+        """Files of rows, and the folders of token stores, by name."""
+        found = [(root, path) for root, path in self._walk() if DATA.fullmatch(path.name)]
+        named = [(root, path.parent if path.name == "ledger.json" else path) for root, path in found]
+        return {f"{root.name}/{path.relative_to(root).as_posix()}": path for root, path in named}
+
+    def tokenizers(self) -> list[Path]:
+        """Folders of tokenizers that are not in a run."""
+        return [path.parent for _, path in self._walk() if path.name == "tokenizer.json"]
 
     def run(self, name: str) -> Run:
         """The run of a name."""
@@ -95,7 +107,7 @@ def _marks(folder: Path, depth: int) -> Iterator[Path]:
             names = {entry.name: entry for entry in entries if entry.name[0] != "." and not entry.is_symlink()}
     except OSError:  # removed meanwhile, or not ours to read
         return
-    yield from (folder / name for name in names if MARK.fullmatch(name))
+    yield from (folder / name for name in names if MARK.fullmatch(name) or DATA.fullmatch(name))
     if depth and "trial.json" not in names:
         for name, entry in names.items():
             if entry.is_dir(follow_symlinks=False):

@@ -64,13 +64,9 @@ def _make_tables(database: Any, runs: Sequence[Run], used: Sequence[str]) -> Non
     for run in runs:
         id = f"{run.name}/{run.id}"
         if "runs" in used:
-            progress, values = run.progress(), [id, run.name, run.spec["kind"], run.state, run.created[:19]]
-            values += [
-                len(run.seeds),
-                progress.get("step"),
-                *map(json.dumps, (progress["headline"], run.spec)),
-                str(run.path),
-            ]
+            progress = run.progress()
+            values = [id, run.name, run.spec["kind"], run.state, run.created[:19], len(run.seeds)]
+            values += [progress.get("step"), json.dumps(progress["headline"]), json.dumps(run.spec), str(run.path)]
             database.execute(f"INSERT INTO about VALUES ({', '.join('?' * len(values))})", values)
         for session, pattern in ((session, pattern) for session in run.sessions for pattern in FILES):
             for path in map(str, session.path.glob(pattern)):

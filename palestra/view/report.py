@@ -105,9 +105,8 @@ def _charts(rows: Rows) -> str:
 
 def _chart(curves: Mapping[int, Curve]) -> str:
     """Means with bands, as SVG."""
-    bands = {
-        at: (curve.ys.mean(0) - curve.ys.std(0), curve.ys.mean(0) + curve.ys.std(0)) for at, curve in curves.items()
-    }
+    spread = {at: (curve.ys.mean(0), curve.ys.std(0)) for at, curve in curves.items()}
+    bands = {at: (mean - std, mean + std) for at, (mean, std) in spread.items()}
     axes = [curve.x for curve in curves.values()], [edge for band in bands.values() for edge in band]
     (x0, x1), (y0, y1) = ((min(map(np.min, values)), max(map(np.max, values))) for values in axes)
     right, bottom, top = WIDTH - 8, HEIGHT - BELOW, 8
@@ -120,18 +119,15 @@ def _chart(curves: Mapping[int, Curve]) -> str:
     parts = [f'<text x="{LEFT}" y="{HEIGHT - 4}">{x0:,.0f}</text>']
     parts.append(f'<text x="{right}" y="{HEIGHT - 4}" text-anchor="end">{x1:,.0f}</text>')
     for share in (0, 0.25, 0.5, 0.75, 1):
-        at = bottom - share * (bottom - top)
-        parts.append(
-            f'<path class="grid" d="M{LEFT} {at}H{right}"/><text y="{at + 4}">{y0 + share * (y1 - y0):.3g}</text>'
-        )
+        at, value = bottom - share * (bottom - top), y0 + share * (y1 - y0)
+        parts.append(f'<path class="grid" d="M{LEFT} {at}H{right}"/><text y="{at + 4}">{value:.3g}</text>')
     for at, curve in curves.items():
         chosen = np.unique(np.linspace(0, len(curve.x) - 1, POINTS).astype(int))
         x, color, (low, high) = curve.x[chosen], f"var(--c{at % COLORS})", bands[at]
         area = f"{points(x, low[chosen])} {points(x[::-1], high[chosen][::-1])}"
         parts.append(f'<polygon class="band" style="fill: {color}" points="{area}"/>' if len(curve.ys) > 1 else "")
-        parts.append(
-            f'<polyline class="curve" style="stroke: {color}" points="{points(x, curve.ys.mean(0)[chosen])}"/>'
-        )
+        line = points(x, curve.ys.mean(0)[chosen])
+        parts.append(f'<polyline class="curve" style="stroke: {color}" points="{line}"/>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 
 
@@ -139,12 +135,8 @@ def _samples(run: Run) -> str:
     """The best and the worst rewarded of the last completions."""
     files = [path for session in run.sessions if (path := session.path / FILE).exists()]
     records = [record for path in files for record in islice(newest(path), GROUPS)]
-    each = {
-        (r.group.problem.id, t.reward): (t.reward, r.step, r.group.problem, t)
-        for r in records
-        for t in r.group.trajectories
-    }
-    found = sorted(each.values(), key=lambda one: -one[0])
+    rows = [(t.reward, r.step, r.group.problem, t) for r in records for t in r.group.trajectories]
+    found = sorted({(row[2].id, row[0]): row for row in rows}.values(), key=lambda row: -row[0])
     texts = []
     for title, some in (("best", found[:SAMPLES]), ("worst", found[SAMPLES:][-SAMPLES:])):
         for reward, step, problem, t in some:

@@ -1,6 +1,5 @@
 """Rollouts for reading: the groups of a step without their tokens, filters, histograms, and one group in full."""
 
-import codecs
 import json
 import math
 import re
@@ -10,13 +9,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from palestra.data.tokenizers import Tokenizer
+from palestra.data.tokenizers import Tokenizer, token_texts
 from palestra.errors import PalestraError
 from palestra.runs.run import Run
 from palestra.view.flags import flags
@@ -34,8 +34,7 @@ ROUNDING = 1e-5  # rewards are indexed in single precision
 EVERYTHING = (-math.inf, math.inf)
 # Inside a JSON text quotes are escaped, so this matches keys alone.
 _PER_TOKEN = re.compile(
-    rb'"(tokens|loss_mask|logprobs|versions|advantages|entropy|trained_logprobs)": ?\[([^\[\]{}"]*)\]'
-)
+    rb'"(tokens|loss_mask|logprobs|versions|advantages|entropy|trained_logprobs)": ?\[([^\[\]{}"]*)\]')  # fmt: skip
 
 
 def _shortened(match: re.Match[bytes]) -> bytes:
@@ -220,20 +219,20 @@ def summary(matches: Sequence[tuple[Mapping[str, Any], Sequence[int]]]) -> dict[
     completions = [group["completions"][hit] for group, hits in matches for hit in hits]
     counts = {key: Counter(one[key] for one in completions) for key in ("status", "stop")}
     counts |= {key: Counter(str(group[key]) for group, _ in matches) for key in ("fate", "task", "version")}
-    counts["flags"] = Counter(name for one in completions for name in one["flags"])
+    counts["flag"] = Counter(name for one in completions for name in one["flags"])
     histograms = {key: histogram([one[key] for one in completions]) for key in ("reward", "length")}
     return {"groups": len(matches), "completions": len(completions), **histograms, **counts}
 
 
 def histogram(values: Sequence[float]) -> dict[str, Any] | None:
-    """Counts in bins of equal width; few distinct values get a bin each."""
+    """Counts in bins of equal width; few distinct values get a bin each, a single one none."""
     values = [value for value in values if math.isfinite(value)]
     distinct = sorted(set(values))
-    if not values:
+    if len(distinct) < 2:
         return None
-    if len(distinct) <= BINS:
-        return {"values": distinct, "counts": [values.count(value) for value in distinct], "mean": fmean(values)}
-    counts, edges = np.histogram(values, BINS)
+    middles = [(low + high) / 2 for low, high in pairwise(distinct)]
+    each = [2 * distinct[0] - middles[0], *middles, 2 * distinct[-1] - middles[-1]]
+    counts, edges = np.histogram(values, each if len(distinct) <= BINS else BINS)
     return {"edges": edges.tolist(), "counts": counts.tolist(), "mean": fmean(values)}
 
 
@@ -262,30 +261,18 @@ def _full(row: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     return row
 
 
-def token_texts(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token. A character that several tokens share is at its last; their bytes are in hex by index."""
-    decoder, texts, joined = codecs.getincrementaldecoder("utf-8")("replace"), [], {}
-    for index, token in enumerate(tokens):
-        piece, (waiting, _) = tokenizer.piece(token), decoder.getstate()
-        texts.append(decoder.decode(piece))
-        if waiting or decoder.getstate()[0]:
-            joined[index] = piece.hex(" ")
-    if texts:
-        texts[-1] += decoder.decode(b"", final=True)
-    return texts, joined
-
-
-def find_tokenizer(session: Run, runs: Mapping[str, Path]) -> Tokenizer | None:
-    """The run's tokenizer: in a checkpoint of its own, or of the run it began from."""
+def tokenizer_folders(session: Run, runs: Mapping[str, Path]) -> Iterator[Path]:
+    """Where the run's tokenizer is: in a checkpoint of its own, or of the run it began from."""
     start = session.spec.get("model", {}).get("init")
     earlier = [path for name, path in runs.items() if start in (name, name.partition("/")[0], str(path))]
     folders = [session.path, *(path / "sessions" for path in earlier)]
     files = (file for folder in folders for file in folder.glob("**/checkpoints/*/model/tokenizer.json"))
-    return next((_tokenizer(file.parent) for file in files if not file.is_symlink()), None)
+    return (file.parent for file in files if not file.is_symlink())
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a folder; None where its files are not one."""
     try:
         return Tokenizer.load(folder)
     except (PalestraError, *DAMAGED):

@@ -121,10 +121,8 @@ def _spark(path: Path, metric: str) -> list[float | None]:
 def detail(name: str, run: Run) -> dict[str, Any]:
     """Everything on the page of a run that is not a series."""
     shown = [file for file in files(run) if file["type"].startswith(("image/", "video/"))]
-    about = {key: run.info.get(key) or {} for key in ("command", "origins")} | {
-        "shown": shown,
-        "notes": read_notes(run),
-    }
+    about = {key: run.info.get(key) or {} for key in ("command", "origins")}
+    about |= {"shown": shown, "notes": read_notes(run)}
     results = {"summary": run.summary(), "suites": [vars(result) for result in measured(run)]}
     return _row(name, run) | about | results | {"sessions": [_session(session) for session in run.sessions]}
 
@@ -185,10 +183,8 @@ def change_notes(run: Run, changes: Mapping[str, Any]) -> dict[str, Any]:
         try:
             write_json(run.trial.path / NOTES, notes)
         except OSError as error:
-            raise PalestraError(
-                f"the notes cannot be kept: {run.trial.path / NOTES} cannot be written ({error.strerror}). Make the "
-                "folder writable, or copy the run to one that is."
-            ) from error
+            what = f"the notes cannot be kept: {run.trial.path / NOTES} cannot be written ({error.strerror}). "
+            raise PalestraError(what + "Make the folder writable, or copy the run to one that is.") from error
     return notes
 
 

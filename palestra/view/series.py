@@ -17,7 +17,7 @@ import numpy as np
 from palestra.bench.results import bootstrap_interval
 from palestra.runs.plot import AXES, POSITION, leading_metrics
 from palestra.track.trace import NAMES
-from palestra.view.lines import LineFile
+from palestra.view.lines import LineFile, step_of
 
 FILE = "metrics.jsonl"
 WHOLE = 48 << 20  # bytes; of a longer file rows at even distances are read
@@ -94,6 +94,19 @@ class Metrics:
                 cells -= dropped.rows * len(dropped.values)
             return columns
 
+    def window(self, path: Path, x: str, low: float, high: float) -> Columns:
+        """The same; of a long file all rows between two places of a counter, if these are not too many."""
+        columns = self.read(path)
+        steps, (first, last) = columns.column("step"), np.searchsorted(columns.column(x), (low, high))
+        if not columns.sampled or x == "time" or last - first == len(steps):
+            return columns
+        with LineFile(path) as file:
+            start = file.search(step_of, steps[max(0, first - 1)])
+            end = file.search(step_of, steps[min(last, len(steps) - 1)] + 1)
+            part = Columns()
+            part.add(file.lines(start, end) if end - start < WHOLE else ())
+        return part if part.rows else columns
+
 
 def axis(columns: Columns, x: str) -> np.ndarray:
     """The values of an axis: a counter, or the seconds that were spent in the parts of a step."""
@@ -153,9 +166,8 @@ def finals(sessions: Mapping[int, Columns], metrics: Sequence[str]) -> dict[str,
     found: dict[str, dict[str, Any]] = {}
     for metric in metrics:
         columns = ((one.column(metric), one.column(f"{metric}_se")) for one in sessions.values())
-        lasts = [
-            (values[known][-1], errors[known][-1]) for values, errors in columns if (known := ~np.isnan(values)).any()
-        ]
+        ended = ((values, errors, np.flatnonzero(~np.isnan(values))[-1:]) for values, errors in columns)
+        lasts = [(values[last[0]], errors[last[0]]) for values, errors, last in ended if len(last)]
         if lasts:
             values, (_, error) = [float(value) for value, _ in lasts], lasts[0]
             low, high = bootstrap_interval(values) if len(values) > 1 else values[0] + 1.96 * error * np.array([-1, 1])

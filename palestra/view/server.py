@@ -31,7 +31,7 @@ from palestra.data.cache import cache_root
 from palestra.runs.run import Run, open_run
 from palestra.spec.load import differences
 from palestra.spec.model import mapped
-from palestra.view import rollouts, runs, series
+from palestra.view import data, rollouts, runs, series
 from palestra.view.advice import advise
 from palestra.view.demo import make_demo
 from palestra.view.index import Index, Indexer
@@ -188,8 +188,8 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     def log(run: str, seed: Seed = None, after: int | None = None) -> Response:
         return reply(runs.tail(places.session(run, seed).path / "log.txt", after))
 
-    def columns(run: Run) -> dict[int, series.Columns]:
-        return {session.seed: metrics.read(session.path / series.FILE) for session in run.sessions}
+    def columns(run: Run, x: str = "step", low: float = -math.inf, high: float = math.inf) -> dict[int, series.Columns]:
+        return {one.seed: metrics.window(one.path / series.FILE, x, low, high) for one in run.sessions}
 
     @app.get("/api/metrics")
     def metric_names(run: Runs) -> Response:
@@ -202,7 +202,7 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     ) -> Response:  # fmt: skip
         found = {}
         for name in run:
-            sessions = columns(places.run(name))
+            sessions = columns(places.run(name), x, low, high)
             wanted = metric or series.names(sessions.values())["leading"]
             charts = {one: series.series(sessions, one, x, points, (low, high)) for one in wanted}
             about = {key: sum(getattr(one, key) for one in sessions.values()) for key in ("rows", "skipped", "sampled")}
@@ -239,7 +239,7 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     @app.get("/api/rollouts/group")
     def group(request: Request, run: str, at: int, seed: Seed = None, file: Rows = "rollouts") -> Response:
         session = places.session(run, seed)
-        tokenizer = rollouts.find_tokenizer(session, places.runs())
+        tokenizer = next(map(rollouts.load_tokenizer, rollouts.tokenizer_folders(session, places.runs())), None)
         about = {"tokenizer": None if tokenizer is None else tokenizer.name}
         with lines(session, f"{file}.jsonl") as opened:
             return reply(rollouts.group_at(opened, at, tokenizer) | about, request)
@@ -275,6 +275,17 @@ def create_app(places: Places, *, key: str | None = None, hosts: Sequence[str] =
     @app.get("/api/others")
     def what_is_not_a_run(request: Request) -> Response:
         return reply(others(places), request)
+
+    @app.get("/api/data")
+    def datasets(request: Request, run: Text = None) -> Response:
+        return reply(data.sets(places, None if run is None else places.session(run)), request)
+
+    @app.get("/api/data/rows")
+    def rows_of_data(
+        path: str, run: Text = None, row: Annotated[int, Query(ge=0)] = 0, text: str = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    ) -> Response:  # fmt: skip
+        return reply(data.page(places, path, None if run is None else places.session(run), row, text, limit))
 
     @app.get("/api/notes")
     def notes(run: str) -> Response:
@@ -313,9 +324,8 @@ def start(folders: Sequence[str], *, host: str, port: int, key: str | None, open
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host}:{port} ({error}): choose another --port, 0 for a free one"
-        ) from error
+        message = f"cannot listen on {host}:{port} ({error}): choose another --port, 0 for a free one"
+        raise UsageError(message) from error
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listener.getsockname()[1]}/" + (f"?key={key}" if key else "")
     print(address, file=sys.__stdout__, flush=True)  # past the filter of `palestra.work.redact`, which hides keys

@@ -132,11 +132,17 @@ def forget(out: Path, phase: str) -> None:
 def write_counts(out: Path, step: str, results: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """`counts.json`: the sums over shards of rows in and out, drop reasons and seconds, and `more`.
 
-    Seconds are those of work on shards, all workers and attempts together.
+    Seconds are those of work on shards, all workers and attempts together. The first rows that were dropped for each
+    reason are in `dropped.json`.
     """
     dropped: Counter[str] = Counter()
+    samples: dict[str, list[Row]] = {}
     for result in results:
         dropped.update(result.get("dropped", {}))
+        for reason, rows in result.get("samples", {}).items():
+            samples[reason] = [*samples.get(reason, []), *rows][:SAMPLES]
+    if samples:
+        write_json(out / DROPPED, samples)
     counts = {
         "step": step,
         "rows_in": sum(result.get("rows_in", 0) for result in results),
@@ -201,6 +207,7 @@ def batches(jobs: Iterable[Job], size: Callable[[Job], int], most: int, largest:
 
 Compression = Literal["none", "gz", "zst"]
 
+DROPPED, SAMPLES, SAMPLE_CHARACTERS = "dropped.json", 20, 500  # rows of each reason, and of each this much
 NO_TEXT, NOT_UNICODE = "no text", "not valid Unicode"
 NOTES = "notes"
 """The folder of notes on single rows, sharded like the documents."""
@@ -213,6 +220,8 @@ class Drop:
     reason: str
     note: Row | None = None
     """Written to `notes/`."""
+    row: Row | None = None
+    """The row, where it is not the last that was read."""
 
 
 Work = Callable[[int, Iterator[Row]], Iterator[Row | Drop]]
@@ -257,7 +266,7 @@ def documents(source: ShardSource, text_key: str = "text") -> Iterator[Row | Dro
             raise PalestraError(f"{place}: no column {text_key!r}, only {', '.join(row) or 'none'}; text_key names it")
         text = row[text_key]
         if text is None:
-            yield Drop(NO_TEXT)
+            yield Drop(NO_TEXT, row={"id": _id(row, made), **row})
             continue
         if not isinstance(text, str):
             raise PalestraError(f"{place}: expected a string under {text_key!r}, found {type(text).__name__}")
@@ -322,20 +331,25 @@ def _map_shard(
     began = time.perf_counter()
     rows_in = rows_out = 0
     dropped: Counter[str] = Counter()
+    samples: dict[str, list[Row]] = {}
     notes: list[Row] = []
+    last: Row = {}  # read: works take one row at a time
 
     def drop(row: Drop) -> None:
         dropped[row.reason] += 1
+        if dropped[row.reason] <= SAMPLES:
+            samples.setdefault(row.reason, []).append(_sample(row.row or last))
         if row.note is not None:
             notes.append(row.note)
 
     def rows() -> Iterator[Row]:
-        nonlocal rows_in
+        nonlocal rows_in, last
         for row in plain_rows(source) if text_key is None else documents(source, text_key):
             rows_in += 1
             if isinstance(row, Drop):
                 drop(row)
             else:
+                last = row
                 yield row
 
     with row_writer(shard_path(out, DOCS, source.number, compression), compression) as write:
@@ -351,7 +365,14 @@ def _map_shard(
             for note in notes:
                 write(note)
     seconds = time.perf_counter() - began
-    return {"rows_in": rows_in, "rows_out": rows_out, "dropped": dict(dropped), "seconds": seconds}
+    counts = {"rows_in": rows_in, "rows_out": rows_out, "dropped": dict(dropped), "seconds": seconds}
+    return counts | {"samples": samples}
+
+
+def _sample(row: Row) -> Row:
+    """The beginning of a row, for people; what cannot be written is replaced."""
+    text = row["text"] if isinstance(row.get("text"), str) else json.dumps(row, ensure_ascii=False, default=str)
+    return {"id": row.get("id"), "text": text[:SAMPLE_CHARACTERS].encode(errors="replace").decode()}
 
 
 def _id(row: Row, made: str) -> str:
