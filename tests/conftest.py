@@ -86,7 +86,10 @@ def pytest_configure() -> None:
 
 
 # Files that take long are begun first: at the end no process waits for another's.
-LONG = ("e2e", "kill", "page", "cluster", "pipeline", "search", "recipes", "ranks", "install", "learning", "docs", "posttrain", "control")
+LONG = (
+    "e2e", "kill", "page", "cluster", "pipeline", "search", "recipes", "ranks", "install", "learning", "docs",
+    "posttrain", "control",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

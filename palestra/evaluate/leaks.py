@@ -92,7 +92,7 @@ def trained_texts(spec: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_task(use: Mapping[str, Any]) -> Iterator[str]:
     known = TaskUse.model_validate({name: use[name] for name in ("task", "name", "args", "split") if name in use})
-    problems = make_task(known.task, known.args, known.label).problems(known.split)
+    problems = make_task(known.task, known.args, known.label).part(known.split)
     return ("\n".join(shown(problems[place])) for place in islice(range(len(problems)), PROBLEMS))
 
 
