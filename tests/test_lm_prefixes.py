@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_cases import VARIANTS, gradients, make
 
-from palestra.lm.attention import Shared, shared, spread
+from palestra.lm.attention import Shared, TreeAttention, shared, spread
 from palestra.lm.batch import Batch, forward, score
 
 
@@ -81,6 +81,38 @@ def test_scores_and_gradients_are_those_of_whole_sequences(variant, longest):
     )
     for name, gradient in gradients(model, [batch]).items():
         torch.testing.assert_close(gradient, gradients(model, [whole(batch)])[name], rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "experts"])
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_trees_of_sequences_attend_as_whole_sequences_do(variant, seed):
+    rng = random.Random(seed)
+    texts: list[list[int]] = []
+    for _ in range(rng.randint(2, 8)):
+        texts += groups(1, rng.randint(1, 5), rng.randint(1, 9), 9, seed=rng.randrange(99))
+    # Beginnings of beginnings, and sequences that begin another one, as options in order have them.
+    texts += [[*text[: rng.randint(1, len(text))], rng.randrange(3)] for text in texts for _ in range(2)]
+    batch, model = Batch.pack(sorted(texts)), make(VARIANTS[variant]).double()
+    model.dtype = torch.float64
+    assert batch.shared is not None
+
+    with torch.no_grad():
+        found, expected = forward(model, batch, tree=True), forward(model, whole(batch))
+
+    torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-9, atol=1e-11)
+
+
+def test_rows_of_a_tree_hold_what_is_cheapest_together():
+    answers, few = groups(2, 4, 30, 3), groups(1, 200, 100, 20)
+    for texts, most, least in ((answers, 1, 0.45), (few, 10, 0.45)):
+        batch = Batch.pack(sorted(texts))
+        assert batch.shared is not None
+        tree = TreeAttention(batch.lengths, batch.shared)
+        rows = sum(len(index) for index, *_ in tree._blocks)
+        cells = sum(seen.size for *_, seen in tree._blocks)
+        assert rows >= most
+        assert cells < least * sum(length**2 for length in batch.lengths)
 
 
 def test_prompts_that_are_predicted_too_get_every_answers_gradient():

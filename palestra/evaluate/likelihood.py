@@ -364,7 +364,7 @@ def score_sequences(model: Transformer, sequences: Sequence[EncodedChoice]) -> l
         rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, scored, strict=True)])
         targets = torch.tensor([token for one in some for token in one.tokens[one.start :]])
         device = model.embed.device
-        hidden = forward(model, batch.to(device)).hidden[torch.from_numpy(rows).to(device)]
+        hidden = forward(model, batch.to(device), tree=True).hidden[torch.from_numpy(rows).to(device)]
         logprobs, greedy = _predicted(model, hidden, targets.to(device))
         bounds = zip(part, logprobs.cpu().double().split(scored), greedy.cpu().split(scored), strict=True)
         for place, of_tokens, best in bounds:

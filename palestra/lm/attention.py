@@ -132,13 +132,7 @@ class PackedAttention:
 
     @cached_property
     def _alike(self) -> list[np.ndarray]:
-        """The numbers of sequences whose lengths differ by less than a quarter."""
-        groups: list[list[int]] = []
-        for i in sorted(range(len(self.lengths)), key=lambda i: self.lengths[i]):
-            if not groups or self.lengths[i] * 3 > self.lengths[groups[-1][0]] * 4:
-                groups.append([])
-            groups[-1].append(i)
-        return [np.array(group) for group in groups]
+        return alike(self.lengths)
 
     @cached_property
     def _buckets(self) -> list[Tensor]:
@@ -167,6 +161,105 @@ class PackedAttention:
         back = torch.from_numpy(np.repeat(begins - starts, lengths) + np.arange(lengths.sum()))
         back = back.to(self.cu_seqlens.device)
         return back if self.shared is None else back[self.shared.first]
+
+
+def alike(lengths: Sequence[int]) -> list[np.ndarray]:
+    """The numbers of sequences whose lengths differ by less than a quarter, by length."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not groups or lengths[i] * 3 > lengths[groups[-1][0]] * 4:
+            groups.append([])
+        groups[-1].append(i)
+    return [np.array(group) for group in groups]
+
+
+class TreeAttention:
+    """Attention of the tokens that are computed of a batch, on the CPU and without gradients.
+
+    Sequences that begin alike lie in one row, each of their tokens once: a context with several answers attends once,
+    and its keys and values are read once.
+    """
+
+    def __init__(self, lengths: Sequence[int], shared: Shared):
+        sizes, first = np.asarray(lengths), shared.first.numpy()
+        starts, own = np.cumsum(sizes) - sizes, np.zeros(sum(lengths), np.int64)
+        own[first] = 1
+        common = sizes - np.add.reduceat(own, starts)
+        rows = [_Row.of(group, sizes, starts, common) for group in _together(sizes, common)]
+        back, offset = np.zeros(len(own), np.int64), 0
+        self._blocks: list[tuple[Tensor, np.ndarray, np.ndarray]] = []
+        """Of rows of similar length: which computed token stands where, its place in its sequence, what it sees."""
+        for group in alike([len(row.tokens) for row in rows]):
+            longest = len(rows[group[-1]].tokens)
+            tokens, places = (np.zeros((len(group), longest), np.int64) for _ in range(2))
+            seen = np.zeros((len(group), longest, longest), bool)
+            for number, row in enumerate(rows[place] for place in group):
+                count = len(row.tokens)
+                tokens[number, :count], places[number, :count] = row.tokens, row.places
+                seen[number, :count, :count] = row.seen
+                seen[number, count:, 0] = True  # padding, which sees something and is not seen
+                back[row.tokens] = offset + longest * number + np.arange(count)
+            offset += longest * len(group)
+            self._blocks.append((shared.place[torch.from_numpy(tokens)], places, seen))
+        self._back = torch.from_numpy(back[first])
+        self._masks: dict[int | None, list[Tensor]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q (U, H, dim), k and v (U, K, dim) → (U, H, dim)."""
+        pieces = []
+        for (index, *_), mask in zip(self._blocks, self._mask(window), strict=True):
+            # (rows, heads, longest, dim)
+            of_rows = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(*of_rows, attn_mask=mask.to(q.dtype), enable_gqa=grouped)
+            pieces.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(pieces).index_select(0, self._back)
+
+    def _mask(self, window: int | None) -> list[Tensor]:
+        """(rows, 1, longest, longest) of each block: 0 where a token is seen, −inf elsewhere."""
+        if window not in self._masks:
+            masks = self._masks[window] = []
+            for _, places, seen in self._blocks:
+                near = seen if window is None else seen & (places[:, :, None] - places[:, None] < window)
+                masks.append(torch.zeros(near.shape).masked_fill_(torch.from_numpy(~near), float("-inf"))[:, None])
+        return self._masks[window]
+
+
+class _Row(NamedTuple):
+    """Sequences that begin alike: all tokens of the first, then of each other those that are its own."""
+
+    tokens: np.ndarray
+    """Where they lie in the batch."""
+    places: np.ndarray
+    """Where each lies in its sequence."""
+    seen: np.ndarray
+    """(tokens, tokens): whether the first attends to the second."""
+
+    @staticmethod
+    def of(group: range, sizes: np.ndarray, starts: np.ndarray, common: np.ndarray) -> "_Row":
+        begins = np.array([0, *common[group[1:]]])
+        parts = [np.arange(begin, sizes[number]) for begin, number in zip(begins, group, strict=True)]
+        places, counts = np.concatenate(parts), [len(part) for part in parts]
+        # A token of an earlier sequence is seen as far as all up to this one begin as that one does.
+        reach = np.zeros((len(group), len(group)), np.int64)
+        for later in range(len(group)):
+            reach[later, later] = sizes[group[later]]
+            reach[later, :later] = np.minimum.accumulate(begins[1 : later + 1][::-1])[::-1]
+        seen = (places[:, None] >= places) & (places < reach.repeat(counts, 0).repeat(counts, 1))
+        tokens = np.concatenate([starts[number] + part for number, part in zip(group, parts, strict=True)])
+        return _Row(tokens, places, seen)
+
+
+def _together(sizes: np.ndarray, common: np.ndarray) -> list[range]:
+    """Neighbors that are cheapest in one row: n sequences in a row of T tokens cost T² / n each."""
+    groups, start, tokens = [], 0, int(sizes[0])
+    for number in range(1, len(sizes)):
+        more = tokens + int(sizes[number] - common[number])
+        if more**2 - tokens**2 > min(tokens**2 / (number - start), int(sizes[number]) ** 2):
+            groups.append(range(start, number))
+            start, more = number, int(sizes[number])
+        tokens = more
+    return [*groups, range(start, len(sizes))]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.lm.attention import PackedAttention, Shared, shared, spread
+from palestra.lm.attention import PackedAttention, Shared, TreeAttention, shared, spread
 from palestra.lm.head import token_logprobs
 from palestra.lm.model import Attend, ModelOutput, Transformer
 
@@ -162,9 +162,9 @@ class Scored:
     """Router logits (L, T, E) of a mixture of experts."""
 
 
-def forward(model: Transformer, batch: Batch) -> ModelOutput:
-    """Hidden states of a packed batch."""
-    output, shared, count = _computed(model, batch)
+def forward(model: Transformer, batch: Batch, *, tree: bool = False) -> ModelOutput:
+    """Hidden states of a packed batch; with `tree` shared beginnings attend once, where that is implemented."""
+    output, shared, count = _computed(model, batch, tree=tree)
     if model.layout is not None:
         output = output._replace(hidden=model.layout.all_tokens(output.hidden, count))
     return output if shared is None else output._replace(hidden=spread(output.hidden, shared.place))
@@ -190,19 +190,23 @@ def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy
     return Scored(logprobs, entropies, hidden, output.router)
 
 
-def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None, int]:
+def _computed(model: Transformer, batch: Batch, *, tree: bool = False) -> tuple[ModelOutput, Shared | None, int]:
     """The output for the tokens that are computed, but with the router logits of all; and how many these are."""
-    output, shared, count = run_layers(model, batch), _shared(model, batch), computed(model, batch)
+    output, shared, count = run_layers(model, batch, tree=tree), _shared(model, batch), computed(model, batch)
     if model.layout is not None and output.router is not None:
         router = model.layout.all_tokens(output.router.transpose(0, 1), count).transpose(0, 1)
         output = output._replace(router=router)
     return output, shared, count
 
 
-def run_layers(model: Transformer, batch: Batch) -> ModelOutput:
+def run_layers(model: Transformer, batch: Batch, *, tree: bool = False) -> ModelOutput:
     """The output for the tokens that are computed; where they are spread over ranks, for this rank's."""
     shared, layout, count = _shared(model, batch), model.layout, computed(model, batch)
-    attend: Attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
+    attend: Attend
+    if tree and shared is not None and not batch.tokens.is_cuda and not torch.is_grad_enabled():
+        attend = TreeAttention(batch.lengths, shared)
+    else:
+        attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
     tokens, positions = batch.tokens, batch.positions
     if shared is not None:
         tokens, positions = tokens[shared.first], positions[shared.first]
