@@ -299,12 +299,12 @@ def test_running_run_shows_the_new_step_without_a_reload(page: Browser, folder: 
 
 
 def test_all_groups_of_a_step_of_many_are_reached_page_by_page(page: Browser, folder: Path):
-    path = session(folder, runs(folder)[0]) / "rollouts.jsonl"
+    path = session(folder, runs(folder)[-1]) / "rollouts.jsonl"
     before, first = path.read_bytes(), rows_of(path)[0]
     many = [first | {"step": 50, "number": n, "problem": {"id": f"many/{n}", "prompt": "?"}} for n in range(510)]
     with path.open("a") as file:
         file.writelines(json.dumps(group) + "\n" for group in many)
-    show(page, folder, run=0)
+    show(page, folder)
     seen = page.texts(".ro-row .mono")
     for _ in range(5):
         page.keys("m")

@@ -161,5 +161,5 @@ def _pipeline(root: Path, chance: random.Random) -> None:
     unique = data_step("dedup_exact")(source=clean, workers=1)
     tokenizer = data_step("train_tokenizer")(source=unique, vocab_size=400)
     tokens = data_step("tokenize")(source=unique, tokenizer=tokenizer, workers=1)
-    made = run([tokens], Outputs(root / "outputs"))
+    made = run([tokens], Outputs(root / "outputs"), max_parallel=1)
     write_report("demo_pipeline", made.graph, made.outputs, made.states)
