@@ -90,6 +90,16 @@ def padded_logits(folder: Path) -> Tensor:
     return model(input_ids=tokens, attention_mask=mask.long()).logits[mask]
 
 
+def arithmetic(folder: Path) -> dict[str, Any]:
+    """What transformers reads from a config, less names, precision, and what other keys say already."""
+    config = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    other = {"_name_or_path", "dtype", "transformers_version", "max_window_layers", "no_rope_layer_interval"}
+    unused = {"intermediate_size"} if "moe_intermediate_size" in config else set()
+    unused |= {"rope_parameters"} if config["rope_parameters"].get("rope_type") == "yarn" else set()  # all written out
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {key: value for key, value in config.items() if key not in other | unused} | {"head_dim": dim}
+
+
 def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=3e-5)
 
@@ -142,6 +152,7 @@ def test_family_packed_and_saved_anew_gives_the_logits_and_bits_of_transformers(
     assert after["bos_token_id"] == before["bos_token_id"]
     assert torch.equal(padded_logits(saved), theirs)
     assert load_pretrained(saved).model.shape == loaded.model.shape
+    assert arithmetic(saved) == arithmetic(source)
 
 
 @pytest.mark.parametrize("through", [torch.float32, torch.bfloat16])
@@ -176,6 +187,8 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+        ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
+        ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
     ],
 )
 def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
@@ -192,7 +205,7 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"window": 7, "window_from": 1},
+        {"nope_layers": [0], "qk_norm": "head"},
         {"qk_norm": "full"},
         {"qk_norm": "head", "attention_bias": True},
         {"moe": MoESpec(**MOE, activation="bilinear")},
@@ -246,6 +259,8 @@ def shapes() -> st.SearchStrategy[Shape]:
         attention_bias=st.booleans(),
         window=st.none() | st.integers(1, 9),
         window_from=st.integers(0, 4),
+        full_layers=st.none() | st.lists(st.integers(0, 3)),
+        nope_layers=st.none() | st.lists(st.integers(0, 3)),
         moe=moe,
     )
 
@@ -351,6 +366,16 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
     "vocab_size": 32000,
 }  # fmt: skip
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -367,6 +392,7 @@ MIXTRAL_8X7B = {
         pytest.param(QWEN3_30B_A3B, 30_532_122_624, None, id="Qwen3-30B-A3B"),
         pytest.param(OLMOE_7B, 6_919_161_856, None, id="OLMoE-1B-7B"),
         pytest.param(MIXTRAL_8X7B, 46_702_792_704, None, id="Mixtral-8x7B"),
+        pytest.param(SMOLLM3_3B, 3_075_098_624, None, id="SmolLM3-3B"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -379,7 +405,7 @@ def test_published_config_of_transformers_4_has_the_published_number_of_paramete
 
 def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
     gone = ("rms_norm_eps", "rope_theta", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "head_dim")
-    for config in (LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, OLMOE_7B, MIXTRAL_8X7B):
+    for config in (LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, OLMOE_7B, MIXTRAL_8X7B, SMOLLM3_3B):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
         shape = read_config(bare, "config.json")
@@ -423,6 +449,11 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers = 48"),
         (OLMOE_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         (OLMOE_7B, {"head_dim": 64}, "head_dim = 64"),
+        (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] \(expected 0 or 1 for each of 36 layers"),
+        (SMOLLM3_3B, {"mlp_bias": True}, "mlp_bias = True"),
+        (SMOLLM3_3B, {"layer_types": ["chunked_attention"] * 36}, "layer_types = "),
+        (SMOLLM3_3B, {"layer_types": None, "use_sliding_window": True}, "layer_types is missing"),
+        (SMOLLM3_3B, {"layer_types": ["sliding_attention"] * 36}, "expected full_attention without sliding_window"),
     ],
 )
 def test_config_with_other_arithmetic_is_refused_by_name(
@@ -456,7 +487,7 @@ BROKEN: list[Any] = [
 
 
 @pytest.mark.timeout(60)  # 100,000 layers alone took minutes
-@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window"])
 def test_config_with_any_field_broken_is_read_or_refused_with_a_clear_error(
     family: str, copied: Callable[..., Path]
 ) -> None:

@@ -51,6 +51,21 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         transformers.MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {"no_rope_layers": [0, 1, 0], "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 1e4},
+    ),
+    "smollm3_window": (
+        transformers.SmolLM3Config,
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -40,8 +40,11 @@ class Family:
     """Of the class names: Llama of LlamaForCausalLM."""
     qk_norm: Literal["head", "full"] | None = None
     attention_bias: bool = False
-    window: Literal["none", "all", "switched", "layers"] = "none"
-    """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or in some layers."""
+    window: Literal["none", "all", "switched", "layers", "types", "switched_types"] = "none"
+    """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or then from one layer on; or in
+    those that `layer_types` says, always or if `use_sliding_window`."""
+    nope: bool = False
+    """Whether `no_rope_layers` may list layers without rotary positions."""
     experts: Experts | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes where a key is absent, if not what it takes for most families."""
@@ -86,6 +89,8 @@ _ROWS = (
            fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     Family("olmoe", "Olmoe", qk_norm="full", experts=_OLMOE, heads="fill", classifies=False,
            defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
+    Family("smollm3", "SmolLM3", nope=True, window="switched_types", fixed={"attention_bias": False, "mlp_bias": False},
+           defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
 """By `model_type`."""
@@ -109,9 +114,11 @@ SCALINGS: dict[str, dict[str, tuple[str, type]]] = {
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": None, "use_sliding_window": False,
-    "max_window_layers": 28,
+    "max_window_layers": 28, "no_rope_layer_interval": 4, "sliding_window_pattern": 6,
 }
 """What transformers takes where a key is absent, for most families."""
+KINDS = ("full_attention", "sliding_attention")
+"""Of `layer_types`: without a window, and with it."""
 FIXED: dict[str, Any] = {
     "hidden_act": "silu", "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "pruned_heads": {},
@@ -203,12 +210,16 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
         if scaling.type == "yarn":
             config["rope_scaling"]["attention_factor"] = scaling.attention_factor
+    if family.nope:
+        config["no_rope_layers"] = [int(layer not in (shape.nope_layers or ())) for layer in range(shape.layers)]
     if family.window != "none":
         config["sliding_window"] = shape.window
-    if family.window in ("switched", "layers"):
+    if family.window in ("switched", "layers", "switched_types"):
         config["use_sliding_window"] = shape.window is not None
     if family.window == "layers":
         config["max_window_layers"] = shape.layers if shape.window is None else shape.window_from
+    if family.window in ("types", "switched_types"):
+        config["layer_types"] = [KINDS[shape.window_of(layer) is not None] for layer in range(shape.layers)]
     if family.experts is not None and shape.moe is not None:
         config[family.experts.count[0]] = shape.moe.experts
         config[family.experts.width] = shape.moe.mlp
@@ -232,7 +243,10 @@ def family_of(shape: Shape, preferred: str | None = None) -> Family | None:
 
 def canonical(shape: Shape) -> Shape:
     """The one shape of all that have the same parameters and the same forward pass."""
-    moe, scaling, window = shape.moe, shape.rope_scaling, shape.window if shape.window_from < shape.layers else None
+    moe, scaling = shape.moe, shape.rope_scaling
+    full = [layer for layer in range(shape.layers) if shape.window_of(layer) is None]
+    window = shape.window if len(full) < shape.layers else None
+    scattered = window is not None and full != list(range(len(full)))
     if moe is not None:
         moe = moe.model_copy(update={"balance": 0.0, "z_loss": 0.0})
     if scaling is not None and scaling.type == "linear":
@@ -242,8 +256,9 @@ def canonical(shape: Shape) -> Shape:
     elif scaling is not None and scaling.attention_factor is None:
         scaling = scaling.model_copy(update={"attention_factor": _temperature(scaling.factor)})
     sizes = {"kv_heads": shape.kv, "head_dim": shape.dim, "mlp": shape.mlp if moe is None else moe.mlp}
-    windows = {"window": window, "window_from": 0 if window is None else shape.window_from}
-    return shape.model_copy(update={**sizes, **windows, "rope_scaling": scaling, "moe": moe})
+    windows = {"window": window, "window_from": 0 if window is None or scattered else len(full)}
+    lists = {"full_layers": full if scattered else None, "nope_layers": sorted({*(shape.nope_layers or ())}) or None}
+    return shape.model_copy(update={**sizes, **windows, **lists, "rope_scaling": scaling, "moe": moe})
 
 
 class _Keys:
@@ -324,7 +339,11 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
         fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, fields["context"])
-        fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
+        fields["nope_layers"] = _read_nope(keys, fields["layers"]) if family.nope else None
+        if family.window in ("types", "switched_types"):
+            fields["window"], fields["full_layers"] = _read_types(keys, family, fields["layers"])
+        else:
+            fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
         keys.refuse_rest(HARMLESS)
     if keys.problems:
@@ -397,6 +416,41 @@ def _read_window(keys: _Keys, family: Family, layers: int) -> tuple[int | None, 
     elif not switched_on:
         keys.asked.add("max_window_layers")  # in real Qwen3-MoE configs, without a meaning there
     return (window, first) if switched_on and first < layers else (None, 0)
+
+
+def _read_types(keys: _Keys, family: Family, layers: int) -> tuple[int | None, list[int] | None]:
+    """The window and the layers that have full attention, by `layer_types`."""
+    window = keys.take("sliding_window", int, nullable=True)
+    if family.window == "types":
+        every, switched_on = keys.take("sliding_window_pattern", int) or 1, True
+        default = [KINDS[bool((layer + 1) % every)] for layer in range(layers)]
+    else:
+        switched_on, default = keys.take("use_sliding_window", bool), [KINDS[False]] * layers
+    keys.asked |= {"layer_types", "max_window_layers"}
+    kinds = keys.config.get("layer_types")
+    if kinds is None and switched_on and family.window != "types":
+        keys.problems.append("layer_types is missing, with use_sliding_window = True")
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
+        keys.problems.append(f"layer_types = {kinds!r:.60} (expected one of {', '.join(KINDS)} for each layer)")
+        return None, None
+    full = [layer for layer in range(layers) if kinds[layer] == KINDS[False]]
+    if len(full) < layers and not (switched_on and window):
+        keys.problems.append("layer_types has sliding_attention (expected full_attention without sliding_window)")
+    return (window, full) if len(full) < layers else (None, None)
+
+
+def _read_nope(keys: _Keys, layers: int) -> list[int]:
+    """The layers without rotary positions."""
+    every = keys.take("no_rope_layer_interval", int)
+    keys.asked.add("no_rope_layers")
+    rotary = keys.config.get("no_rope_layers")
+    if rotary is None and every:
+        return list(range(every - 1, layers, every))
+    if not isinstance(rotary, list) or len(rotary) < layers or not all(flag in (0, 1) for flag in rotary):
+        keys.problems.append(f"no_rope_layers = {rotary!r:.60} (expected 0 or 1 for each of {layers} layers)")
+        return []
+    return [layer for layer in range(layers) if not rotary[layer]]
 
 
 def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:

@@ -38,6 +38,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window, self.dim = layer, shape.window_of(layer), shape.dim
         self.heads, self.kv = shape.heads, shape.kv
+        self.rotary = layer not in (shape.nope_layers or ())
         rows, kv_rows = shape.heads * shape.dim, shape.kv * shape.dim
         parts = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
         self.qkv = Linear(shape.width, parts, bias=shape.attention_bias)
@@ -52,7 +53,8 @@ class Attention(nn.Module):
         qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = self._normalized(qk, self.q_norm, self.k_norm)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv], dim=1)
+        qk = rotate(qk, cos, sin) if self.rotary else qk
+        q, k = qk.split([self.heads, self.kv], dim=1)
         return self.o(attend(self.layer, q, k, v, self.window).flatten(1))
 
     def _normalized(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:

@@ -5,11 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.spec.model import Conflict, Model
 
 Width = Annotated[int, Field(ge=1)]
+Layer = Annotated[int, Field(ge=0)]
 
 
 class RecurrentSpec(Model):
@@ -108,6 +109,10 @@ class MoESpec(Model):
     """Update rate of the selection biases of auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2); 0: none."""
 
 
+BEYOND_LLAMA = ("nope_layers",)
+"""Fields of a shape that change a block from Llama's where they are not null."""
+
+
 class Shape(Model):
     """Architecture of a decoder-only transformer of the Llama family."""
 
@@ -143,8 +148,23 @@ class Shape(Model):
     """Sliding attention window in tokens, including the current one; null: full attention."""
     window_from: int = Field(default=0, ge=0)
     """First layer with the sliding window."""
+    full_layers: list[Layer] | None = None
+    """Layers with full attention among those with the window (Gemma 3, OLMo 3); null: none."""
+    nope_layers: list[Layer] | None = None
+    """Layers without rotary positions (NoPE; SmolLM3); null: none."""
     moe: MoESpec | None = None
     """Mixture of experts in place of the MLP."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # These came later: stored specs and the hashes of others stay as they were.
+        later = ("full_layers", *BEYOND_LLAMA)
+        return {name: value for name, value in handler(self).items() if value is not None or name not in later}
+
+    @property
+    def beyond_llama(self) -> list[str]:
+        """The fields that change a block from Llama's: kernels for whole layers do not compute them."""
+        return [name for name in BEYOND_LLAMA if getattr(self, name) is not None]
 
     @property
     def kv(self) -> int:
@@ -165,7 +185,7 @@ class Shape(Model):
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer."""
-        return self.window if layer >= self.window_from else None
+        return self.window if layer >= self.window_from and layer not in (self.full_layers or ()) else None
 
     def conflicts(self) -> Iterator[Conflict]:
         """Fields that do not fit together."""
@@ -177,6 +197,11 @@ class Shape(Model):
             yield Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}")
         if self.window is None and self.window_from:
             yield Conflict(("window_from",), "expected 0, because there is no `window`")
+        if self.window is None and self.full_layers:
+            yield Conflict(("full_layers",), "expected null, because there is no `window`")
+        for name in ("full_layers", "nope_layers"):
+            if not set(getattr(self, name) or ()) <= set(range(self.layers)):
+                yield Conflict((name,), f"expected numbers below layers = {self.layers}")
         if self.mlp is None and self.moe is None:
             yield Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place")
         if self.moe is not None and self.moe.active > self.moe.experts:

@@ -315,7 +315,7 @@ class Runner:
     def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
         """What decodes in one call, where our kernels can."""
         shape = self.model.shape
-        if not tiles.whole or self.model.dtype != torch.float32 or shape.dim % ROWS:
+        if not tiles.whole or self.model.dtype != torch.float32 or shape.dim % ROWS or shape.beyond_llama:
             return None
         parts = self.model.state_dict()
         for name, module in self.model.named_modules():

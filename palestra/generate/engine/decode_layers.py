@@ -64,6 +64,7 @@ class DecodeLayers:
             and limits.shared_memory_per_block_optin >= SHARED
             and model.dtype in (torch.bfloat16, torch.float16)
             and shape.moe is None
+            and not shape.beyond_llama
             and shape.qk_norm in (None, "head")
             and shape.dim in (32, 64, 128)
         )
