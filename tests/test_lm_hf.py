@@ -187,6 +187,7 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+        ({"norm_order": "post", "qk_norm": "full"}, "Olmo2ForCausalLM"),
         ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
         ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
     ],
@@ -206,6 +207,8 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
     "changes",
     [
         {"nope_layers": [0], "qk_norm": "head"},
+        {"norm_order": "post"},
+        {"norm_order": "both", "moe": MoESpec(**MOE)},
         {"qk_norm": "full"},
         {"qk_norm": "head", "attention_bias": True},
         {"moe": MoESpec(**MOE, activation="bilinear")},
@@ -256,6 +259,7 @@ def shapes() -> st.SearchStrategy[Shape]:
         tied=st.booleans(),
         rope_scaling=scaling,
         qk_norm=st.sampled_from([None, "head", "full"]),
+        norm_order=st.sampled_from([None, "post", "both"]),
         attention_bias=st.booleans(),
         window=st.none() | st.integers(1, 9),
         window_from=st.integers(0, 4),
@@ -376,6 +380,14 @@ SMOLLM3_3B = {
     "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
     "use_sliding_window": False, "vocab_size": 128256,
 }  # fmt: skip
+OLMO2_7B = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0.dev0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -393,6 +405,7 @@ SMOLLM3_3B = {
         pytest.param(OLMOE_7B, 6_919_161_856, None, id="OLMoE-1B-7B"),
         pytest.param(MIXTRAL_8X7B, 46_702_792_704, None, id="Mixtral-8x7B"),
         pytest.param(SMOLLM3_3B, 3_075_098_624, None, id="SmolLM3-3B"),
+        pytest.param(OLMO2_7B, 7_298_617_344, None, id="OLMo-2-7B"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -405,7 +418,17 @@ def test_published_config_of_transformers_4_has_the_published_number_of_paramete
 
 def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
     gone = ("rms_norm_eps", "rope_theta", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "head_dim")
-    for config in (LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, OLMOE_7B, MIXTRAL_8X7B, SMOLLM3_3B):
+    for config in (
+        LLAMA_31_8B,
+        MISTRAL_7B,
+        QWEN25_05B,
+        QWEN3_06B,
+        QWEN3_30B_A3B,
+        OLMOE_7B,
+        MIXTRAL_8X7B,
+        SMOLLM3_3B,
+        OLMO2_7B,
+    ):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
         shape = read_config(bare, "config.json")
@@ -454,6 +477,8 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (SMOLLM3_3B, {"layer_types": ["chunked_attention"] * 36}, "layer_types = "),
         (SMOLLM3_3B, {"layer_types": None, "use_sliding_window": True}, "layer_types is missing"),
         (SMOLLM3_3B, {"layer_types": ["sliding_attention"] * 36}, "expected full_attention without sliding_window"),
+        (OLMO2_7B, {"attention_bias": True}, "attention_bias = True"),
+        (OLMO2_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ],
 )
 def test_config_with_other_arithmetic_is_refused_by_name(

@@ -35,6 +35,8 @@ def llama(width: int, mlp: int, layers: int, heads: int, kv_heads: int, context:
         {"attention_bias": True},
         {"qk_norm": "head"},
         {"qk_norm": "full", "head_dim": 10},
+        {"norm_order": "post"},
+        {"norm_order": "both"},
         {"moe": EXPERTS},
         {"moe": EXPERTS.model_copy(update={"shared": 2, "bias_rate": 0.1, "activation": "bilinear"}), "tied": False},
     ],

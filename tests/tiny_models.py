@@ -66,6 +66,10 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 5e5},
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -376,14 +376,27 @@ def skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
         return Transformer(shape, dtype)
 
 
+NORMS = {
+    None: {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    "post": {"post_attention_layernorm": "attn_out_norm", "post_feedforward_layernorm": "mlp_out_norm"},
+    "both": {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+    },
+}
+"""The norms of a layer by their names in Hugging Face models, for each order."""
+
+
 def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_config.Family) -> Iterator[Slot]:
-    yield Slot(f"{theirs}.input_layernorm.weight", f"{ours}.attn_norm.weight")
+    for norm, place in NORMS[shape.norm_order].items():
+        yield Slot(f"{theirs}.{norm}.weight", f"{ours}.{place}.weight")
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv)
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)
     if shape.qk_norm is not None:
         for norm in ("q_norm", "k_norm"):
             yield Slot(f"{theirs}.self_attn.{norm}.weight", f"{ours}.attn.{norm}.weight")
-    yield Slot(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
     if family.experts is None or shape.moe is None:
         assert isinstance(block.mlp, MLP)
         yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up)

@@ -39,6 +39,7 @@ class Family:
     stem: str
     """Of the class names: Llama of LlamaForCausalLM."""
     qk_norm: Literal["head", "full"] | None = None
+    norm_order: Literal["post", "both"] | None = None
     attention_bias: bool = False
     window: Literal["none", "all", "switched", "layers", "types", "switched_types"] = "none"
     """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or then from one layer on; or in
@@ -91,6 +92,8 @@ _ROWS = (
            defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
     Family("smollm3", "SmolLM3", nope=True, window="switched_types", fixed={"attention_bias": False, "mlp_bias": False},
            defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
+    Family("olmo2", "Olmo2", qk_norm="full", norm_order="post", defaults={"rms_norm_eps": 1e-5},
+           fixed={"attention_bias": False}),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
 """By `model_type`."""
@@ -324,7 +327,7 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     for key, only in {**FIXED, **family.fixed}.items():
         keys.expect(key, only)
     refused = len(keys.problems)
-    fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias}
+    fields: dict[str, Any] = {name: getattr(family, name) for name in ("qk_norm", "norm_order", "attention_bias")}
     for name, (key, kind) in FIELDS.items():
         fields[name] = keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
     fields["tied"] = fields["tied"] or is_classifier(config)

@@ -66,22 +66,24 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts), each on the normalized residual stream."""
+    """Attention and MLP (or experts), each with a norm of what it reads, or of what it adds, or of both."""
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.attn_norm, self.mlp_norm = (RMSNorm(shape.width, shape.norm_eps) for _ in range(2))
+        before, after = shape.norm_order != "post", shape.norm_order is not None
+        self.attn_norm, self.mlp_norm, self.attn_out_norm, self.mlp_out_norm = (
+            RMSNorm(shape.width, shape.norm_eps) if wanted else nn.Identity()
+            for wanted in (before, before, after, after)
+        )
         self.attn = Attention(shape, layer)
         self.mlp = MLP(shape.width, shape.hidden) if shape.moe is None else MoE(shape.width, shape.moe)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """The new residual stream, and the router's logits (T, E) where there are experts."""
-        x = x + self.attn(self.attn_norm(x), cos, sin, attend)
+        x = x + self.attn_out_norm(self.attn(self.attn_norm(x), cos, sin, attend))
         h = self.mlp_norm(x)
-        if isinstance(self.mlp, MoE):
-            out, router = self.mlp(h)
-            return x + out, router
-        return x + self.mlp(h), None
+        out, router = self.mlp(h) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+        return x + self.mlp_out_norm(out), router
 
 
 class Part(NamedTuple):

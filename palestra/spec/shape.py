@@ -109,7 +109,7 @@ class MoESpec(Model):
     """Update rate of the selection biases of auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2); 0: none."""
 
 
-BEYOND_LLAMA = ("nope_layers",)
+BEYOND_LLAMA = ("nope_layers", "norm_order")
 """Fields of a shape that change a block from Llama's where they are not null."""
 
 
@@ -140,8 +140,11 @@ class Shape(Model):
     """RoPE scaling; null: none."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """ε of RMSNorm."""
+    norm_order: Literal["post", "both"] | None = None
+    """Norms of what attention and MLP put out (post; OLMo 2), or of that and of their input (both; Gemma 3); null: of
+    their input."""
     qk_norm: Literal["head", "full"] | None = None
-    """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMoE), or none."""
+    """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMo 2, OLMoE), or none."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen2)."""
     window: int | None = Field(default=None, ge=1)
@@ -212,7 +215,7 @@ class Shape(Model):
         vocab = _known(self.vocab)
         attention = self.width * (self.heads + 2 * self.kv) * self.dim + self.heads * self.dim * self.width
         attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias else 0
-        norms = 2 * self.width
+        norms = (4 if self.norm_order == "both" else 2) * self.width
         if self.qk_norm is not None:
             norms += (2 if self.qk_norm == "head" else self.heads + self.kv) * self.dim
         if self.moe is None:
