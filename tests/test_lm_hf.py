@@ -388,6 +388,16 @@ OLMO2_7B = {
     "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0.dev0",
     "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -406,6 +416,7 @@ OLMO2_7B = {
         pytest.param(MIXTRAL_8X7B, 46_702_792_704, None, id="Mixtral-8x7B"),
         pytest.param(SMOLLM3_3B, 3_075_098_624, None, id="SmolLM3-3B"),
         pytest.param(OLMO2_7B, 7_298_617_344, None, id="OLMo-2-7B"),
+        pytest.param(PHI3_MINI, 3_821_079_552, 2047, id="Phi-3-mini-4k"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -428,6 +439,7 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         MIXTRAL_8X7B,
         SMOLLM3_3B,
         OLMO2_7B,
+        PHI3_MINI,
     ):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
@@ -479,6 +491,13 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (SMOLLM3_3B, {"layer_types": ["sliding_attention"] * 36}, "expected full_attention without sliding_window"),
         (OLMO2_7B, {"attention_bias": True}, "attention_bias = True"),
         (OLMO2_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
+        (
+            PHI3_MINI,
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            r"'longrope' \(supported: default\)",
+        ),
+        (PHI3_MINI, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"'yarn' \(supported: default\)"),
     ],
 )
 def test_config_with_other_arithmetic_is_refused_by_name(

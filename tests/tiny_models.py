@@ -70,6 +70,7 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         transformers.Olmo2Config,
         {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 5e5},
     ),
+    "phi3": (transformers.Phi3Config, {"head_dim": 16, "sliding_window": 6, "resid_pdrop": 0.1}),
 }
 FAMILIES = tuple(_FAMILIES)
 

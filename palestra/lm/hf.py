@@ -392,14 +392,15 @@ NORMS = {
 def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_config.Family) -> Iterator[Slot]:
     for norm, place in NORMS[shape.norm_order].items():
         yield Slot(f"{theirs}.{norm}.weight", f"{ours}.{place}.weight")
-    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv)
+    qkv, gate_up = ("qkv_proj", "gate_up_proj") if family.fused else (None, None)
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv, qkv)
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)
     if shape.qk_norm is not None:
         for norm in ("q_norm", "k_norm"):
             yield Slot(f"{theirs}.self_attn.{norm}.weight", f"{ours}.attn.{norm}.weight")
     if family.experts is None or shape.moe is None:
         assert isinstance(block.mlp, MLP)
-        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up)
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up, gate_up)
         yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.down", block.mlp.down)
         return
     names, hidden = family.experts, shape.moe.mlp
@@ -411,9 +412,11 @@ def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_
         yield Slot(f"{expert}.{names.down}.weight", f"{ours}.mlp.down", (e,))
 
 
-def _parts(theirs: str, ours: str, linear: Linear) -> Iterator[Slot]:
+def _parts(theirs: str, ours: str, linear: Linear, fused: str | None = None) -> Iterator[Slot]:
+    """The matrices stacked in a `Linear`, or all of it by the name that it has where they are `fused`."""
+    parts = linear.parts if fused is None else {fused: len(linear.weight)}
     for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
         start = 0
-        for part, rows in linear.parts.items():
+        for part, rows in parts.items():
             yield Slot(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", (slice(start, start + rows),))
             start += rows

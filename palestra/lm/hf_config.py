@@ -51,6 +51,12 @@ class Family:
     """What transformers takes where a key is absent, if not what it takes for most families."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that would change the arithmetic, with the only value there is code for."""
+    harmless: frozenset[str] = frozenset()
+    """Keys on which the output does not depend in this family alone."""
+    scaled: bool = True
+    """Whether there is code for its `rope_scaling`."""
+    fused: bool = False
+    """Whether its checkpoints have queries, keys and values in one matrix, and gate and up projections in another."""
     heads: Literal["any", "divide", "fill"] = "any"
     """Their number and width are free, their number divides the hidden size, or both together are the hidden size."""
     classifies: bool = True
@@ -94,6 +100,9 @@ _ROWS = (
            defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
     Family("olmo2", "Olmo2", qk_norm="full", norm_order="post", defaults={"rms_norm_eps": 1e-5},
            fixed={"attention_bias": False}),
+    # Published with code of its own, which transformers has since.
+    Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
+           harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
 """By `model_type`."""
@@ -128,8 +137,9 @@ FIXED: dict[str, Any] = {
 }
 """Keys of every family that would change the arithmetic, with the only value there is code for."""
 KEPT = frozenset({
-    "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config", "max_sequence_length",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
+    "attention_dropout", "bos_token_id", "embd_pdrop", "initializer_range", "is_llama_config", "max_sequence_length",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef",
+    "router_jitter_noise",
     "tokenizer_class", "transformers.js_config", "use_cache",
 })
 """Keys on which the model's output does not depend (what training used, notes); a config written anew keeps them."""
@@ -341,21 +351,21 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
-        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, fields["context"])
+        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, family, fields["context"])
         fields["nope_layers"] = _read_nope(keys, fields["layers"]) if family.nope else None
         if family.window in ("types", "switched_types"):
             fields["window"], fields["full_layers"] = _read_types(keys, family, fields["layers"])
         else:
             fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
-        keys.refuse_rest(HARMLESS)
+        keys.refuse_rest(HARMLESS | family.harmless)
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
     return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
-def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
+def _read_rope(keys: _Keys, family: Family, context: int) -> tuple[float | None, RopeScaling | None]:
     """The base and the scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     theta = keys.take("rope_theta", float)
     keys.asked |= {"rope_parameters", "rope_scaling"}
@@ -371,10 +381,11 @@ def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | N
     rope.expect("truncate", True)
     theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
     scaling = None
-    if kind in tuple(SCALINGS):  # of a broken config it may be any value, hashable or not
+    supported = tuple(SCALINGS) if family.scaled else ()
+    if kind in supported:  # of a broken config it may be any value, hashable or not
         scaling = _read_scaling(rope, kind)
     elif kind != "default":
-        rope.problems.append(f"{name}.rope_type = {kind!r} (supported are default, linear, llama3 and yarn)")
+        rope.problems.append(f"{name}.rope_type = {kind!r} (supported: {', '.join(('default', *supported))})")
     rope.refuse_rest(frozenset({"original_max_position_embeddings"} if kind in ("default", "linear") else ()))
     keys.problems += rope.problems
     return theta, scaling
