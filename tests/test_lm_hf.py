@@ -187,6 +187,7 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+        ({"moe": MoESpec(**MOE, gated_shared=20), "attention_bias": True}, "Qwen2MoeForCausalLM"),
         ({"norm_order": "post", "qk_norm": "full"}, "Olmo2ForCausalLM"),
         ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
         ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
@@ -214,6 +215,7 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
         {"moe": MoESpec(**MOE, activation="bilinear")},
         {"moe": MoESpec(**MOE, normalize=False)},
         {"moe": MoESpec(**MOE, shared=1)},
+        {"moe": MoESpec(**MOE, gated_shared=20)},
         {"moe": MoESpec(**MOE, bias_rate=0.001)},
         {"moe": MoESpec(**MOE), "window": 7, "window_from": 1},
     ],
@@ -398,6 +400,17 @@ PHI3_MINI = {
     "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
 }  # fmt: skip
+QWEN15_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -417,6 +430,7 @@ PHI3_MINI = {
         pytest.param(SMOLLM3_3B, 3_075_098_624, None, id="SmolLM3-3B"),
         pytest.param(OLMO2_7B, 7_298_617_344, None, id="OLMo-2-7B"),
         pytest.param(PHI3_MINI, 3_821_079_552, 2047, id="Phi-3-mini-4k"),
+        pytest.param(QWEN15_MOE, 14_315_784_192, None, id="Qwen1.5-MoE-A2.7B"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -491,6 +505,10 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (SMOLLM3_3B, {"layer_types": ["sliding_attention"] * 36}, "expected full_attention without sliding_window"),
         (OLMO2_7B, {"attention_bias": True}, "attention_bias = True"),
         (OLMO2_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (QWEN15_MOE, {"qkv_bias": False}, "qkv_bias = False"),
+        (QWEN15_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (QWEN15_MOE, {"shared_expert_intermediate_size": 0}, "gated_shared = 0"),
+        (QWEN15_MOE, {"layer_types": ["sliding_attention"] * 24}, "without sliding_window"),
         (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
         (
             PHI3_MINI,

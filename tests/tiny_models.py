@@ -71,6 +71,22 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 5e5},
     ),
     "phi3": (transformers.Phi3Config, {"head_dim": 16, "sliding_window": 6, "resid_pdrop": 0.1}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {**_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "head_dim": 16},
+    ),
+    "qwen2_moe_window": (
+        transformers.Qwen2MoeConfig,
+        {
+            **_EXPERTS,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 3,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -20,6 +20,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.lm import hf_config
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
+from palestra.lm.moe import MoE
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.shape import Shape
 
@@ -410,6 +411,12 @@ def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_
         yield Slot(f"{expert}.{names.gate}.weight", f"{ours}.mlp.gate_up", (e, slice(0, hidden)))
         yield Slot(f"{expert}.{names.up}.weight", f"{ours}.mlp.gate_up", (e, slice(hidden, 2 * hidden)))
         yield Slot(f"{expert}.{names.down}.weight", f"{ours}.mlp.down", (e,))
+    if names.shared is not None:
+        assert isinstance(block.mlp, MoE)
+        yield Slot(f"{theirs}.{names.block}.shared_expert_gate.weight", f"{ours}.mlp.shared_gate")
+        for name in ("gate_up", "down"):
+            linear = getattr(block.mlp.shared, name)
+            yield from _parts(f"{theirs}.{names.block}.shared_expert", f"{ours}.mlp.shared.{name}", linear)
 
 
 def _parts(theirs: str, ours: str, linear: Linear, fused: str | None = None) -> Iterator[Slot]:

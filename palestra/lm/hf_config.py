@@ -29,6 +29,8 @@ class Experts:
     gate: str
     up: str
     down: str
+    shared: str | None = None
+    """The config's key for the hidden width of a gated shared expert; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ _MIXTRAL = Experts(("num_local_experts", "num_experts"), "intermediate_size", No
 # transformers 4 writes the first name of the number of experts, 5 the second.
 _QWEN3_MOE = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", "mlp",
                      gate="gate_proj", up="up_proj", down="down_proj")
+_QWEN2_MOE = replace(_QWEN3_MOE, shared="shared_expert_intermediate_size")
 _OLMOE = replace(_QWEN3_MOE, width="intermediate_size")
 
 # In the order in which a family is sought for a shape: the plainest that expresses it.
@@ -100,6 +103,9 @@ _ROWS = (
            defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
     Family("olmo2", "Olmo2", qk_norm="full", norm_order="post", defaults={"rms_norm_eps": 1e-5},
            fixed={"attention_bias": False}),
+    Family("qwen2_moe", "Qwen2Moe", attention_bias=True, window="switched_types", experts=_QWEN2_MOE,
+           defaults={"num_key_value_heads": 16, "sliding_window": 4096},
+           fixed={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     # Published with code of its own, which transformers has since.
     Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
            harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
@@ -239,6 +245,8 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config["num_experts_per_tok"] = shape.moe.active
         if family.experts.normalize is not None:
             config[family.experts.normalize] = shape.moe.normalize
+        if family.experts.shared is not None:
+            config[family.experts.shared] = shape.moe.gated_shared
     return config
 
 
@@ -473,5 +481,6 @@ def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),
         "normalize": True if experts.normalize is None else keys.take(experts.normalize, bool),
+        "gated_shared": None if experts.shared is None else keys.take(experts.shared, int),
     }
     return None if keys.problems else MoESpec(**fields)

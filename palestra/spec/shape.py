@@ -99,6 +99,8 @@ class MoESpec(Model):
     """Gated activation of an expert: SwiGLU or bilinear."""
     shared: int = Field(default=0, ge=0)
     """Shared experts, active for every token."""
+    gated_shared: int | None = Field(default=None, ge=1)
+    """Hidden width of one shared expert in place of `shared`, with its own sigmoid gate (Qwen2-MoE); null: none."""
     normalize: bool = True
     """Normalize the top-k router weights to sum 1."""
     balance: float = Field(default=0.0, ge=0)
@@ -107,6 +109,24 @@ class MoESpec(Model):
     """Coefficient of the router z-loss (ST-MoE, equation 5)."""
     bias_rate: float = Field(default=0.0, ge=0)
     """Update rate of the selection biases of auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2); 0: none."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_null(handler(self), ("gated_shared",))
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of all shared experts together."""
+        return self.gated_shared or self.shared * self.mlp
+
+    @property
+    def routes(self) -> int:
+        """Rows of the router, and of the shared expert's gate."""
+        return self.experts + (self.gated_shared is not None)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.shared and self.gated_shared is not None:
+            yield Conflict(("gated_shared",), f"expected null, because there are shared = {self.shared} experts")
 
 
 BEYOND_LLAMA = ("nope_layers", "norm_order")
@@ -160,9 +180,7 @@ class Shape(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # These came later: stored specs and the hashes of others stay as they were.
-        later = ("full_layers", *BEYOND_LLAMA)
-        return {name: value for name, value in handler(self).items() if value is not None or name not in later}
+        return _without_null(handler(self), ("full_layers", *BEYOND_LLAMA))
 
     @property
     def beyond_llama(self) -> list[str]:
@@ -221,8 +239,8 @@ class Shape(Model):
         if self.moe is None:
             mlp = 3 * self.width * self.hidden
         else:
-            count = (self.moe.active if active else self.moe.experts) + self.moe.shared
-            mlp = 3 * self.width * self.moe.mlp * count + self.width * self.moe.experts
+            count = self.moe.active if active else self.moe.experts
+            mlp = 3 * self.width * (self.moe.mlp * count + self.moe.shared_width) + self.width * self.moe.routes
         return self.layers * (attention + norms + mlp) + self.width * (vocab * (1 if self.tied else 2) + 1)
 
     def flops_per_token(self, context: int) -> float:
@@ -236,10 +254,16 @@ class Shape(Model):
         if self.moe is None:
             mlp = 2 * 3 * width * self.hidden
         else:
-            mlp = 2 * 3 * width * self.moe.mlp * (self.moe.active + self.moe.shared) + 2 * width * self.moe.experts
+            hidden = self.moe.mlp * self.moe.active + self.moe.shared_width
+            mlp = 2 * 3 * width * hidden + 2 * width * self.moe.routes
         projections = 2 * width * (queries + 2 * self.kv * self.dim) + 2 * queries * width
         scores = 4 * context * queries + 3 * context * self.heads
         return self.layers * (mlp + projections + scores) + 2 * width * vocab
+
+
+def _without_null(data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
+    """Plain data without those fields that came later and are null: stored specs and hashes stay as they were."""
+    return {name: value for name, value in data.items() if value is not None or name not in later}
 
 
 def _known(vocab: int | None) -> int:
