@@ -43,6 +43,9 @@ DENSE: dict[str, Any] = {
     "vocab": VOCAB,
 }
 YARN = RopeScaling(type="yarn", factor=4.0, original_context=16, low=1.0, high=8.0, attention_factor=1.3)
+GEMMA3: dict[str, Any] = {
+    "qk_norm": "head", "norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu",
+}  # fmt: skip
 MOE: dict[str, Any] = {"experts": 4, "active": 2, "mlp": 24}
 
 
@@ -94,6 +97,7 @@ def arithmetic(folder: Path) -> dict[str, Any]:
     """What transformers reads from a config, less names, precision, and what other keys say already."""
     config = transformers.AutoConfig.from_pretrained(folder).to_dict()
     other = {"_name_or_path", "dtype", "transformers_version", "max_window_layers", "no_rope_layer_interval"}
+    other |= {"sliding_window_pattern", "_sliding_window_pattern"}
     unused = {"intermediate_size"} if "moe_intermediate_size" in config else set()
     unused |= {"rope_parameters"} if config["rope_parameters"].get("rope_type") == "yarn" else set()  # all written out
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -188,6 +192,9 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
         ({"moe": MoESpec(**MOE, gated_shared=20), "attention_bias": True}, "Qwen2MoeForCausalLM"),
+        ({**GEMMA3, "window": 7, "full_layers": [1], "local_rope_theta": 500.0}, "Gemma3ForCausalLM"),
+        ({**GEMMA3, "query_pre_attn_scalar": 5, "head_dim": 16}, "Gemma3ForCausalLM"),
+        ({**GEMMA3, "window": 7, "window_from": 1, "rope_scaling": YARN}, "Gemma3ForCausalLM"),
         ({"norm_order": "post", "qk_norm": "full"}, "Olmo2ForCausalLM"),
         ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
         ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
@@ -209,6 +216,8 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
     [
         {"nope_layers": [0], "qk_norm": "head"},
         {"norm_order": "post"},
+        {"norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu", "query_pre_attn_scalar": 3},
+        {"window": 7, "window_from": 1, "local_rope_theta": 500.0},
         {"norm_order": "both", "moe": MoESpec(**MOE)},
         {"qk_norm": "full"},
         {"qk_norm": "head", "attention_bias": True},
@@ -262,6 +271,10 @@ def shapes() -> st.SearchStrategy[Shape]:
         rope_scaling=scaling,
         qk_norm=st.sampled_from([None, "head", "full"]),
         norm_order=st.sampled_from([None, "post", "both"]),
+        norm_offset=st.sampled_from([None, 1.0]),
+        embed_scale=st.sampled_from([None, "sqrt_width"]),
+        query_pre_attn_scalar=st.sampled_from([None, 8, 9]),
+        local_rope_theta=st.sampled_from([None, 1e4, 1e5]),
         attention_bias=st.booleans(),
         window=st.none() | st.integers(1, 9),
         window_from=st.integers(0, 4),
@@ -411,6 +424,16 @@ QWEN15_MOE = {
     "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -431,6 +454,7 @@ QWEN15_MOE = {
         pytest.param(OLMO2_7B, 7_298_617_344, None, id="OLMo-2-7B"),
         pytest.param(PHI3_MINI, 3_821_079_552, 2047, id="Phi-3-mini-4k"),
         pytest.param(QWEN15_MOE, 14_315_784_192, None, id="Qwen1.5-MoE-A2.7B"),
+        pytest.param(GEMMA3_1B, 999_885_952, 512, id="Gemma-3-1B"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -454,13 +478,15 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         SMOLLM3_3B,
         OLMO2_7B,
         PHI3_MINI,
+        GEMMA3_1B,
     ):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
         shape = read_config(bare, "config.json")
         theirs = transformers.AutoConfig.for_model(**bare)
         assert shape.norm_eps == theirs.rms_norm_eps
-        assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+        rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        assert shape.rope_theta == rope["rope_theta"]
         assert shape.kv == theirs.num_key_value_heads
         assert shape.dim == (getattr(theirs, "head_dim", None) or 128)
         assert shape.window == getattr(theirs, "sliding_window", None)
@@ -509,6 +535,17 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (QWEN15_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         (QWEN15_MOE, {"shared_expert_intermediate_size": 0}, "gated_shared = 0"),
         (QWEN15_MOE, {"layer_types": ["sliding_attention"] * 24}, "without sliding_window"),
+        (GEMMA3_1B, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (GEMMA3_1B, {"rope_parameters": {"rope_theta": 1e6}}, r"rope_parameters\.rope_theta = 1000000.0"),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters\.sliding_attention is scaled",
+        ),
+        (GEMMA3_1B, {"model_type": "gemma3"}, "model_type 'gemma3'"),
         (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
         (
             PHI3_MINI,
@@ -549,7 +586,7 @@ BROKEN: list[Any] = [
 
 
 @pytest.mark.timeout(60)  # 100,000 layers alone took minutes
-@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window", "gemma3"])
 def test_config_with_any_field_broken_is_read_or_refused_with_a_clear_error(
     family: str, copied: Callable[..., Path]
 ) -> None:

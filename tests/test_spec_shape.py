@@ -148,6 +148,8 @@ def test_shape_without_vocabulary_counts_nothing():
             ("rope_scaling", "attention_factor"),
         ),
         ({"window_from": 1}, ("window_from",)),
+        ({"local_rope_theta": 1e4}, ("local_rope_theta",)),
+        ({"moe": EXPERTS, "activation": "geglu"}, ("activation",)),
         ({"moe": MoESpec(experts=2, active=1, mlp=8, shared=1, gated_shared=8)}, ("moe", "gated_shared")),
         ({"full_layers": [1]}, ("full_layers",)),
         ({"window": 8, "full_layers": [3]}, ("full_layers",)),

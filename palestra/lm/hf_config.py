@@ -41,8 +41,9 @@ class Family:
     stem: str
     """Of the class names: Llama of LlamaForCausalLM."""
     qk_norm: Literal["head", "full"] | None = None
-    norm_order: Literal["post", "both"] | None = None
     attention_bias: bool = False
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `Shape` that the family always has, without a key in its config."""
     window: Literal["none", "all", "switched", "layers", "types", "switched_types"] = "none"
     """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or then from one layer on; or in
     those that `layer_types` says, always or if `use_sliding_window`."""
@@ -84,6 +85,8 @@ _QWEN3_MOE = Experts(("num_experts", "num_local_experts"), "moe_intermediate_siz
 _QWEN2_MOE = replace(_QWEN3_MOE, shared="shared_expert_intermediate_size")
 _OLMOE = replace(_QWEN3_MOE, width="intermediate_size")
 
+_GEMMA3 = {"norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu"}
+
 # In the order in which a family is sought for a shape: the plainest that expresses it.
 _ROWS = (
     Family("llama", "Llama", heads="divide", fixed={"attention_bias": False, "mlp_bias": False}),
@@ -101,11 +104,15 @@ _ROWS = (
            defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
     Family("smollm3", "SmolLM3", nope=True, window="switched_types", fixed={"attention_bias": False, "mlp_bias": False},
            defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
-    Family("olmo2", "Olmo2", qk_norm="full", norm_order="post", defaults={"rms_norm_eps": 1e-5},
+    Family("olmo2", "Olmo2", qk_norm="full", always={"norm_order": "post"}, defaults={"rms_norm_eps": 1e-5},
            fixed={"attention_bias": False}),
     Family("qwen2_moe", "Qwen2Moe", attention_bias=True, window="switched_types", experts=_QWEN2_MOE,
            defaults={"num_key_value_heads": 16, "sliding_window": 4096},
            fixed={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    Family("gemma3_text", "Gemma3", qk_norm="head", always=_GEMMA3, window="types", heads="divide", classifies=False,
+           defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6,
+                     "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+           fixed={"attention_bias": False}, harmless=frozenset({"_sliding_window_pattern"})),
     # Published with code of its own, which transformers has since.
     Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
            harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
@@ -135,10 +142,12 @@ DEFAULTS: dict[str, Any] = {
     "max_window_layers": 28, "no_rope_layer_interval": 4, "sliding_window_pattern": 6,
 }
 """What transformers takes where a key is absent, for most families."""
+ACTIVATIONS = {None: {"hidden_act": "silu"}, "geglu": {"hidden_activation": "gelu_pytorch_tanh"}}
+"""How configs say the activation of a shape."""
 KINDS = ("full_attention", "sliding_attention")
 """Of `layer_types`: without a window, and with it."""
 FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
+    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "pruned_heads": {},
 }
 """Keys of every family that would change the arithmetic, with the only value there is code for."""
@@ -150,7 +159,7 @@ KEPT = frozenset({
 })
 """Keys on which the model's output does not depend (what training used, notes); a config written anew keeps them."""
 HARMLESS = KEPT | {
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "cache_implementation",
     "chunk_size_feed_forward", "do_sample", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id",
     "max_length", "model_type", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
     "problem_type", "repetition_penalty", "return_dict", "task_specific_params", "temperature", "tie_encoder_decoder",
@@ -219,7 +228,7 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": family.model_type,
         **{key: getattr(shape, name) for name, (key, _) in FIELDS.items()},
-        "hidden_act": "silu",
+        **ACTIVATIONS[family.always.get("activation")],
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
         **family.fixed,
@@ -229,9 +238,19 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
         if scaling.type == "yarn":
             config["rope_scaling"]["attention_factor"] = scaling.attention_factor
+    if family.window == "types":
+        full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": shape.rope_theta}
+        local = shape.local_rope_theta
+        sliding = full if local is None else {"rope_type": "default", "rope_theta": local}
+        config["sliding_window"] = shape.window or shape.context  # transformers wants one even where no layer has it
+        config["rope_parameters"] = dict(zip(KINDS, (full, sliding), strict=True))
+    if "rope_local_base_freq" in family.defaults:
+        config["rope_local_base_freq"] = shape.local_rope_theta or shape.rope_theta
+    if "query_pre_attn_scalar" in family.defaults:
+        config["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or shape.dim
     if family.nope:
         config["no_rope_layers"] = [int(layer not in (shape.nope_layers or ())) for layer in range(shape.layers)]
-    if family.window != "none":
+    if family.window not in ("none", "types"):
         config["sliding_window"] = shape.window
     if family.window in ("switched", "layers", "switched_types"):
         config["use_sliding_window"] = shape.window is not None
@@ -279,7 +298,11 @@ def canonical(shape: Shape) -> Shape:
     sizes = {"kv_heads": shape.kv, "head_dim": shape.dim, "mlp": shape.mlp if moe is None else moe.mlp}
     windows = {"window": window, "window_from": 0 if window is None or scattered else len(full)}
     lists = {"full_layers": full if scattered else None, "nope_layers": sorted({*(shape.nope_layers or ())}) or None}
-    return shape.model_copy(update={**sizes, **windows, **lists, "rope_scaling": scaling, "moe": moe})
+    local, scalar = shape.local_rope_theta, shape.query_pre_attn_scalar
+    same = window is None or (local == shape.rope_theta and scaling is None)
+    ropes = {"rope_scaling": scaling, "local_rope_theta": None if same else local}
+    scalar = None if scalar == shape.dim else scalar
+    return shape.model_copy(update={**sizes, **windows, **lists, **ropes, "query_pre_attn_scalar": scalar, "moe": moe})
 
 
 class _Keys:
@@ -342,10 +365,10 @@ def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | Non
 
 def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
     keys = _Keys(config, {**DEFAULTS, **family.defaults})
-    for key, only in {**FIXED, **family.fixed}.items():
+    for key, only in {**FIXED, **ACTIVATIONS[family.always.get("activation")], **family.fixed}.items():
         keys.expect(key, only)
     refused = len(keys.problems)
-    fields: dict[str, Any] = {name: getattr(family, name) for name in ("qk_norm", "norm_order", "attention_bias")}
+    fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias, **family.always}
     for name, (key, kind) in FIELDS.items():
         fields[name] = keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
     fields["tied"] = fields["tied"] or is_classifier(config)
@@ -359,7 +382,9 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
-        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, family, fields["context"])
+        fields |= _read_ropes(keys, family, fields["context"])
+        if "query_pre_attn_scalar" in family.defaults:
+            fields["query_pre_attn_scalar"] = keys.take("query_pre_attn_scalar", int)
         fields["nope_layers"] = _read_nope(keys, fields["layers"]) if family.nope else None
         if family.window in ("types", "switched_types"):
             fields["window"], fields["full_layers"] = _read_types(keys, family, fields["layers"])
@@ -373,15 +398,40 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
-def _read_rope(keys: _Keys, family: Family, context: int) -> tuple[float | None, RopeScaling | None]:
-    """The base and the scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+def _read_ropes(keys: _Keys, family: Family, context: int) -> dict[str, Any]:
+    """Bases and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     theta = keys.take("rope_theta", float)
     keys.asked |= {"rope_parameters", "rope_scaling"}
-    name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
-    rope_config = keys.config.get(name) or {}
-    if not isinstance(rope_config, dict):
-        keys.problems.append(f"{name} = {rope_config!r} is not a mapping")
-        return None, None
+    given = {name: keys.config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            keys.problems.append(f"{name} = {value!r} is not a mapping")
+            return {}
+    parameters, scaling = given.values()
+    if family.window != "types":
+        name = "rope_scaling" if scaling else "rope_parameters"
+        theta, scaling = _read_rope(keys, family, name, scaling or parameters, theta, context)
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    local = keys.take("rope_local_base_freq", float) if "rope_local_base_freq" in family.defaults else None
+    by_kind = _Keys(parameters, {kind: {} for kind in KINDS}, "rope_parameters.")
+    full, sliding = (by_kind.take(kind, dict) for kind in KINDS)
+    by_kind.refuse_rest(frozenset())
+    keys.problems += by_kind.problems
+    if by_kind.problems:
+        return {}
+    full = _read_rope(keys, family, "rope_parameters.full_attention", {**full, **scaling}, theta, context)
+    local = family.defaults["rope_theta"] if local is None else local
+    sliding = _read_rope(keys, family, "rope_parameters.sliding_attention", sliding, local, context)
+    if sliding[1] is not None and sliding != full:
+        keys.problems.append("rope_parameters.sliding_attention is scaled (expected rope_type default)")
+    local = None if sliding == full else sliding[0]
+    return {"rope_theta": full[0], "rope_scaling": full[1], "local_rope_theta": local}
+
+
+def _read_rope(
+    keys: _Keys, family: Family, name: str, rope_config: Mapping[str, Any], theta: float, context: int
+) -> tuple[float | None, RopeScaling | None]:
+    """One base and its scaling."""
     defaults = {"rope_theta": theta, "original_max_position_embeddings": context, "beta_fast": 32.0, "beta_slow": 1.0}
     rope = _Keys(rope_config, {**defaults, "rope_type": rope_config.get("type", "default")}, f"{name}.")
     rope.asked.add("type")
@@ -444,8 +494,8 @@ def _read_types(keys: _Keys, family: Family, layers: int) -> tuple[int | None, l
     """The window and the layers that have full attention, by `layer_types`."""
     window = keys.take("sliding_window", int, nullable=True)
     if family.window == "types":
-        every, switched_on = keys.take("sliding_window_pattern", int) or 1, True
-        default = [KINDS[bool((layer + 1) % every)] for layer in range(layers)]
+        every, switched_on = keys.take("sliding_window_pattern", int), True
+        default = [KINDS[bool((layer + 1) % (every or 1))] for layer in range(layers)] if not keys.problems else []
     else:
         switched_on, default = keys.take("use_sliding_window", bool), [KINDS[False]] * layers
     keys.asked |= {"layer_types", "max_window_layers"}

@@ -129,7 +129,10 @@ class MoESpec(Model):
             yield Conflict(("gated_shared",), f"expected null, because there are shared = {self.shared} experts")
 
 
-BEYOND_LLAMA = ("nope_layers", "norm_order")
+BEYOND_LLAMA = (
+    *("nope_layers", "norm_order", "norm_offset", "embed_scale", "activation"),
+    *("local_rope_theta", "query_pre_attn_scalar"),
+)
 """Fields of a shape that change a block from Llama's where they are not null."""
 
 
@@ -158,15 +161,25 @@ class Shape(Model):
     """RoPE base θ."""
     rope_scaling: RopeScaling | None = None
     """RoPE scaling; null: none."""
+    local_rope_theta: float | None = Field(default=None, gt=1)
+    """RoPE base θ of layers with the sliding window, without scaling (Gemma 3, OLMo 3); null: as in the others."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """ε of RMSNorm."""
     norm_order: Literal["post", "both"] | None = None
     """Norms of what attention and MLP put out (post; OLMo 2), or of that and of their input (both; Gemma 3); null: of
     their input."""
+    norm_offset: float | None = None
+    """What is added to the weights of norms (Gemma: 1); null: nothing."""
+    embed_scale: Literal["sqrt_width"] | None = None
+    """Factor of embeddings: √width (Gemma); null: none."""
+    activation: Literal["geglu"] | None = None
+    """Gated activation of the MLP: GEGLU with the tanh approximation (Gemma); null: SwiGLU."""
     qk_norm: Literal["head", "full"] | None = None
     """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMo 2, OLMoE), or none."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen2)."""
+    query_pre_attn_scalar: int | None = Field(default=None, ge=1)
+    """Scores of attention are divided by its square root (Gemma 3); null: the head dimension."""
     window: int | None = Field(default=None, ge=1)
     """Sliding attention window in tokens, including the current one; null: full attention."""
     window_from: int = Field(default=0, ge=0)
@@ -208,6 +221,10 @@ class Shape(Model):
         """The attention window of a layer."""
         return self.window if layer >= self.window_from and layer not in (self.full_layers or ()) else None
 
+    def local_rope(self, layer: int) -> bool:
+        """Whether a layer's rotary positions have the base `local_rope_theta`."""
+        return self.local_rope_theta is not None and self.window_of(layer) is not None
+
     def conflicts(self) -> Iterator[Conflict]:
         """Fields that do not fit together."""
         if self.head_dim is None and self.width % self.heads:
@@ -220,6 +237,10 @@ class Shape(Model):
             yield Conflict(("window_from",), "expected 0, because there is no `window`")
         if self.window is None and self.full_layers:
             yield Conflict(("full_layers",), "expected null, because there is no `window`")
+        if self.window is None and self.local_rope_theta is not None:
+            yield Conflict(("local_rope_theta",), "expected null, because there is no `window`")
+        if self.moe is not None and self.activation is not None:
+            yield Conflict(("activation",), "expected null, because `moe.activation` is that of experts")
         for name in ("full_layers", "nope_layers"):
             if not set(getattr(self, name) or ()) <= set(range(self.layers)):
                 yield Conflict((name,), f"expected numbers below layers = {self.layers}")
