@@ -91,11 +91,11 @@ class Server:
     def megabytes(self) -> float:
         return self.process.memory_info().rss / 2**20
 
-    def time(self, what: str, path: str, **params: Any) -> None:
+    def time(self, what: str, endpoint: str, /, **params: Any) -> None:
         seconds = []
         for _ in range(6):
             began = time.perf_counter()
-            self.get(path, **params)
+            self.get(endpoint, **params)
             seconds.append(time.perf_counter() - began)
         tell(what=what, first=seconds[0], then=statistics.median(seconds[1:]), megabytes=self.megabytes)
 

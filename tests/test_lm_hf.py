@@ -43,6 +43,9 @@ DENSE: dict[str, Any] = {
     "vocab": VOCAB,
 }
 YARN = RopeScaling(type="yarn", factor=4.0, original_context=16, low=1.0, high=8.0, attention_factor=1.3)
+GEMMA3: dict[str, Any] = {
+    "qk_norm": "head", "norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu",
+}  # fmt: skip
 MOE: dict[str, Any] = {"experts": 4, "active": 2, "mlp": 24}
 
 
@@ -88,6 +91,17 @@ def padded_logits(folder: Path) -> Tensor:
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(s) for s in sequences()], batch_first=True)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     return model(input_ids=tokens, attention_mask=mask.long()).logits[mask]
+
+
+def arithmetic(folder: Path) -> dict[str, Any]:
+    """What transformers reads from a config, less names, precision, and what other keys say already."""
+    config = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    other = {"_name_or_path", "dtype", "transformers_version", "max_window_layers", "no_rope_layer_interval"}
+    other |= {"sliding_window_pattern", "_sliding_window_pattern"}
+    unused = {"intermediate_size"} if "moe_intermediate_size" in config else set()
+    unused |= {"rope_parameters"} if config["rope_parameters"].get("rope_type") == "yarn" else set()  # all written out
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {key: value for key, value in config.items() if key not in other | unused} | {"head_dim": dim}
 
 
 def assert_equal_logits(ours: Tensor, theirs: Tensor) -> None:
@@ -142,6 +156,7 @@ def test_family_packed_and_saved_anew_gives_the_logits_and_bits_of_transformers(
     assert after["bos_token_id"] == before["bos_token_id"]
     assert torch.equal(padded_logits(saved), theirs)
     assert load_pretrained(saved).model.shape == loaded.model.shape
+    assert arithmetic(saved) == arithmetic(source)
 
 
 @pytest.mark.parametrize("through", [torch.float32, torch.bfloat16])
@@ -176,6 +191,13 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "head"}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE), "qk_norm": "head", "window": 7, "head_dim": 16}, "Qwen3MoeForCausalLM"),
         ({"moe": MoESpec(**MOE, normalize=False), "qk_norm": "full"}, "OlmoeForCausalLM"),
+        ({"moe": MoESpec(**MOE, gated_shared=20), "attention_bias": True}, "Qwen2MoeForCausalLM"),
+        ({**GEMMA3, "window": 7, "full_layers": [1], "local_rope_theta": 500.0}, "Gemma3ForCausalLM"),
+        ({**GEMMA3, "query_pre_attn_scalar": 5, "head_dim": 16}, "Gemma3ForCausalLM"),
+        ({**GEMMA3, "window": 7, "window_from": 1, "rope_scaling": YARN}, "Gemma3ForCausalLM"),
+        ({"norm_order": "post", "qk_norm": "full"}, "Olmo2ForCausalLM"),
+        ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
+        ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
     ],
 )
 def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
@@ -192,12 +214,17 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"window": 7, "window_from": 1},
+        {"nope_layers": [0], "qk_norm": "head"},
+        {"norm_order": "post"},
+        {"norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu", "query_pre_attn_scalar": 3},
+        {"window": 7, "window_from": 1, "local_rope_theta": 500.0},
+        {"norm_order": "both", "moe": MoESpec(**MOE)},
         {"qk_norm": "full"},
         {"qk_norm": "head", "attention_bias": True},
         {"moe": MoESpec(**MOE, activation="bilinear")},
         {"moe": MoESpec(**MOE, normalize=False)},
         {"moe": MoESpec(**MOE, shared=1)},
+        {"moe": MoESpec(**MOE, gated_shared=20)},
         {"moe": MoESpec(**MOE, bias_rate=0.001)},
         {"moe": MoESpec(**MOE), "window": 7, "window_from": 1},
     ],
@@ -243,9 +270,16 @@ def shapes() -> st.SearchStrategy[Shape]:
         tied=st.booleans(),
         rope_scaling=scaling,
         qk_norm=st.sampled_from([None, "head", "full"]),
+        norm_order=st.sampled_from([None, "post", "both"]),
+        norm_offset=st.sampled_from([None, 1.0]),
+        embed_scale=st.sampled_from([None, "sqrt_width"]),
+        query_pre_attn_scalar=st.sampled_from([None, 8, 9]),
+        local_rope_theta=st.sampled_from([None, 1e4, 1e5]),
         attention_bias=st.booleans(),
         window=st.none() | st.integers(1, 9),
         window_from=st.integers(0, 4),
+        full_layers=st.none() | st.lists(st.integers(0, 3)),
+        nope_layers=st.none() | st.lists(st.integers(0, 3)),
         moe=moe,
     )
 
@@ -351,6 +385,55 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
     "vocab_size": 32000,
 }  # fmt: skip
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+OLMO2_7B = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0.dev0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
+QWEN15_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -367,6 +450,11 @@ MIXTRAL_8X7B = {
         pytest.param(QWEN3_30B_A3B, 30_532_122_624, None, id="Qwen3-30B-A3B"),
         pytest.param(OLMOE_7B, 6_919_161_856, None, id="OLMoE-1B-7B"),
         pytest.param(MIXTRAL_8X7B, 46_702_792_704, None, id="Mixtral-8x7B"),
+        pytest.param(SMOLLM3_3B, 3_075_098_624, None, id="SmolLM3-3B"),
+        pytest.param(OLMO2_7B, 7_298_617_344, None, id="OLMo-2-7B"),
+        pytest.param(PHI3_MINI, 3_821_079_552, 2047, id="Phi-3-mini-4k"),
+        pytest.param(QWEN15_MOE, 14_315_784_192, None, id="Qwen1.5-MoE-A2.7B"),
+        pytest.param(GEMMA3_1B, 999_885_952, 512, id="Gemma-3-1B"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -379,13 +467,26 @@ def test_published_config_of_transformers_4_has_the_published_number_of_paramete
 
 def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
     gone = ("rms_norm_eps", "rope_theta", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "head_dim")
-    for config in (LLAMA_31_8B, MISTRAL_7B, QWEN25_05B, QWEN3_06B, QWEN3_30B_A3B, OLMOE_7B, MIXTRAL_8X7B):
+    for config in (
+        LLAMA_31_8B,
+        MISTRAL_7B,
+        QWEN25_05B,
+        QWEN3_06B,
+        QWEN3_30B_A3B,
+        OLMOE_7B,
+        MIXTRAL_8X7B,
+        SMOLLM3_3B,
+        OLMO2_7B,
+        PHI3_MINI,
+        GEMMA3_1B,
+    ):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
         shape = read_config(bare, "config.json")
         theirs = transformers.AutoConfig.for_model(**bare)
         assert shape.norm_eps == theirs.rms_norm_eps
-        assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+        rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+        assert shape.rope_theta == rope["rope_theta"]
         assert shape.kv == theirs.num_key_value_heads
         assert shape.dim == (getattr(theirs, "head_dim", None) or 128)
         assert shape.window == getattr(theirs, "sliding_window", None)
@@ -423,6 +524,35 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (QWEN3_30B_A3B, {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers = 48"),
         (OLMOE_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
         (OLMOE_7B, {"head_dim": 64}, "head_dim = 64"),
+        (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, r"no_rope_layers = \[1, 0\] \(expected 0 or 1 for each of 36 layers"),
+        (SMOLLM3_3B, {"mlp_bias": True}, "mlp_bias = True"),
+        (SMOLLM3_3B, {"layer_types": ["chunked_attention"] * 36}, "layer_types = "),
+        (SMOLLM3_3B, {"layer_types": None, "use_sliding_window": True}, "layer_types is missing"),
+        (SMOLLM3_3B, {"layer_types": ["sliding_attention"] * 36}, "expected full_attention without sliding_window"),
+        (OLMO2_7B, {"attention_bias": True}, "attention_bias = True"),
+        (OLMO2_7B, {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        (QWEN15_MOE, {"qkv_bias": False}, "qkv_bias = False"),
+        (QWEN15_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        (QWEN15_MOE, {"shared_expert_intermediate_size": 0}, "gated_shared = 0"),
+        (QWEN15_MOE, {"layer_types": ["sliding_attention"] * 24}, "without sliding_window"),
+        (GEMMA3_1B, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (GEMMA3_1B, {"rope_parameters": {"rope_theta": 1e6}}, r"rope_parameters\.rope_theta = 1000000.0"),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            r"rope_parameters\.sliding_attention is scaled",
+        ),
+        (GEMMA3_1B, {"model_type": "gemma3"}, "model_type 'gemma3'"),
+        (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
+        (
+            PHI3_MINI,
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            r"'longrope' \(supported: default\)",
+        ),
+        (PHI3_MINI, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"'yarn' \(supported: default\)"),
     ],
 )
 def test_config_with_other_arithmetic_is_refused_by_name(
@@ -456,7 +586,7 @@ BROKEN: list[Any] = [
 
 
 @pytest.mark.timeout(60)  # 100,000 layers alone took minutes
-@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window", "gemma3"])
 def test_config_with_any_field_broken_is_read_or_refused_with_a_clear_error(
     family: str, copied: Callable[..., Path]
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from palestra.lm.model import Transformer
-from palestra.spec.shape import MoESpec, RopeScaling, Shape
+from palestra.spec.shape import BEYOND_LLAMA, MoESpec, RopeScaling, Shape
 
 SMALL = Shape(layers=3, width=24, heads=4, kv_heads=2, mlp=40, context=32, vocab=50)
 EXPERTS = MoESpec(experts=6, active=2, mlp=10)
@@ -35,7 +35,10 @@ def llama(width: int, mlp: int, layers: int, heads: int, kv_heads: int, context:
         {"attention_bias": True},
         {"qk_norm": "head"},
         {"qk_norm": "full", "head_dim": 10},
+        {"norm_order": "post"},
+        {"norm_order": "both"},
         {"moe": EXPERTS},
+        {"moe": EXPERTS.model_copy(update={"gated_shared": 7})},
         {"moe": EXPERTS.model_copy(update={"shared": 2, "bias_rate": 0.1, "activation": "bilinear"}), "tied": False},
     ],
     ids=str,
@@ -145,6 +148,12 @@ def test_shape_without_vocabulary_counts_nothing():
             ("rope_scaling", "attention_factor"),
         ),
         ({"window_from": 1}, ("window_from",)),
+        ({"local_rope_theta": 1e4}, ("local_rope_theta",)),
+        ({"moe": EXPERTS, "activation": "geglu"}, ("activation",)),
+        ({"moe": MoESpec(experts=2, active=1, mlp=8, shared=1, gated_shared=8)}, ("moe", "gated_shared")),
+        ({"full_layers": [1]}, ("full_layers",)),
+        ({"window": 8, "full_layers": [3]}, ("full_layers",)),
+        ({"nope_layers": [3]}, ("nope_layers",)),
         ({"mlp": None}, ("mlp",)),
     ],
     ids=str,
@@ -165,6 +174,15 @@ def test_window_applies_from_its_first_layer():
     shape = SMALL.model_copy(update={"window": 8, "window_from": 2})
 
     assert [shape.window_of(layer) for layer in range(3)] == [None, None, 8]
+    shape = SMALL.model_copy(update={"window": 8, "full_layers": [1]})
+    assert [shape.window_of(layer) for layer in range(3)] == [8, None, 8]
+
+
+def test_plain_data_of_a_shape_has_later_fields_only_where_they_are_set():
+    data = Shape.model_validate(SMALL.model_dump() | {"nope_layers": [1]}).model_dump()
+    assert data == SMALL.model_dump() | {"nope_layers": [1]}
+    assert not {"full_layers", *BEYOND_LLAMA} & SMALL.model_dump().keys()
+    assert Shape.model_validate(data).beyond_llama == ["nope_layers"]
 
 
 def test_unknown_field_of_a_shape_is_refused():

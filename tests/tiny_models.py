@@ -51,6 +51,67 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         transformers.MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     ),
+    "smollm3": (
+        transformers.SmolLM3Config,
+        {"no_rope_layers": [0, 1, 0], "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 1e4},
+    ),
+    "smollm3_window": (
+        transformers.SmolLM3Config,
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo2": (
+        transformers.Olmo2Config,
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 5e5},
+    ),
+    "phi3": (transformers.Phi3Config, {"head_dim": 16, "sliding_window": 6, "resid_pdrop": 0.1}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {**_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "head_dim": 16},
+    ),
+    "qwen2_moe_window": (
+        transformers.Qwen2MoeConfig,
+        {
+            **_EXPERTS,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 3,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 11,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            },
+        },
+    ),
+    "gemma3_wide": (
+        transformers.Gemma3TextConfig,
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "head_dim": 6,
+            "query_pre_attn_scalar": 6,
+            "sliding_window": 9,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -66,7 +127,7 @@ def tiny_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(config(**{**_SIZES, **own, **changes}))
         for name, parameter in model.named_parameters():
             # Far from the usual 0.02: logits that differ clearly, norms and biases that matter.
-            mean, deviation = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+            mean, deviation = (0.3 if "gemma" in family else 1.0, 0.2) if "norm" in name else (0.0, 0.3)
             torch.nn.init.normal_(parameter, mean, deviation)
     model.save_pretrained(folder)
     return folder

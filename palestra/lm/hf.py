@@ -20,6 +20,7 @@ from palestra.errors import PalestraError, UsageError
 from palestra.lm import hf_config
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
+from palestra.lm.moe import MoE
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.shape import Shape
 
@@ -376,17 +377,31 @@ def skeleton(shape: Shape, dtype: torch.dtype = torch.float32) -> Transformer:
         return Transformer(shape, dtype)
 
 
+NORMS = {
+    None: {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    "post": {"post_attention_layernorm": "attn_out_norm", "post_feedforward_layernorm": "mlp_out_norm"},
+    "both": {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+    },
+}
+"""The norms of a layer by their names in Hugging Face models, for each order."""
+
+
 def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_config.Family) -> Iterator[Slot]:
-    yield Slot(f"{theirs}.input_layernorm.weight", f"{ours}.attn_norm.weight")
-    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv)
+    for norm, place in NORMS[shape.norm_order].items():
+        yield Slot(f"{theirs}.{norm}.weight", f"{ours}.{place}.weight")
+    qkv, gate_up = ("qkv_proj", "gate_up_proj") if family.fused else (None, None)
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv, qkv)
     yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)
     if shape.qk_norm is not None:
         for norm in ("q_norm", "k_norm"):
             yield Slot(f"{theirs}.self_attn.{norm}.weight", f"{ours}.attn.{norm}.weight")
-    yield Slot(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.weight")
     if family.experts is None or shape.moe is None:
         assert isinstance(block.mlp, MLP)
-        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up)
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up, gate_up)
         yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.down", block.mlp.down)
         return
     names, hidden = family.experts, shape.moe.mlp
@@ -396,11 +411,19 @@ def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_
         yield Slot(f"{expert}.{names.gate}.weight", f"{ours}.mlp.gate_up", (e, slice(0, hidden)))
         yield Slot(f"{expert}.{names.up}.weight", f"{ours}.mlp.gate_up", (e, slice(hidden, 2 * hidden)))
         yield Slot(f"{expert}.{names.down}.weight", f"{ours}.mlp.down", (e,))
+    if names.shared is not None:
+        assert isinstance(block.mlp, MoE)
+        yield Slot(f"{theirs}.{names.block}.shared_expert_gate.weight", f"{ours}.mlp.shared_gate")
+        for name in ("gate_up", "down"):
+            linear = getattr(block.mlp.shared, name)
+            yield from _parts(f"{theirs}.{names.block}.shared_expert", f"{ours}.mlp.shared.{name}", linear)
 
 
-def _parts(theirs: str, ours: str, linear: Linear) -> Iterator[Slot]:
+def _parts(theirs: str, ours: str, linear: Linear, fused: str | None = None) -> Iterator[Slot]:
+    """The matrices stacked in a `Linear`, or all of it by the name that it has where they are `fused`."""
+    parts = linear.parts if fused is None else {fused: len(linear.weight)}
     for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
         start = 0
-        for part, rows in linear.parts.items():
+        for part, rows in parts.items():
             yield Slot(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", (slice(start, start + rows),))
             start += rows

@@ -29,6 +29,8 @@ class Experts:
     gate: str
     up: str
     down: str
+    shared: str | None = None
+    """The config's key for the hidden width of a gated shared expert; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,24 @@ class Family:
     """Of the class names: Llama of LlamaForCausalLM."""
     qk_norm: Literal["head", "full"] | None = None
     attention_bias: bool = False
-    window: Literal["none", "all", "switched", "layers"] = "none"
-    """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or in some layers."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `Shape` that the family always has, without a key in its config."""
+    window: Literal["none", "all", "switched", "layers", "types", "switched_types"] = "none"
+    """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or then from one layer on; or in
+    those that `layer_types` says, always or if `use_sliding_window`."""
+    nope: bool = False
+    """Whether `no_rope_layers` may list layers without rotary positions."""
     experts: Experts | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers takes where a key is absent, if not what it takes for most families."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that would change the arithmetic, with the only value there is code for."""
+    harmless: frozenset[str] = frozenset()
+    """Keys on which the output does not depend in this family alone."""
+    scaled: bool = True
+    """Whether there is code for its `rope_scaling`."""
+    fused: bool = False
+    """Whether its checkpoints have queries, keys and values in one matrix, and gate and up projections in another."""
     heads: Literal["any", "divide", "fill"] = "any"
     """Their number and width are free, their number divides the hidden size, or both together are the hidden size."""
     classifies: bool = True
@@ -69,7 +82,10 @@ _MIXTRAL = Experts(("num_local_experts", "num_experts"), "intermediate_size", No
 # transformers 4 writes the first name of the number of experts, 5 the second.
 _QWEN3_MOE = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", "mlp",
                      gate="gate_proj", up="up_proj", down="down_proj")
+_QWEN2_MOE = replace(_QWEN3_MOE, shared="shared_expert_intermediate_size")
 _OLMOE = replace(_QWEN3_MOE, width="intermediate_size")
+
+_GEMMA3 = {"norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu"}
 
 # In the order in which a family is sought for a shape: the plainest that expresses it.
 _ROWS = (
@@ -86,6 +102,20 @@ _ROWS = (
            fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
     Family("olmoe", "Olmoe", qk_norm="full", experts=_OLMOE, heads="fill", classifies=False,
            defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
+    Family("smollm3", "SmolLM3", nope=True, window="switched_types", fixed={"attention_bias": False, "mlp_bias": False},
+           defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
+    Family("olmo2", "Olmo2", qk_norm="full", always={"norm_order": "post"}, defaults={"rms_norm_eps": 1e-5},
+           fixed={"attention_bias": False}),
+    Family("qwen2_moe", "Qwen2Moe", attention_bias=True, window="switched_types", experts=_QWEN2_MOE,
+           defaults={"num_key_value_heads": 16, "sliding_window": 4096},
+           fixed={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    Family("gemma3_text", "Gemma3", qk_norm="head", always=_GEMMA3, window="types", heads="divide", classifies=False,
+           defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6,
+                     "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
+           fixed={"attention_bias": False}, harmless=frozenset({"_sliding_window_pattern"})),
+    # Published with code of its own, which transformers has since.
+    Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
+           harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
 """By `model_type`."""
@@ -109,22 +139,27 @@ SCALINGS: dict[str, dict[str, tuple[str, type]]] = {
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": None, "use_sliding_window": False,
-    "max_window_layers": 28,
+    "max_window_layers": 28, "no_rope_layer_interval": 4, "sliding_window_pattern": 6,
 }
 """What transformers takes where a key is absent, for most families."""
+ACTIVATIONS = {None: {"hidden_act": "silu"}, "geglu": {"hidden_activation": "gelu_pytorch_tanh"}}
+"""How configs say the activation of a shape."""
+KINDS = ("full_attention", "sliding_attention")
+"""Of `layer_types`: without a window, and with it."""
 FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
+    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
     "partial_rotary_factor": 1.0, "rope_interleaved": False, "pruned_heads": {},
 }
 """Keys of every family that would change the arithmetic, with the only value there is code for."""
 KEPT = frozenset({
-    "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config", "max_sequence_length",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise",
+    "attention_dropout", "bos_token_id", "embd_pdrop", "initializer_range", "is_llama_config", "max_sequence_length",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef",
+    "router_jitter_noise",
     "tokenizer_class", "transformers.js_config", "use_cache",
 })
 """Keys on which the model's output does not depend (what training used, notes); a config written anew keeps them."""
 HARMLESS = KEPT | {
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "cache_implementation",
     "chunk_size_feed_forward", "do_sample", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id",
     "max_length", "model_type", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
     "problem_type", "repetition_penalty", "return_dict", "task_specific_params", "temperature", "tie_encoder_decoder",
@@ -193,7 +228,7 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": family.model_type,
         **{key: getattr(shape, name) for name, (key, _) in FIELDS.items()},
-        "hidden_act": "silu",
+        **ACTIVATIONS[family.always.get("activation")],
         "rope_theta": shape.rope_theta,
         "rope_scaling": None,
         **family.fixed,
@@ -203,18 +238,34 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
         config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
         if scaling.type == "yarn":
             config["rope_scaling"]["attention_factor"] = scaling.attention_factor
-    if family.window != "none":
+    if family.window == "types":
+        full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": shape.rope_theta}
+        local = shape.local_rope_theta
+        sliding = full if local is None else {"rope_type": "default", "rope_theta": local}
+        config["sliding_window"] = shape.window or shape.context  # transformers wants one even where no layer has it
+        config["rope_parameters"] = dict(zip(KINDS, (full, sliding), strict=True))
+    if "rope_local_base_freq" in family.defaults:
+        config["rope_local_base_freq"] = shape.local_rope_theta or shape.rope_theta
+    if "query_pre_attn_scalar" in family.defaults:
+        config["query_pre_attn_scalar"] = shape.query_pre_attn_scalar or shape.dim
+    if family.nope:
+        config["no_rope_layers"] = [int(layer not in (shape.nope_layers or ())) for layer in range(shape.layers)]
+    if family.window not in ("none", "types"):
         config["sliding_window"] = shape.window
-    if family.window in ("switched", "layers"):
+    if family.window in ("switched", "layers", "switched_types"):
         config["use_sliding_window"] = shape.window is not None
     if family.window == "layers":
         config["max_window_layers"] = shape.layers if shape.window is None else shape.window_from
+    if family.window in ("types", "switched_types"):
+        config["layer_types"] = [KINDS[shape.window_of(layer) is not None] for layer in range(shape.layers)]
     if family.experts is not None and shape.moe is not None:
         config[family.experts.count[0]] = shape.moe.experts
         config[family.experts.width] = shape.moe.mlp
         config["num_experts_per_tok"] = shape.moe.active
         if family.experts.normalize is not None:
             config[family.experts.normalize] = shape.moe.normalize
+        if family.experts.shared is not None:
+            config[family.experts.shared] = shape.moe.gated_shared
     return config
 
 
@@ -232,7 +283,10 @@ def family_of(shape: Shape, preferred: str | None = None) -> Family | None:
 
 def canonical(shape: Shape) -> Shape:
     """The one shape of all that have the same parameters and the same forward pass."""
-    moe, scaling, window = shape.moe, shape.rope_scaling, shape.window if shape.window_from < shape.layers else None
+    moe, scaling = shape.moe, shape.rope_scaling
+    full = [layer for layer in range(shape.layers) if shape.window_of(layer) is None]
+    window = shape.window if len(full) < shape.layers else None
+    scattered = window is not None and full != list(range(len(full)))
     if moe is not None:
         moe = moe.model_copy(update={"balance": 0.0, "z_loss": 0.0})
     if scaling is not None and scaling.type == "linear":
@@ -242,8 +296,13 @@ def canonical(shape: Shape) -> Shape:
     elif scaling is not None and scaling.attention_factor is None:
         scaling = scaling.model_copy(update={"attention_factor": _temperature(scaling.factor)})
     sizes = {"kv_heads": shape.kv, "head_dim": shape.dim, "mlp": shape.mlp if moe is None else moe.mlp}
-    windows = {"window": window, "window_from": 0 if window is None else shape.window_from}
-    return shape.model_copy(update={**sizes, **windows, "rope_scaling": scaling, "moe": moe})
+    windows = {"window": window, "window_from": 0 if window is None or scattered else len(full)}
+    lists = {"full_layers": full if scattered else None, "nope_layers": sorted({*(shape.nope_layers or ())}) or None}
+    local, scalar = shape.local_rope_theta, shape.query_pre_attn_scalar
+    same = window is None or (local == shape.rope_theta and scaling is None)
+    ropes = {"rope_scaling": scaling, "local_rope_theta": None if same else local}
+    scalar = None if scalar == shape.dim else scalar
+    return shape.model_copy(update={**sizes, **windows, **lists, **ropes, "query_pre_attn_scalar": scalar, "moe": moe})
 
 
 class _Keys:
@@ -306,10 +365,10 @@ def _read(config: Mapping[str, Any], family: Family | None) -> tuple[Shape | Non
 
 def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None, list[str]]:
     keys = _Keys(config, {**DEFAULTS, **family.defaults})
-    for key, only in {**FIXED, **family.fixed}.items():
+    for key, only in {**FIXED, **ACTIVATIONS[family.always.get("activation")], **family.fixed}.items():
         keys.expect(key, only)
     refused = len(keys.problems)
-    fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias}
+    fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias, **family.always}
     for name, (key, kind) in FIELDS.items():
         fields[name] = keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
     fields["tied"] = fields["tied"] or is_classifier(config)
@@ -323,25 +382,56 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
-        fields["rope_theta"], fields["rope_scaling"] = _read_rope(keys, fields["context"])
-        fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
+        fields |= _read_ropes(keys, family, fields["context"])
+        if "query_pre_attn_scalar" in family.defaults:
+            fields["query_pre_attn_scalar"] = keys.take("query_pre_attn_scalar", int)
+        fields["nope_layers"] = _read_nope(keys, fields["layers"]) if family.nope else None
+        if family.window in ("types", "switched_types"):
+            fields["window"], fields["full_layers"] = _read_types(keys, family, fields["layers"])
+        else:
+            fields["window"], fields["window_from"] = _read_window(keys, family, fields["layers"])
         fields["moe"] = None if family.experts is None else _read_experts(keys, family.experts)
-        keys.refuse_rest(HARMLESS)
+        keys.refuse_rest(HARMLESS | family.harmless)
     if keys.problems:
         return None, keys.problems
     shape = Shape(**fields)
     return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
-def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | None]:
-    """The base and the scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+def _read_ropes(keys: _Keys, family: Family, context: int) -> dict[str, Any]:
+    """Bases and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     theta = keys.take("rope_theta", float)
     keys.asked |= {"rope_parameters", "rope_scaling"}
-    name = "rope_scaling" if keys.config.get("rope_scaling") else "rope_parameters"
-    rope_config = keys.config.get(name) or {}
-    if not isinstance(rope_config, dict):
-        keys.problems.append(f"{name} = {rope_config!r} is not a mapping")
-        return None, None
+    given = {name: keys.config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, value in given.items():
+        if not isinstance(value, dict):
+            keys.problems.append(f"{name} = {value!r} is not a mapping")
+            return {}
+    parameters, scaling = given.values()
+    if family.window != "types":
+        name = "rope_scaling" if scaling else "rope_parameters"
+        theta, scaling = _read_rope(keys, family, name, scaling or parameters, theta, context)
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    local = keys.take("rope_local_base_freq", float) if "rope_local_base_freq" in family.defaults else None
+    by_kind = _Keys(parameters, {kind: {} for kind in KINDS}, "rope_parameters.")
+    full, sliding = (by_kind.take(kind, dict) for kind in KINDS)
+    by_kind.refuse_rest(frozenset())
+    keys.problems += by_kind.problems
+    if by_kind.problems:
+        return {}
+    full = _read_rope(keys, family, "rope_parameters.full_attention", {**full, **scaling}, theta, context)
+    local = family.defaults["rope_theta"] if local is None else local
+    sliding = _read_rope(keys, family, "rope_parameters.sliding_attention", sliding, local, context)
+    if sliding[1] is not None and sliding != full:
+        keys.problems.append("rope_parameters.sliding_attention is scaled (expected rope_type default)")
+    local = None if sliding == full else sliding[0]
+    return {"rope_theta": full[0], "rope_scaling": full[1], "local_rope_theta": local}
+
+
+def _read_rope(
+    keys: _Keys, family: Family, name: str, rope_config: Mapping[str, Any], theta: float, context: int
+) -> tuple[float | None, RopeScaling | None]:
+    """One base and its scaling."""
     defaults = {"rope_theta": theta, "original_max_position_embeddings": context, "beta_fast": 32.0, "beta_slow": 1.0}
     rope = _Keys(rope_config, {**defaults, "rope_type": rope_config.get("type", "default")}, f"{name}.")
     rope.asked.add("type")
@@ -349,10 +439,11 @@ def _read_rope(keys: _Keys, context: int) -> tuple[float | None, RopeScaling | N
     rope.expect("truncate", True)
     theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
     scaling = None
-    if kind in tuple(SCALINGS):  # of a broken config it may be any value, hashable or not
+    supported = tuple(SCALINGS) if family.scaled else ()
+    if kind in supported:  # of a broken config it may be any value, hashable or not
         scaling = _read_scaling(rope, kind)
     elif kind != "default":
-        rope.problems.append(f"{name}.rope_type = {kind!r} (supported are default, linear, llama3 and yarn)")
+        rope.problems.append(f"{name}.rope_type = {kind!r} (supported: {', '.join(('default', *supported))})")
     rope.refuse_rest(frozenset({"original_max_position_embeddings"} if kind in ("default", "linear") else ()))
     keys.problems += rope.problems
     return theta, scaling
@@ -399,11 +490,47 @@ def _read_window(keys: _Keys, family: Family, layers: int) -> tuple[int | None, 
     return (window, first) if switched_on and first < layers else (None, 0)
 
 
+def _read_types(keys: _Keys, family: Family, layers: int) -> tuple[int | None, list[int] | None]:
+    """The window and the layers that have full attention, by `layer_types`."""
+    window = keys.take("sliding_window", int, nullable=True)
+    if family.window == "types":
+        every, switched_on = keys.take("sliding_window_pattern", int), True
+        default = [KINDS[bool((layer + 1) % (every or 1))] for layer in range(layers)] if not keys.problems else []
+    else:
+        switched_on, default = keys.take("use_sliding_window", bool), [KINDS[False]] * layers
+    keys.asked |= {"layer_types", "max_window_layers"}
+    kinds = keys.config.get("layer_types")
+    if kinds is None and switched_on and family.window != "types":
+        keys.problems.append("layer_types is missing, with use_sliding_window = True")
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
+        keys.problems.append(f"layer_types = {kinds!r:.60} (expected one of {', '.join(KINDS)} for each layer)")
+        return None, None
+    full = [layer for layer in range(layers) if kinds[layer] == KINDS[False]]
+    if len(full) < layers and not (switched_on and window):
+        keys.problems.append("layer_types has sliding_attention (expected full_attention without sliding_window)")
+    return (window, full) if len(full) < layers else (None, None)
+
+
+def _read_nope(keys: _Keys, layers: int) -> list[int]:
+    """The layers without rotary positions."""
+    every = keys.take("no_rope_layer_interval", int)
+    keys.asked.add("no_rope_layers")
+    rotary = keys.config.get("no_rope_layers")
+    if rotary is None and every:
+        return list(range(every - 1, layers, every))
+    if not isinstance(rotary, list) or len(rotary) < layers or not all(flag in (0, 1) for flag in rotary):
+        keys.problems.append(f"no_rope_layers = {rotary!r:.60} (expected 0 or 1 for each of {layers} layers)")
+        return []
+    return [layer for layer in range(layers) if not rotary[layer]]
+
+
 def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
     fields = {
         "experts": keys.take(experts.count[0], int, *experts.count[1:]),
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),
         "normalize": True if experts.normalize is None else keys.take(experts.normalize, bool),
+        "gated_shared": None if experts.shared is None else keys.take(experts.shared, int),
     }
     return None if keys.problems else MoESpec(**fields)

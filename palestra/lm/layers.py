@@ -48,14 +48,19 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """Root mean square normalization over the last dimension."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, offset: float | None = None):
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` over its root mean square, times the weight."""
+        """`x` over its root mean square, times the weight, to which the offset is added in FP32."""
         weight = local(self.weight).to(x.dtype)
+        if self.offset is not None:
+            return self._normalized(wide(x), wide(weight) + self.offset).to(x.dtype)
+        return self._normalized(x, weight)
+
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return _RMSNorm.apply(x, weight, self.eps) if torch.is_grad_enabled() else _rms_norm(x, weight, self.eps)[0]
@@ -107,6 +112,12 @@ def bilinear(gate_up: Tensor) -> Tensor:
     """gate · up of the two halves, without a nonlinearity."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * up
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """GELU(gate) · up of the two halves, by its tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class MLP(nn.Module):

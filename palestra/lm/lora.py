@@ -159,7 +159,7 @@ def save_peft(
     first = next(iter(modules.values()))
     rank = next(iter(first.lora_a.values())).shape[0]
     adapters = adapters or adapter_state(model)
-    weights = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in adapters.items()}
+    weights = {_peft_name(name, model): tensor.cpu().contiguous() for name, tensor in adapters.items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,7 +195,7 @@ def adapter_weights(folder: Path, model: Transformer) -> dict[str, Tensor]:
 
     if not (folder / WEIGHTS).exists():
         raise UsageError(f"{folder} is not a folder of PEFT adapters: it has no {WEIGHTS}")
-    names, weights = {_peft_name(name): name for name in adapter_state(model)}, load_file(folder / WEIGHTS)
+    names, weights = {_peft_name(name, model): name for name in adapter_state(model)}, load_file(folder / WEIGHTS)
     if unknown := sorted(weights.keys() - names.keys()):
         raise PalestraError(f"{folder / WEIGHTS}: the model has no place for {unknown[0]} ({len(unknown)} such)")
     return {names[name]: tensor for name, tensor in weights.items()}
@@ -214,9 +214,11 @@ def _read(config: dict[str, Any], folder: Path) -> LoraSpec:
     return LoraSpec.model_validate({"rank": config["r"], "alpha": float(config["lora_alpha"]), "targets": named})
 
 
-def _peft_name(name: str) -> str:
+def _peft_name(name: str, model: Transformer) -> str:
     """layers.0.attn.qkv.lora_a.q_proj → base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight."""
     matrix, _, rest = name.partition(".lora_")
     layers, number, place = matrix.split(".", 2)
     letter, part = rest.split(".")
-    return f"base_model.model.model.{layers}.{number}.{_BLOCKS[place]}.{part}.lora_{letter.upper()}.weight"
+    gated = model.shape.moe is not None and model.shape.moe.gated_shared is not None
+    block = _BLOCKS[place].replace("shared_experts", "shared_expert") if gated else _BLOCKS[place]
+    return f"base_model.model.model.{layers}.{number}.{block}.{part}.lora_{letter.upper()}.weight"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from palestra.lm import native
-from palestra.lm.layers import MLP, Linear, RMSNorm, doubled, frequencies, rotate
+from palestra.lm.layers import MLP, Linear, RMSNorm, doubled, frequencies, geglu, rotate, swiglu
 from palestra.lm.moe import MoE
 from palestra.spec.shape import Shape
 
@@ -31,6 +31,11 @@ class ModelOutput(NamedTuple):
     """Router logits (L, T, E) of a mixture of experts."""
 
 
+def norm_of(shape: Shape, width: int) -> RMSNorm:
+    """A norm as all of a model's are."""
+    return RMSNorm(width, shape.norm_eps, shape.norm_offset)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -38,21 +43,27 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window, self.dim = layer, shape.window_of(layer), shape.dim
         self.heads, self.kv = shape.heads, shape.kv
+        self.rotary = layer not in (shape.nope_layers or ())
         rows, kv_rows = shape.heads * shape.dim, shape.kv * shape.dim
         parts = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
         self.qkv = Linear(shape.width, parts, bias=shape.attention_bias)
         self.o = Linear(rows, {"o_proj": shape.width})
         self.q_norm, self.k_norm, self.per_head = None, None, shape.qk_norm == "head"
         if shape.qk_norm is not None:
-            self.q_norm = RMSNorm(shape.dim if self.per_head else rows, shape.norm_eps)
-            self.k_norm = RMSNorm(shape.dim if self.per_head else kv_rows, shape.norm_eps)
+            self.q_norm = norm_of(shape, shape.dim if self.per_head else rows)
+            self.k_norm = norm_of(shape, shape.dim if self.per_head else kv_rows)
+        scalar = shape.query_pre_attn_scalar
+        self.query_scale = None if scalar is None else (shape.dim / scalar) ** 0.5
+        """What makes of `attend`'s division by √dim another one."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """(T, D) → (T, D)."""
         qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = self._normalized(qk, self.q_norm, self.k_norm)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv], dim=1)
+        qk = rotate(qk, cos, sin) if self.rotary else qk
+        q, k = qk.split([self.heads, self.kv], dim=1)
+        q = q if self.query_scale is None else q * self.query_scale
         return self.o(attend(self.layer, q, k, v, self.window).flatten(1))
 
     def _normalized(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
@@ -64,22 +75,24 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP (or experts), each on the normalized residual stream."""
+    """Attention and MLP (or experts), each with a norm of what it reads, or of what it adds, or of both."""
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
-        self.attn_norm, self.mlp_norm = (RMSNorm(shape.width, shape.norm_eps) for _ in range(2))
+        before, after = shape.norm_order != "post", shape.norm_order is not None
+        self.attn_norm, self.mlp_norm, self.attn_out_norm, self.mlp_out_norm = (
+            norm_of(shape, shape.width) if wanted else nn.Identity() for wanted in (before, before, after, after)
+        )
         self.attn = Attention(shape, layer)
-        self.mlp = MLP(shape.width, shape.hidden) if shape.moe is None else MoE(shape.width, shape.moe)
+        gate = swiglu if shape.activation is None else geglu
+        self.mlp = MLP(shape.width, shape.hidden, gate) if shape.moe is None else MoE(shape.width, shape.moe)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """The new residual stream, and the router's logits (T, E) where there are experts."""
-        x = x + self.attn(self.attn_norm(x), cos, sin, attend)
+        x = x + self.attn_out_norm(self.attn(self.attn_norm(x), cos, sin, attend))
         h = self.mlp_norm(x)
-        if isinstance(self.mlp, MoE):
-            out, router = self.mlp(h)
-            return x + out, router
-        return x + self.mlp(h), None
+        out, router = self.mlp(h) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+        return x + self.mlp_out_norm(out), router
 
 
 class Part(NamedTuple):
@@ -130,9 +143,9 @@ class Transformer(nn.Module):
         """What fills it once it is split over ranks, where it has no memory before."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
-        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.norm = norm_of(shape, shape.width)
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width))
-        self._frequencies: dict[torch.device, Tensor] = {}
+        self._frequencies: dict[tuple[torch.device, bool], Tensor] = {}
 
     @property
     def unembed(self) -> Tensor:
@@ -143,12 +156,12 @@ class Transformer(nn.Module):
         """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
         layers, x, before = self.part or Part(range(len(self.layers)), None, None)
         x = self._embedded(tokens) if x is None else x
-        cos, sin = self.rotation(positions)
+        angles = {local: self.rotation(positions, local) for local in {*map(self.shape.local_rope, layers)}}
         if not x.is_cuda:
-            cos, sin = doubled(cos, sin)
+            angles = {local: doubled(*pair) for local, pair in angles.items()}
         routers = [] if before is None else [*before.unbind()]
         for layer in layers:
-            block = self.layers[layer]
+            block, (cos, sin) = self.layers[layer], angles[self.shape.local_rope(layer)]
             if torch.is_grad_enabled() and self.checkpointing(layer):
                 x, router = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
@@ -159,19 +172,28 @@ class Transformer(nn.Module):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         split = self.vocabulary
-        return (F.embedding(tokens, self.embed) if split is None else split.embed(tokens, self.embed)).to(self.dtype)
+        x = (F.embedding(tokens, self.embed) if split is None else split.embed(tokens, self.embed)).to(self.dtype)
+        if self.shape.embed_scale is None:
+            return x
+        return x * torch.tensor(self.shape.width**0.5, dtype=self.dtype, device="cpu").item()  # rounded, as Gemma's is
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision."""
-        inverse, scale = frequencies(self.shape)
-        angles = positions[:, None].float() * self._on(inverse, positions.device)
+    def rotation(self, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (T, dim / 2) of the positions, in FP32 whatever the model's precision.
+
+        Those of layers with `local_rope_theta`, if `local`.
+        """
+        shape = self.shape
+        if local:
+            shape = shape.model_copy(update={"rope_theta": shape.local_rope_theta, "rope_scaling": None})
+        inverse, scale = frequencies(shape)
+        angles = positions[:, None].float() * self._on(inverse, positions.device, local)
         return angles.cos() * scale, angles.sin() * scale
 
-    def _on(self, inverse: Tensor, device: torch.device) -> Tensor:
+    def _on(self, inverse: Tensor, device: torch.device, local: bool) -> Tensor:
         # Not a buffer: `.to(bfloat16)` would round it.
-        if device not in self._frequencies:
-            self._frequencies[device] = inverse.to(device)
-        return self._frequencies[device]
+        if (device, local) not in self._frequencies:
+            self._frequencies[device, local] = inverse.to(device)
+        return self._frequencies[device, local]
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:
@@ -184,9 +206,10 @@ class Transformer(nn.Module):
 
         Sampled on the CPU, so that a seed gives the same model on every device.
         """
+        one = 1.0 - (self.shape.norm_offset or 0.0)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
-                yield name, torch.full(parameter.shape, float(name.endswith("norm.weight")), device="cpu")
+                yield name, torch.full(parameter.shape, one if name.endswith("norm.weight") else 0.0, device="cpu")
             else:
                 residual = name.endswith(("attn.o.weight", "down.weight", "mlp.down"))
                 deviation = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02

@@ -35,7 +35,8 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(spec.experts, 2 * spec.mlp, width))
         self.down = nn.Parameter(torch.empty(spec.experts, width, spec.mlp))
         self.stacks = {"gate_up": (spec.mlp, spec.mlp), "down": (width,)}  # the rows of an expert's matrices
-        self.shared = MLP(width, spec.shared * spec.mlp, self.gate) if spec.shared else None
+        self.shared = MLP(width, spec.shared_width, self.gate) if spec.shared_width else None
+        self.shared_gate = None if spec.gated_shared is None else nn.Parameter(torch.empty(1, width))
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.bias_rate else None)
 
     @property
@@ -45,7 +46,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, D) → (T, D), and the router's logits (T, E) in FP32 whatever the precision of `x`."""
-        router = self._route(x)
+        router = self._route(x, self.router)
         weights, chosen = choose(router, self.spec.active, None if self.bias is None else self.bias.to(x.dtype))
         if self.spec.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -56,11 +57,16 @@ class MoE(nn.Module):
         # Not `index_add`, which adds a token's parts in no fixed order on the GPU.
         parts = out.index_select(0, back).unflatten(0, chosen.shape)  # (T, k, D)
         mixed = (parts * weights[..., None].to(x.dtype)).sum(1)
-        return mixed if self.shared is None else mixed + self.shared(x), router
+        if self.shared is None:
+            return mixed, router
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self._route(x, self.shared_gate).sigmoid().to(x.dtype)
+        return mixed + shared, router
 
-    def _route(self, x: Tensor) -> Tensor:
+    def _route(self, x: Tensor, matrix: Tensor) -> Tensor:
         # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
-        return F.linear(wide(x), wide(local(self.router).to(x.dtype)))
+        return F.linear(wide(x), wide(local(matrix).to(x.dtype)))
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each expert on its rows (N, D), which end at `ends` (E) and follow those of the expert before it."""

@@ -57,7 +57,8 @@ class ParallelSpec(Model):
             yield Conflict(("pipeline",), f"expected a layer for each of {stages} parts, but there are {shape.layers}")
         tensor = {"heads": shape.heads, "kv_heads": shape.kv, "mlp": shape.mlp, "vocab": shape.vocab}
         if shape.moe is not None:
-            tensor["moe.shared · moe.mlp"] = shape.moe.shared * shape.moe.mlp
+            name = "moe.shared · moe.mlp" if shape.moe.gated_shared is None else "moe.gated_shared"
+            tensor[name] = shape.moe.shared_width
         for name, count in tensor.items():
             if count is not None and count % self.tensor:
                 yield Conflict(("tensor",), f"expected a divisor of the model's {name} = {count}")

@@ -5,11 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.spec.model import Conflict, Model
 
 Width = Annotated[int, Field(ge=1)]
+Layer = Annotated[int, Field(ge=0)]
 
 
 class RecurrentSpec(Model):
@@ -98,6 +99,8 @@ class MoESpec(Model):
     """Gated activation of an expert: SwiGLU or bilinear."""
     shared: int = Field(default=0, ge=0)
     """Shared experts, active for every token."""
+    gated_shared: int | None = Field(default=None, ge=1)
+    """Hidden width of one shared expert in place of `shared`, with its own sigmoid gate (Qwen2-MoE); null: none."""
     normalize: bool = True
     """Normalize the top-k router weights to sum 1."""
     balance: float = Field(default=0.0, ge=0)
@@ -106,6 +109,31 @@ class MoESpec(Model):
     """Coefficient of the router z-loss (ST-MoE, equation 5)."""
     bias_rate: float = Field(default=0.0, ge=0)
     """Update rate of the selection biases of auxiliary-loss-free balancing (DeepSeek-V3 §2.1.2); 0: none."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_null(handler(self), ("gated_shared",))
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of all shared experts together."""
+        return self.gated_shared or self.shared * self.mlp
+
+    @property
+    def routes(self) -> int:
+        """Rows of the router, and of the shared expert's gate."""
+        return self.experts + (self.gated_shared is not None)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.shared and self.gated_shared is not None:
+            yield Conflict(("gated_shared",), f"expected null, because there are shared = {self.shared} experts")
+
+
+BEYOND_LLAMA = (
+    *("nope_layers", "norm_order", "norm_offset", "embed_scale", "activation"),
+    *("local_rope_theta", "query_pre_attn_scalar"),
+)
+"""Fields of a shape that change a block from Llama's where they are not null."""
 
 
 class Shape(Model):
@@ -133,18 +161,44 @@ class Shape(Model):
     """RoPE base θ."""
     rope_scaling: RopeScaling | None = None
     """RoPE scaling; null: none."""
+    local_rope_theta: float | None = Field(default=None, gt=1)
+    """RoPE base θ of layers with the sliding window, without scaling (Gemma 3, OLMo 3); null: as in the others."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """ε of RMSNorm."""
+    norm_order: Literal["post", "both"] | None = None
+    """Norms of what attention and MLP put out (post; OLMo 2), or of that and of their input (both; Gemma 3); null: of
+    their input."""
+    norm_offset: float | None = None
+    """What is added to the weights of norms (Gemma: 1); null: nothing."""
+    embed_scale: Literal["sqrt_width"] | None = None
+    """Factor of embeddings: √width (Gemma); null: none."""
+    activation: Literal["geglu"] | None = None
+    """Gated activation of the MLP: GEGLU with the tanh approximation (Gemma); null: SwiGLU."""
     qk_norm: Literal["head", "full"] | None = None
-    """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMoE), or none."""
+    """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMo 2, OLMoE), or none."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen2)."""
+    query_pre_attn_scalar: int | None = Field(default=None, ge=1)
+    """Scores of attention are divided by its square root (Gemma 3); null: the head dimension."""
     window: int | None = Field(default=None, ge=1)
     """Sliding attention window in tokens, including the current one; null: full attention."""
     window_from: int = Field(default=0, ge=0)
     """First layer with the sliding window."""
+    full_layers: list[Layer] | None = None
+    """Layers with full attention among those with the window (Gemma 3, OLMo 3); null: none."""
+    nope_layers: list[Layer] | None = None
+    """Layers without rotary positions (NoPE; SmolLM3); null: none."""
     moe: MoESpec | None = None
     """Mixture of experts in place of the MLP."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_null(handler(self), ("full_layers", *BEYOND_LLAMA))
+
+    @property
+    def beyond_llama(self) -> list[str]:
+        """The fields that change a block from Llama's: kernels for whole layers do not compute them."""
+        return [name for name in BEYOND_LLAMA if getattr(self, name) is not None]
 
     @property
     def kv(self) -> int:
@@ -165,7 +219,11 @@ class Shape(Model):
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer."""
-        return self.window if layer >= self.window_from else None
+        return self.window if layer >= self.window_from and layer not in (self.full_layers or ()) else None
+
+    def local_rope(self, layer: int) -> bool:
+        """Whether a layer's rotary positions have the base `local_rope_theta`."""
+        return self.local_rope_theta is not None and self.window_of(layer) is not None
 
     def conflicts(self) -> Iterator[Conflict]:
         """Fields that do not fit together."""
@@ -177,6 +235,15 @@ class Shape(Model):
             yield Conflict(("head_dim",), f"expected an even width of a head, got {self.dim}")
         if self.window is None and self.window_from:
             yield Conflict(("window_from",), "expected 0, because there is no `window`")
+        if self.window is None and self.full_layers:
+            yield Conflict(("full_layers",), "expected null, because there is no `window`")
+        if self.window is None and self.local_rope_theta is not None:
+            yield Conflict(("local_rope_theta",), "expected null, because there is no `window`")
+        if self.moe is not None and self.activation is not None:
+            yield Conflict(("activation",), "expected null, because `moe.activation` is that of experts")
+        for name in ("full_layers", "nope_layers"):
+            if not set(getattr(self, name) or ()) <= set(range(self.layers)):
+                yield Conflict((name,), f"expected numbers below layers = {self.layers}")
         if self.mlp is None and self.moe is None:
             yield Conflict(("mlp",), "expected the width of the MLP, or `moe` in its place")
         if self.moe is not None and self.moe.active > self.moe.experts:
@@ -187,14 +254,14 @@ class Shape(Model):
         vocab = _known(self.vocab)
         attention = self.width * (self.heads + 2 * self.kv) * self.dim + self.heads * self.dim * self.width
         attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias else 0
-        norms = 2 * self.width
+        norms = (4 if self.norm_order == "both" else 2) * self.width
         if self.qk_norm is not None:
             norms += (2 if self.qk_norm == "head" else self.heads + self.kv) * self.dim
         if self.moe is None:
             mlp = 3 * self.width * self.hidden
         else:
-            count = (self.moe.active if active else self.moe.experts) + self.moe.shared
-            mlp = 3 * self.width * self.moe.mlp * count + self.width * self.moe.experts
+            count = self.moe.active if active else self.moe.experts
+            mlp = 3 * self.width * (self.moe.mlp * count + self.moe.shared_width) + self.width * self.moe.routes
         return self.layers * (attention + norms + mlp) + self.width * (vocab * (1 if self.tied else 2) + 1)
 
     def flops_per_token(self, context: int) -> float:
@@ -208,10 +275,16 @@ class Shape(Model):
         if self.moe is None:
             mlp = 2 * 3 * width * self.hidden
         else:
-            mlp = 2 * 3 * width * self.moe.mlp * (self.moe.active + self.moe.shared) + 2 * width * self.moe.experts
+            hidden = self.moe.mlp * self.moe.active + self.moe.shared_width
+            mlp = 2 * 3 * width * hidden + 2 * width * self.moe.routes
         projections = 2 * width * (queries + 2 * self.kv * self.dim) + 2 * queries * width
         scores = 4 * context * queries + 3 * context * self.heads
         return self.layers * (mlp + projections + scores) + 2 * width * vocab
+
+
+def _without_null(data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
+    """Plain data without those fields that came later and are null: stored specs and hashes stay as they were."""
+    return {name: value for name, value in data.items() if value is not None or name not in later}
 
 
 def _known(vocab: int | None) -> int:

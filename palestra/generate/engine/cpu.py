@@ -200,11 +200,12 @@ class TiledMoE(MoE):
     def __init__(self, moe: MoE, tiles: Tiles):
         nn.Module.__init__(self)
         self.spec, self.gate, self.shared, self.tiles = moe.spec, moe.gate, moe.shared, tiles
-        self.router, self.gate_up, self.down = moe.router, moe.gate_up, moe.down
+        self.router, self.gate_up, self.down, self.shared_gate = moe.router, moe.gate_up, moe.down, moe.shared_gate
         self.register_buffer("bias", moe.bias)
 
-    def _route(self, x: Tensor) -> Tensor:
-        return self.tiles.apply(super()._route, x)
+    def _route(self, x: Tensor, matrix: Tensor) -> Tensor:
+        route = super()._route
+        return self.tiles.apply(lambda tile: route(tile, matrix), x)
 
     def _expert(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return self.tiles.apply(lambda tile: F.linear(self.gate(F.linear(tile, first)), second), x)
@@ -315,7 +316,7 @@ class Runner:
     def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
         """What decodes in one call, where our kernels can."""
         shape = self.model.shape
-        if not tiles.whole or self.model.dtype != torch.float32 or shape.dim % ROWS:
+        if not tiles.whole or self.model.dtype != torch.float32 or shape.dim % ROWS or shape.beyond_llama:
             return None
         parts = self.model.state_dict()
         for name, module in self.model.named_modules():

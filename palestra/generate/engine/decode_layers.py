@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from palestra.generate.engine import decode_kernel
 from palestra.generate.engine.decode_kernel import proceed, wait
@@ -64,6 +64,7 @@ class DecodeLayers:
             and limits.shared_memory_per_block_optin >= SHARED
             and model.dtype in (torch.bfloat16, torch.float16)
             and shape.moe is None
+            and not shape.beyond_llama
             and shape.qk_norm in (None, "head")
             and shape.dim in (32, 64, 128)
         )
@@ -85,7 +86,8 @@ class DecodeLayers:
         return _norm(x, model.norm)
 
 
-def _norm(x: Tensor, norm: RMSNorm) -> Tensor:
+def _norm(x: Tensor, norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RMSNorm)
     rows, width = x.shape
     out = torch.empty_like(x)
     _rms_norm[(rows,)](x, norm.weight, out, width, norm.eps, triton.next_power_of_2(width), launch_pdl=True)

@@ -47,6 +47,7 @@ class SplitMoE(MoE):
     def __init__(self, moe: MoE, mesh: DeviceMesh):
         nn.Module.__init__(self)
         self.spec, self.gate, self.shared, self.router = moe.spec, moe.gate, moe.shared, moe.router
+        self.shared_gate = moe.shared_gate
         self.register_buffer("bias", moe.bias)
         self.experts, self.group = Experts(moe, mesh), mesh["expert"].get_group()
 
