@@ -83,8 +83,8 @@ class Server:
     def __init__(self, address: str, pid: int):
         self.address, self.process = address, psutil.Process(pid)
 
-    def get(self, path: str, **params: Any) -> Any:
-        with urllib.request.urlopen(f"{self.address}api/{path}?{urllib.parse.urlencode(params)}") as answer:
+    def get(self, endpoint: str, /, **params: Any) -> Any:
+        with urllib.request.urlopen(f"{self.address}api/{endpoint}?{urllib.parse.urlencode(params)}") as answer:
             return json.load(answer)
 
     @property
