@@ -112,6 +112,19 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "olmo3_plain": (
+        transformers.Olmo3Config,
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7},
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

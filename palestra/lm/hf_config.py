@@ -113,6 +113,9 @@ _ROWS = (
            defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6,
                      "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
            fixed={"attention_bias": False}, harmless=frozenset({"_sliding_window_pattern"})),
+    Family("olmo3", "Olmo3", qk_norm="full", always={"norm_order": "post"}, window="types",
+           defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5},
+           fixed={"attention_bias": False}),
     # Published with code of its own, which transformers has since.
     Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
            harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
