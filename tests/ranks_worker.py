@@ -46,6 +46,15 @@ UNTIED = SHAPE.model_copy(update={"tied": False, "qk_norm": "head", "attention_b
 EXPERTS = SHAPE.model_copy(
     update={"moe": MoESpec(experts=3, active=2, mlp=8, shared=1, balance=0.1, z_loss=0.1, bias_rate=0.1)}
 )
+GATED = EXPERTS.model_copy(
+    update={"moe": MoESpec(experts=3, active=2, mlp=8, gated_shared=12, balance=0.1), "norm_order": "post"}
+)
+GEMMA = UNTIED.model_copy(
+    update={
+        **{"norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu"},
+        **{"window": 5, "full_layers": [0], "local_rope_theta": 300.0, "query_pre_attn_scalar": 7, "nope_layers": [0]},
+    }
+)
 # Adam makes gradients that are nothing but rounding, such as those of the keys' biases, as large as all others.
 ADAMW = AdamWSpec(name="adamw", lr=Schedule(shape="linear", start=0.003, end=0.001), eps=1e-4, max_grad_norm=0.5)
 MUON = MuonSpec(name="muon", lr=Schedule(shape="linear", start=0.003, end=0.001), max_grad_norm=0.5)
@@ -78,6 +87,8 @@ CASES = {
     "one sequence": Case(EXPERTS, lengths=(7,)),
     "one pair": Case(scalar=True, lengths=(7, 3)),
     "deep": Case(EXPERTS.model_copy(update={"layers": 5}), micro_tokens=10, ema=0.8),
+    "gated": Case(GATED),
+    "gemma": Case(GEMMA),
     "deep dense": Case(SHAPE.model_copy(update={"layers": 4})),
 }
 

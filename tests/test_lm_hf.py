@@ -159,6 +159,29 @@ def test_family_packed_and_saved_anew_gives_the_logits_and_bits_of_transformers(
     assert arithmetic(saved) == arithmetic(source)
 
 
+@pytest.mark.parametrize("family", ["smollm3_window", "qwen2_moe", "gemma3", "olmo3"])
+def test_family_has_the_gradients_of_transformers(family: str, checkpoint: Callable[[str], Path]) -> None:
+    loaded = load_pretrained(checkpoint(family))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
+    tokens, factors = (
+        sequences()[1],
+        torch.randn(len(sequences()[1]), VOCAB, generator=torch.Generator().manual_seed(0)),
+    )
+    (logits(forward(loaded.model, Batch.pack([tokens])).hidden, loaded.model.unembed) * factors).sum().backward()
+    (theirs(input_ids=torch.tensor([tokens])).logits[0] * factors).sum().backward()
+    ours, expected = dict(loaded.model.named_parameters()), dict(theirs.named_parameters())
+    compared = 0
+    for slot in slots(loaded.model.shape, FAMILY_ROWS[loaded.config["model_type"]]):
+        if slot.theirs in expected:  # transformers stacks routed experts
+            gradient, reference = ours[slot.ours].grad, expected[slot.theirs].grad
+            assert gradient is not None
+            assert reference is not None
+            scale = reference.abs().max().item()
+            torch.testing.assert_close(gradient[slot.index], reference, rtol=1e-4, atol=1e-4 * scale)
+            compared += 1
+    assert compared > 30
+
+
 @pytest.mark.parametrize("through", [torch.float32, torch.bfloat16])
 def test_bf16_folder_loaded_and_saved_keeps_every_bit(
     through: torch.dtype, checkpoint: Callable[[str], Path], tmp_path: Path

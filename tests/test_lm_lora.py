@@ -191,6 +191,13 @@ def test_peft_folder_gives_the_adapters_back(tmp_path: Path, targets, shape):
     assert (spec.rank, spec.alpha) == (3, 5.0)
 
 
+def test_peft_folder_names_a_gated_shared_expert_as_qwen2_moe_does(tmp_path: Path):
+    shape = SHAPE.model_copy(update={"moe": MoESpec(experts=4, active=2, mlp=16, gated_shared=12)})
+    save_peft(tmp_path, adapted(shape), "base/model")
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.mlp.shared_expert.up_proj.lora_A.weight" in names
+
+
 def test_peft_folder_has_the_names_of_peft(tmp_path: Path):
     model = adapted(PLAIN)
     save_peft(tmp_path, model, "base/model")

@@ -71,7 +71,8 @@ def test_two_ranks_compute_what_one_process_computes_with_half_of_the_model_each
     assert all(0.45 < share["mine"] / share["all"] < 0.55 for share in shares)
 
 
-DENSE, EVERY = ("untied", "recomputed", "scalar", "one_pair"), ("micro-batches", "one_sequence")
+DENSE = ("untied", "gemma", "recomputed", "scalar", "one_pair")
+EVERY = ("micro-batches", "one_sequence", "gated")
 DEEP = ("deep", "deep_dense")
 AXES = [
     ("tensor=2", (*DENSE, *EVERY)),
