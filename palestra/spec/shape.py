@@ -166,8 +166,7 @@ class Shape(Model):
     norm_eps: float = Field(default=1e-5, gt=0)
     """ε of RMSNorm."""
     norm_order: Literal["post", "both"] | None = None
-    """Norms of what attention and MLP put out (post; OLMo 2), or of that and of their input (both; Gemma 3); null: of
-    their input."""
+    """Norms of what attention and MLP add: `post` in place of those of their input, `both`; null: of their input."""
     norm_offset: float | None = None
     """What is added to the weights of norms (Gemma: 1); null: nothing."""
     embed_scale: Literal["sqrt_width"] | None = None
