@@ -8,10 +8,14 @@ with tiny shapes on any device, and measures nothing worth telling.
 """
 
 import argparse
+import asyncio
 import json
+import math
+import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import cluster
 import generate_gpu
 
 from palestra.generate.engine.engine import Engine
+from palestra.generate.types import Generation
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine, compile_for_training
 from palestra.lm.model import Transformer
@@ -30,6 +35,8 @@ from palestra.lm.moe import router_terms
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
 from palestra.lm.trainer import peak_flops
+from palestra.rollout.episode import Episode, trajectory
+from palestra.rollout.types import Trajectory
 from palestra.spec.lm import AdamWSpec, LmTrainSpec
 from palestra.spec.shape import Shape
 
@@ -155,11 +162,28 @@ def next_token(model: Transformer, batch: Batch) -> Loss:
     return Loss(-(scored.logprobs * batch.loss_mask).sum(), {}, router_terms(model, scored.router, batch))
 
 
-def posttrain(name: str, prompts: int, new: int, staleness: int, small: bool, profile: Path | None = None) -> None:
-    """Seconds of a GRPO step by its parts; every completion has its full length."""
-    cluster.SHAPES["this"] = SMALL if small else SHAPES[name]
+async def uneven(episode: Episode) -> list[Trajectory]:
+    """A workflow whose completions have log-normal lengths: 210 on average, and a few of ten times as many."""
+    draws = random.Random(episode.seed)
+
+    async def one(sample: int) -> Generation:
+        length = round(draws.lognormvariate(math.log(210) - 0.5, 1.0))
+        limit = max(1, min(length, episode.sampling.max_new_tokens))
+        asked = replace(episode, sampling=replace(episode.sampling, max_new_tokens=limit))
+        return (await asked.generate(episode.prompt, sample=sample))[0]
+
+    completions = await asyncio.gather(*(one(sample) for sample in range(episode.samples)))
+    verdicts = await episode.verdicts(completions)
+    return [trajectory(episode.prompt, *pair) for pair in zip(completions, verdicts, strict=True)]
+
+
+def posttrain(
+    name: str, prompts: int, new: int, staleness: int, small: bool, profile: Path | None = None, mixed: bool = False
+) -> float:
+    """Seconds of a GRPO step by its parts; every completion has its full length, or with `mixed` its own."""
+    cluster.SHAPES["this"] = {**(SMALL if small else SHAPES[name]), "context": 4096}
     given = argparse.Namespace(
-        new=8 if small else new, staleness=staleness, steps=4 if small else 10, prompts=4 if small else prompts,
+        new=8 if small else new, staleness=staleness, steps=4 if small else 14, prompts=4 if small else prompts,
         precision="auto", device=DEVICE,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -167,14 +191,18 @@ def posttrain(name: str, prompts: int, new: int, staleness: int, small: bool, pr
         cluster.save_model(model, "this")
         spec = cluster.spec_of(model, given, {})
         spec["rollout"]["record"] = True
+        spec["train"]["compile"] = "off" if small else "on"
+        if mixed:
+            spec["rollout"]["workflow"] = {"name": "custom", "function": "gpu:uneven"}
         if profile is not None:
             spec["train"]["profile"] = {"steps": [given.steps - 1, given.steps - 1]}
         row, _ = cluster.measured(spec, Path(folder) / "runs")
         if profile is not None:
             for trace in Path(folder).rglob("profile.json"):
                 profile.write_bytes(trace.read_bytes())
-    say(row="posttrain", model=name, prompts=prompts, group=8, new=new, staleness=staleness,
+    say(row="posttrain", model=name, prompts=prompts, group=8, new=new, mixed=mixed, staleness=staleness,
         **{key: round(value, 4) for key, value in row.items()})  # fmt: skip
+    return row["tokens_per_s"]
 
 
 def main() -> None:
@@ -194,6 +222,8 @@ def main() -> None:
         posttrain("135M", 32, 256, 0, given.small)
         posttrain("135M", 32, 256, 1, given.small)
         posttrain("0.5B (Qwen2.5)", 64, 256, 1, given.small, given.profile)
+        speeds = [posttrain("135M", 32, 2048, staleness, given.small, mixed=True) for staleness in (0, 4)]
+        say(row="posttrain", what="staleness 4 beside 0, log-normal lengths", ratio=round(speeds[1] / speeds[0], 3))
     say(row="all", seconds=round(time.perf_counter() - began, 1))
 
 

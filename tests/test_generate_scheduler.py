@@ -1,12 +1,14 @@
 import random
 from collections import Counter
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_lm import small_model
 from test_generate_engine import Listener, engine_of, prompt_of
 
-from palestra.generate.engine.batch import TURN
+from palestra.generate.engine.batch import TURN, BatchRows
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.generate.types import Request, Sampling, StopReason
 
@@ -20,6 +22,9 @@ def check_rows(engine):
     assert host.active[len(rows) :].sum() == 0
     assert host.tables[len(rows) :].sum() == 0
     for sample in rows:
+        if sample.ahead:  # the device is further than the host has seen
+            assert host.length[sample.row] >= sample.due
+            continue
         assert bool(host.active[sample.row]) == sample.active
         table = host.tables[sample.row].tolist()
         if sample.active:
@@ -65,6 +70,7 @@ def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or
         exact=choose.random() < 0.5,
         kv_bytes=2 * PAGE * 8 * 4 * choose.randint(most, 3 * most),
     )
+    engine._runner.ahead = choose.random() < 0.5
     listeners = {}
     for step in range(30):
         match choose.choice(["submit", "submit", "burst", "burst", "burst", "abort", "publish"]):
@@ -96,6 +102,44 @@ def test_slots_any_order_of_submits_aborts_bursts_and_publications_never_leak_or
                 assert tuple(token for chunk in chunks for token in chunk.tokens) == generation.tokens
                 assert tuple(value for chunk in chunks for value in chunk.logprobs) == generation.logprobs
                 assert [c.stop_reason for c in chunks] == [None] * (len(chunks) - 1) + [generation.stop_reason]
+
+
+@pytest.mark.parametrize(("exact", "room"), [(True, None), (False, 10)])
+def test_burst_started_before_the_last_is_read_changes_no_token(exact, room):
+    model = small_model(context=256)
+    kv_bytes = None if room is None else 2 * 2 * 2 * PAGE * 8 * 4 * room
+    asked = [Request(prompt_of(5 + i, i), Sampling(seed=i, max_new_tokens=5 + 12 * i), n=2) for i in range(12)]
+    found = []
+    for ahead in (False, True):
+        engine = engine_of(model, max_running=7, burst=4, exact=exact, kv_bytes=kv_bytes, eos=frozenset({3}))
+        engine._runner.ahead = ahead
+        results = engine.run(asked)
+        check_rows(engine)
+        assert (engine.metrics()["preemptions"] > 0) == (room is not None)
+        found.append([(g.tokens, g.stop_reason) for result in results for g in result.generations])
+    assert found[0] == found[1]
+
+
+def test_rows_go_on_from_where_the_device_left_them_and_those_of_the_host_begin():
+    host, device = (BatchRows.empty(5, 64, torch.device("cpu")) for _ in range(2))
+    host.stop_all()
+    host.integers[:8, :4] = torch.arange(32).view(8, 4) + 100  # four rows start
+    device.follow(host.integers)
+    assert torch.equal(device.integers[:8, :4], host.integers[:8, :4])
+    host.go_on()
+    device.integers[:5, :4] += 1000  # a burst; meanwhile the host ends row 1, and another takes its place
+    host.move(3, 1)
+    host.integers[5:8, 1] = 7
+    left = device.integers.clone()
+    device.follow(host.integers)
+    assert torch.equal(device.integers[:5, [0, 1, 2]], left[:5, [0, 3, 2]])
+    assert device.integers[5:8, 1].tolist() == [7, 7, 7]  # what steps do not change is the host's
+    assert device.active[3:].tolist() == [0, 0]
+    host.go_on()
+    host.move(1, 0)  # moved again, by the row it has had since
+    left = device.integers.clone()
+    device.follow(host.integers)
+    assert torch.equal(device.integers[:5, 0], left[:5, 1])
 
 
 def test_queue_is_first_come_first_served():

@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 
+from palestra.generate.engine.batch import BatchRows
 from palestra.generate.engine.engine import Engine
 from palestra.generate.engine.kv_cache import Cache
 from palestra.generate.engine.pages import PAGE, pages_for
+from palestra.generate.engine.sampler import uniform
 from palestra.generate.types import Request, Sampling, StopReason
 from palestra.lm.batch import Batch, score
 from palestra.lm.head import token_logprobs
@@ -126,7 +128,7 @@ def test_fused_layers_are_as_near_to_fp32_as_the_modules(rows, changes):
             getattr(cache, name).copy_(old)
     with torch.inference_mode():
         plain = model(tokens, lengths, KernelAttention(caches[0], tables, lengths)).hidden
-        layers = DecodeLayers.of(model, caches[1])
+        layers = DecodeLayers.of(model, caches[1], across * PAGE)
         assert layers is not None
         fused = layers(tokens, lengths, tables)
         exact = copy.deepcopy(model).float()
@@ -137,22 +139,57 @@ def test_fused_layers_are_as_near_to_fp32_as_the_modules(rows, changes):
         assert relative(ours, theirs) < 0.01
 
 
-def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible():
-    from palestra.generate.engine.decode_kernel import sample_tokens
+@pytest.mark.parametrize("vocab", [5000, 4096, 151_936])
+def test_draw_follows_the_inverse_distribution_function_and_never_takes_the_impossible(vocab):
+    from palestra.generate.engine.decode_kernel import sample_and_advance
 
-    draws = torch.Generator("cuda").manual_seed(0)
-    scores = (torch.randn(1, 5000, device="cuda", generator=draws) * 3).repeat(4096, 1)
-    scores[:, 100:4300] = -math.inf
-    u = torch.rand(4096, device="cuda", generator=draws)
-    u[:2] = torch.tensor([0.0, 1.0])
-    tokens, logprobs = sample_tokens(scores, torch.full((4096,), 0.7, device="cuda"), u)
+    rows, draws = 1024, torch.Generator("cuda").manual_seed(0)
+    scores = (torch.randn(1, vocab, device="cuda", generator=draws) * 3).repeat(rows, 1)
+    scores[:, 100 : vocab - 700] = -math.inf
+    state = BatchRows.empty(rows + 3, 64, torch.device("cuda"))
+    state.integers[2], state.integers[3] = 1, 2
+    state.integers[4] = torch.arange(rows + 3, device="cuda")
+    state.integers[6] = torch.randint(-(2**62), 2**62, (rows + 3,), device="cuda", generator=draws)
+    state.integers[2, 5] = 0
+    u, before = uniform(state.integers[6], state.integers[4])[:rows], state.integers.clone()
+    state.floats[0] = 0.7
+    tokens, logprobs, counted = sample_and_advance(scores, state.integers, state.floats[0], state.ends)
     p = (scores[0].double() / 0.7).softmax(-1)
-    expected = torch.searchsorted(p.cumsum(0), u.double(), right=True).clamp(max=4999)
+    expected = torch.searchsorted(p.cumsum(0), u, right=True).clamp(max=vocab - 1)
     assert (tokens != expected).sum() <= 4  # FP32 sums round at the borders
     assert bool((p[tokens] > 0).all())
     assert torch.allclose(logprobs.double(), p.log()[tokens], atol=1e-5)
-    greedy, _ = sample_tokens(scores, torch.zeros(4096, device="cuda"), u)
-    assert bool((greedy == scores[0].argmax()).all())
+    active = before[2, :rows]
+    assert torch.equal(counted.long(), active)
+    assert torch.equal(state.integers[0, :rows], torch.where(active > 0, tokens, before[0, :rows]))
+    assert torch.equal(
+        state.integers[[1, 3, 4], :rows],
+        before[[1, 3, 4], :rows] + active * state.integers.new_tensor([[1], [-1], [1]]),
+    )
+    assert torch.equal(state.integers[:, rows:], before[:, rows:])  # rows that do not run
+    best = int(scores[0].argmax())
+    state.floats[0], state.ends[7, 3] = 0.0, best
+    greedy, _, _ = sample_and_advance(scores, state.integers, state.floats[0], state.ends)
+    assert bool((greedy == best).all())
+    assert not state.active[:rows].any()  # two tokens were all
+    state.integers[2], state.integers[3] = 1, 2
+    sample_and_advance(scores, state.integers, state.floats[0], state.ends)
+    assert (state.active[:rows] == 0).nonzero().tolist() == [[7]]  # its end token
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_burst_started_before_the_last_is_read_changes_nothing(dtype):
+    model = make(dtype)
+    asked = [Request(p, Sampling(max_new_tokens=5 + i % 50, seed=i)) for i, p in enumerate(prompts(150, seed=3))]
+    results = []
+    for ahead in (True, False):
+        engine = Engine(model, eos=frozenset(range(9)), device="cuda", max_running=24, burst=4, kv_bytes=2**21)
+        engine._runner.ahead = ahead
+        results.append([result.generations[0] for result in engine.run(asked)])
+        assert engine.metrics()["free_pages"] == engine.metrics()["pages"]
+    same = [a.tokens == b.tokens for a, b in zip(*results, strict=True)]
+    assert sum(same) >= 0.9 * len(same)  # rows beside others round otherwise, and a draw may fall on a border
+    assert [len(g.tokens) for g in results[0]] == [len(g.logprobs) for g in results[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

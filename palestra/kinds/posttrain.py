@@ -270,6 +270,8 @@ def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int
     """The engine that trains the model in so many optimizer steps."""
     ranks.shard(model)
     compile_for_training(model, spec.train, device_of(spec))
+    # Its plans are for one shape, take 60 ms each, and no two batches of completions have the same.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return TrainEngine(
         model,
         Optimizer(model, spec.optim, updates),

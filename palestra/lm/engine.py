@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from palestra.data.store import micro_batches
 from palestra.lm.attention import PackedAttention
 from palestra.lm.batch import Batch, score
+from palestra.lm.layers import TRITON
 from palestra.lm.lora import merged_weights
 from palestra.lm.model import Transformer
 from palestra.lm.moe import RouterTerms, update_bias
@@ -248,7 +249,7 @@ STEPS_THAT_PAY = 200
 
 def compile_for_training(model: Transformer, spec: ComputeSpec, device: torch.device) -> None:
     """Compile each block in place, if the spec asks for it or it pays; blocks of one form share the code."""
-    pays = device.type == "cuda" and spec.steps >= STEPS_THAT_PAY
+    pays = device.type == "cuda" and TRITON and spec.steps >= STEPS_THAT_PAY
     if spec.compile == "off" or (spec.compile == "auto" and not pays):
         return
     # Without this each block's number would compile it again.

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palestra.lm.layers import TRITON
+
 CHUNK_ELEMENTS = 2**26
 """Logits that exist at one time (256 MB in FP32)."""
 
@@ -88,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scores = logits(hidden[part], weight)
-            if hidden.is_cuda:
+            if hidden.is_cuda and TRITON:
                 from palestra.lm.kernels import softmax_rows
 
                 logprobs[part], normalizers[part], entropies[part] = softmax_rows(scores, targets[part], temperature)
@@ -116,7 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + rows)
             scores = logits(hidden[part], weight)
             of_h = None if of_entropy is None else of_entropy[part]
-            if hidden.is_cuda:
+            if hidden.is_cuda and TRITON:
                 from palestra.lm.kernels import softmax_rows_backward
 
                 saved = (targets[part], normalizers[part], entropies[part])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from palestra.lm import native
 from palestra.spec.shape import RopeScaling, Shape
+
+TRITON = find_spec("triton") is not None
+"""Whether GPUs have our own kernels; it comes with torch for most of them. Otherwise torch's operations do the work."""
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -77,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     On the CPU they may be `doubled` already, once for all layers.
     """
     if _fused(x):
-        from palestra.lm import kernels  # Triton comes with torch for GPUs alone
+        from palestra.lm import kernels
 
         return kernels.rotate(x, cos, sin)
     if x.is_cuda:
@@ -97,7 +101,7 @@ def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu(gate_up: Tensor) -> Tensor:
     """SiLU(gate) · up of the two halves."""
     if _fused(gate_up):
-        from palestra.lm import kernels  # Triton comes with torch for GPUs alone
+        from palestra.lm import kernels
 
         return kernels.swiglu(gate_up)
     return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() and not gate_up.is_cuda else _swiglu(gate_up)
@@ -105,7 +109,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def _fused(x: Tensor) -> bool:
     """Whether one kernel stands in for several: while generating on a GPU, where launches are what costs."""
-    return x.is_cuda and torch.is_inference_mode_enabled()
+    return x.is_cuda and TRITON and torch.is_inference_mode_enabled()
 
 
 def bilinear(gate_up: Tensor) -> Tensor:

@@ -10,18 +10,21 @@ from torch import Tensor
 from palestra.generate.engine.pages import PAGE, SCRATCH, PagePool, pages_for
 from palestra.generate.engine.request import MOST_ENDS, Alternatives, EngineJob, Sample
 from palestra.generate.engine.sampler import Needs, Settings, sample
+from palestra.lm.layers import TRITON
 
 APART = 0x9E3779B97F4A7C15
 """The distance between the seeds of a request's samples, modulo 2⁶⁴."""
 ALL = 2**62
 """A top_k that keeps every token."""
+OWN = 5
+"""The first of a row's integers, up to how many tokens it has sampled: steps change them, the others only the host."""
 
 
 class BatchRows:
     """State of the rows, as views of four tensors: a device gets all of it in four copies."""
 
     def __init__(self, integers: Tensor, floats: Tensor, ends: Tensor, tables: Tensor):
-        """`integers` (8, rows) int64, `floats` (3, rows) FP32.
+        """`integers` (9, rows) int64, `floats` (3, rows) FP32.
 
         `ends` (rows, MOST_ENDS) int64 are the tokens that end the sequence, the first one repeated; −1 where there are
         none. `tables` (rows, n) int32 are the pages of the sequence in the cache, and scratch behind them; all scratch
@@ -32,27 +35,34 @@ class BatchRows:
         # position of `token`; 1 where tokens are sampled (the output of other rows is ignored); how many tokens may
         # still be sampled.
         self.token, self.length, self.active, self.remaining = integers[:4]
+        # The row of the last burst that this one goes on from; −1 where it begins with what the host has written.
+        self.source = integers[-1]
 
     @classmethod
     def empty(cls, rows: int, context: int, device: torch.device) -> "BatchRows":
         """Rows in which nothing runs, for sequences of up to `context` tokens."""
         return cls(
-            torch.zeros(8, rows, dtype=torch.int64, device=device),
+            torch.zeros(9, rows, dtype=torch.int64, device=device),
             torch.zeros(3, rows, dtype=torch.float32, device=device),
             torch.full((rows, MOST_ENDS), -1, dtype=torch.int64, device=device),
             torch.full((rows, pages_for(context)), SCRATCH, dtype=torch.int32, device=device),
         )
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of it."""
+        return self.integers, self.floats, self.ends, self.tables
+
     def settings(self, batch: int) -> Settings:
         """How the first rows are sampled."""
-        sampled, minimum, seed, top_k = self.integers[4:, :batch]
+        sampled, minimum, seed, top_k = self.integers[4:8, :batch]
         temperature, top_p, min_p = self.floats[:, :batch]
         return Settings(temperature, top_k, top_p, min_p, seed, sampled, minimum, self.ends[:batch])
 
     def start(self, samples: Sequence[Sample]) -> None:
         """Write the rows of samples whose tokens but the last are cached: they are sampled from now on."""
         rows = torch.tensor([sample.row for sample in samples])
-        # In the order of `token`, `length`, `active`, `remaining` and `settings`.
+        # In the order of `token`, `length`, `active`, `remaining`, `settings` and `source`.
         self.integers[:, rows] = torch.tensor([_integers(sample) for sample in samples]).T
         settings = [sample.job.sampling for sample in samples]
         self.floats[:, rows] = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in settings]).T
@@ -67,7 +77,8 @@ class BatchRows:
 
     def stop(self, row: int) -> None:
         """Stop sampling in a row, on the host. What an idle row computes goes to scratch."""
-        self.integers.numpy()[1:3, row] = 0
+        integers = self.integers.numpy()
+        integers[1:3, row], integers[-1, row] = 0, -1
         self.tables.numpy()[row] = SCRATCH
 
     def move(self, source: int, target: int) -> None:
@@ -81,14 +92,24 @@ class BatchRows:
     def stop_all(self) -> None:
         """Stop sampling in all rows, on the host."""
         self.integers[1:3].zero_()
+        self.source.fill_(-1)
         self.tables.fill_(SCRATCH)
 
+    def go_on(self) -> None:
+        """From now on what the host writes is for the burst after one that was just started."""
+        torch.arange(self.integers.shape[1], out=self.source)
+
+    def follow(self, new: Tensor) -> None:
+        """Take over the host's integers, but go on from what the last burst left where it did not begin a row anew."""
+        source = new[-1]
+        left = self.integers[:OWN].index_select(1, source.clamp(min=0))
+        self.integers.copy_(new)
+        self.integers[:OWN] = torch.where(source >= 0, left, new[:OWN])
+
     def copy_(self, other: "BatchRows") -> None:
-        """Take over all rows of another; from pinned memory without waiting."""
-        for own, new in ((self.integers, other.integers), (self.floats, other.floats)):
-            own[:, : new.shape[1]].copy_(new, non_blocking=True)
-        for own, new in ((self.ends, other.ends), (self.tables, other.tables)):
-            own[: len(new)].copy_(new, non_blocking=True)
+        """Take over all rows of another."""
+        for own, new in zip(self.parts, other.parts, strict=True):
+            own.copy_(new)
 
 
 class DecodeStep(NamedTuple):
@@ -128,6 +149,11 @@ class BurstOutput:
 def advance(rows: BatchRows, scores: Tensor, needs: Needs) -> DecodeStep:
     """Sample from scores (B, V) and advance the first B rows to their next token. The host waits for nothing."""
     batch = len(scores)
+    if scores.is_cuda and needs.plain and TRITON:
+        from palestra.generate.engine.decode_kernel import sample_and_advance
+
+        tokens, logprobs, counted = sample_and_advance(scores, rows.integers, rows.floats[0], rows.ends)
+        return DecodeStep(tokens, logprobs, counted, tokens[:, None][:, :0], logprobs[:, None][:, :0])
     settings, active = rows.settings(batch), rows.active[:batch]
     new, counted = sample(scores, settings, needs), active.bool()
     rows.token[:batch] = torch.where(counted, new.tokens, rows.token[:batch])
@@ -150,6 +176,7 @@ def _integers(sample: Sample) -> tuple[int, ...]:
         sampling.min_new_tokens,
         (job.seed + APART * sample.index + 2**63) % 2**64 - 2**63,  # modulo 2⁶⁴, as an int64
         min(sampling.top_k or ALL, ALL),
+        -1,
     )
 
 
@@ -237,8 +264,8 @@ class Scheduler:
         return spent
 
     def lacking(self, sample: Sample) -> int:
-        """How many more pages a sample needs for a burst."""
-        return max(0, pages_for(min(sample.due + self.steps, sample.most)) - len(sample.pages))
+        """How many more pages a sample needs for a burst, behind what is being sampled."""
+        return max(0, pages_for(min(sample.due + sample.ahead + self.steps, sample.most)) - len(sample.pages))
 
     def _start_next(self, job: EngineJob) -> None:
         """Count a sample of the first job as started, and let the next job have its turn."""

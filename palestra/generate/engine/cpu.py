@@ -220,6 +220,8 @@ class Runner:
 
     captures = 0
     """CUDA graphs captured so far."""
+    ahead = False
+    """Whether a burst is started before the one before it is read."""
 
     def __init__(
         self,
@@ -286,14 +288,18 @@ class Runner:
             offset += len(positions)
 
     @torch.inference_mode()
-    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
-        """`steps` tokens in each of the first rows: (steps, B) on the host. No row has more than `longest` cached."""
+    def start(self, batch: int, steps: int, longest: int, needs: Needs) -> Callable[[], DecodeStep]:
+        """Sample `steps` tokens in each of the first rows; the function waits for them, (steps, B) on the host.
+
+        No row has more than `longest` cached.
+        """
         if self.rows is self.host:
-            return self.burst(batch, steps, longest, needs)
+            output = self.burst(batch, steps, longest, needs)
+            return lambda: output
         self.rows.copy_(self.host)
         output = self.burst(batch, steps, longest, needs)
         self.host.copy_(self.rows)
-        return DecodeStep(*(part.cpu() for part in output))
+        return lambda: DecodeStep(*(part.cpu() for part in output))
 
     def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
         """The same on the device, without waiting for it."""

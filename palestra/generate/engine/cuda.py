@@ -4,7 +4,7 @@ Small models are bound by the host, which can launch a few hundred thousand kern
 kernels of a whole burst, sampling and stops included, and is launched once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -31,13 +31,18 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 class CudaRunner(Runner):
     """A copy of a model on a GPU, whose decode steps are captured once for each size of the batch."""
 
+    ahead = True
+
     def __init__(self, *settings: Any):
         super().__init__(*settings)
         host = self.host
-        self.host = BatchRows(*(t.pin_memory() for t in (host.integers, host.floats, host.ends, host.tables)))
+        self._sent = [BatchRows(*(t.clone().pin_memory() for t in host.parts)) for _ in range(2)]
+        """Copies of the host's rows that are on their way, those of the last two bursts in turns."""
+        self._integers = torch.zeros_like(self.rows.integers)
+        """What the host last sent of them."""
         self._graphs: dict[tuple[int, Needs], tuple[torch.cuda.CUDAGraph, DecodeStep]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._layers = DecodeLayers.of(self.model, self.cache)
+        self._layers = DecodeLayers.of(self.model, self.cache, self.rows.tables.shape[1] * PAGE)
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment], tokens: Sequence[int]) -> None:
@@ -52,19 +57,40 @@ class CudaRunner(Runner):
         self.model(token, position, PackedPrefill(self.cache, segments, place))
 
     @torch.inference_mode()
-    def decode(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
-        """A burst in each of the first rows, as (steps, B) on the host; always of the captured number of steps."""
+    def start(self, batch: int, steps: int, longest: int, needs: Needs) -> Callable[[], DecodeStep]:
+        """A burst in each of the first rows, always of the captured number of steps.
+
+        Everything is in the order of the stream: what a burst needs of the one before it finds on the device.
+        """
         # Cheap here, and fewer graphs. Rows truncate the alternatives to what they asked for.
         needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=MOST_ALTERNATIVES if needs.top else 0)
         rows = min(_bucket(batch), self.slots)
         if (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)
-        graph, steps_out = self._graphs[rows, needs]
-        self.rows.copy_(self.host)
+        graph, output = self._graphs[rows, needs]
+        sent = self._sent[0]  # the burst before the last has been read
+        self._sent.reverse()
+        for part, new in zip(sent.parts, self.host.parts, strict=True):
+            part.copy_(new)
+        self.host.go_on()
+        for part, new in zip((self._integers, *self.rows.parts[1:]), sent.parts, strict=True):
+            part.copy_(new, non_blocking=True)
         graph.replay()
-        self.host.copy_(self.rows)
-        # Waits for the graph, and so for the copy before.
-        return DecodeStep(*(part[:, :batch].cpu() for part in steps_out))
+        read = [torch.empty(part[:, :batch].shape, dtype=part.dtype, pin_memory=True) for part in output]
+        for part, new in zip(read, output, strict=True):
+            part.copy_(new[:, :batch], non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> DecodeStep:
+            done.synchronize()
+            return DecodeStep(*read)
+
+        return wait
+
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
+        self.rows.follow(self._integers)
+        return super().burst(batch, steps, longest, needs)
 
     def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
         """One token in each of the first rows."""
@@ -77,7 +103,9 @@ class CudaRunner(Runner):
 
     def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, DecodeStep]:
         """A graph of a burst. Rows are set idle for the trial run, which compiles kernels and fills caches."""
+        kept = self.rows.integers.clone()
         self.rows.stop_all()  # what an idle row computes goes to scratch
+        self._integers.copy_(self.rows.integers)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -86,6 +114,7 @@ class CudaRunner(Runner):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self.burst(rows, self.steps, 0, needs)
+        self.rows.integers.copy_(kept)
         self.captures += 1
         return graph, output
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine.batch import BurstOutput, Scheduler
+from palestra.generate.engine.batch import BurstOutput, DecodeStep, Scheduler
 from palestra.generate.engine.cpu import Runner
 from palestra.generate.engine.kv_cache import Segment
 from palestra.generate.engine.pages import PAGE, PagePool
@@ -33,7 +33,9 @@ from palestra.generate.types import Chunk, Generation, Request, Result, StopReas
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
+from palestra.lm.layers import TRITON
 from palestra.lm.model import Transformer
+from palestra.spec.shape import Shape
 
 SCORED = 256
 """Tokens whose distributions `score` has in memory at a time."""
@@ -76,16 +78,15 @@ class Engine:
         shape, device, dtype = model.shape, torch.device(device), dtype or model.dtype
         self.context = min(context or shape.context, shape.context)
         self.eos, self.tokenizer = eos, tokenizer
-        # A GPU waits for the host after every burst, and takes many prompts as fast as few.
-        self.steps = burst or (32 if device.type == "cuda" else 8)
-        self.prefill_tokens = prefill_tokens or (2**15 if device.type == "cuda" else 4096)
+        self.steps = burst or (16 if device.type == "cuda" else 8)
+        self.prefill_tokens = prefill_tokens or _prefill_tokens(shape, device)
         self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None
         """The error that ended the engine."""
         runner = Runner
-        if device.type == "cuda":
-            from palestra.generate.engine.cuda import CudaRunner as runner  # Triton comes with torch for GPUs alone
+        if device.type == "cuda" and TRITON:
+            from palestra.generate.engine.cuda import CudaRunner as runner
         self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
         self.exact = device.type == "cpu" if exact is None else exact
@@ -96,6 +97,8 @@ class Engine:
         self._inbox = threading.Lock()
         self._turns = _Turns()
         self._paused = False
+        self._in_flight: _Burst | None = None
+        """Started, and not yet delivered."""
         self._generated = self._prefilled = self._shared = self._preemptions = 0
 
     def _new_scheduler(self) -> Scheduler:
@@ -219,6 +222,7 @@ class Engine:
     def pause(self) -> None:
         """Sample nothing until `resume`. Returns once the current burst has ended."""
         with self._turns.taken():
+            self._settle()
             self._paused = True
 
     def resume(self) -> None:
@@ -238,6 +242,7 @@ class Engine:
         by the new weights.
         """
         with self._turns.taken():
+            self._settle()
             self._runner.load(weights() if callable(weights) else weights)
             self.version = version
             self._scheduler.pool.forget()  # what other weights have computed matches no more
@@ -274,7 +279,7 @@ class Engine:
             jobs = list(self._jobs.values())
             self._jobs.clear()
             self._new, self._aborted = [], []
-            self._scheduler = self._new_scheduler()
+            self._in_flight, self._scheduler = None, self._new_scheduler()
         self._runner.host.stop_all()
         for job in jobs:
             job.sink.put(PalestraError("interrupted before the request was complete: send it again"))
@@ -345,6 +350,9 @@ class Engine:
         scheduler, pool = self._scheduler, self._scheduler.pool
         for sample in sorted((sample for sample in scheduler.rows if sample.active), key=lambda sample: sample.age):
             while sample.active and scheduler.lacking(sample) > pool.available:
+                if self._in_flight is not None:  # samples may end with it
+                    self._settle()
+                    continue
                 youngest = max(scheduler.rows, key=lambda sample: sample.age)
                 self._free(youngest)
                 scheduler.put_back(youngest)
@@ -354,27 +362,55 @@ class Engine:
                 sample.pages += new
 
     def _decode(self) -> bool:
-        """Sample tokens in all active rows, and deliver them."""
+        """Start sampling in all active rows, and deliver the tokens of the burst before; these too without `ahead`."""
         self._give_pages()
+        before, self._in_flight = self._in_flight, None
         running = [sample for sample in self._scheduler.rows if sample.active]
-        if not running:
-            return False
-        steps = min(self.steps, max(sample.remaining for sample in running))
-        longest = max(sample.cached for sample in running)
-        needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
-        sampled = BurstOutput(self._runner.decode(len(self._scheduler.rows), steps, longest, needs))
-        # Where a sample ends another may move in, with all that it has cached: every row is read before.
-        outputs = [sampled.in_row(sample.row, sample.job.sampling.logprobs) for sample in running]
-        for sample, (tokens, _, _) in zip(running, outputs, strict=True):
-            sample.cached += len(tokens)
-        # From the last row: where the last one ends, none has to move into its place.
-        for sample, (tokens, logprobs, top) in reversed(list(zip(running, outputs, strict=True))):
-            if not sampled.finite and not all(map(math.isfinite, logprobs)):
-                raise PalestraError(f"non-finite log-probabilities with weights version {self.version}")
-            self._extend(sample, tokens, logprobs, top)
-        return True
+        if any(sample.remaining > sample.ahead for sample in running):
+            self._in_flight = self._started(running)
+        if before is not None:
+            self._deliver(before)
+        if not self._runner.ahead:
+            self._settle()
+        return before is not None or bool(running)
 
-    def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float], top: list[Alternatives]) -> None:
+    def _started(self, running: list[Sample]) -> "_Burst":
+        """A burst that samples tokens in the rows of `running`."""
+        steps = self.steps if self._runner.ahead else min(self.steps, max(sample.remaining for sample in running))
+        longest = max(sample.cached + sample.ahead for sample in running)
+        needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
+        output = self._runner.start(len(self._scheduler.rows), steps, longest, needs)
+        for sample in running:
+            sample.ahead += steps
+        return _Burst([(sample, sample.row) for sample in running], steps, self.version, output)
+
+    def _settle(self) -> None:
+        """Wait for the burst in flight, and deliver what it sampled."""
+        burst, self._in_flight = self._in_flight, None
+        try:
+            if burst is not None:
+                self._deliver(burst)
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def _deliver(self, burst: "_Burst") -> None:
+        sampled = BurstOutput(burst.output())
+        # From the last row: where the last one ends, none has to move into its place.
+        for sample, row in reversed(burst.running):
+            sample.ahead -= burst.steps
+            if not sample.active:  # it ended meanwhile
+                continue
+            tokens, logprobs, top = sampled.in_row(row, sample.job.sampling.logprobs)
+            if not sampled.finite and not all(map(math.isfinite, logprobs)):
+                raise PalestraError(f"non-finite log-probabilities with weights version {burst.version}")
+            if tokens:
+                sample.cached += len(tokens)
+                self._extend(sample, burst.version, tokens, logprobs, top)
+
+    def _extend(
+        self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
+    ) -> None:
         """Add sampled tokens to a sample and check whether it has ended."""
         since, job, text = len(sample.tokens), sample.job, ""
         count = len(tokens)
@@ -387,7 +423,7 @@ class Engine:
                     break
         sample.tokens += tokens[:count]
         sample.logprobs += logprobs[:count]
-        sample.versions += [self.version] * count
+        sample.versions += [version] * count
         sample.top += top[:count]
         self._generated += count
         if sample.text is not None and sample.text.stopped_by is not None:
@@ -430,10 +466,29 @@ class Engine:
             host.move(*move)
 
 
+def _prefill_tokens(shape: Shape, device: torch.device) -> int:
+    """A GPU takes many tokens as fast as few, as long as a layer's activations are a small share of its memory."""
+    if device.type == "cpu":
+        return 4096
+    each = 2 * (2 * (shape.mlp or shape.width) + 6 * shape.width)
+    return max(4096, min(2**16, int(0.04 * torch.cuda.get_device_properties(device).total_memory) // each))
+
+
 @lru_cache(maxsize=256)
 def _last_bytes(stops: tuple[str, ...]) -> frozenset[int] | None:
     """The bytes that strings end with; None where any may be it."""
     return None if any(stop[-1] == "\ufffd" for stop in stops) else frozenset(stop.encode()[-1] for stop in stops)
+
+
+class _Burst(NamedTuple):
+    """A burst in flight."""
+
+    running: list[tuple[Sample, int]]
+    """The samples that it samples, and their rows."""
+    steps: int
+    version: int
+    output: Callable[[], DecodeStep]
+    """Waits for it."""
 
 
 class _Turns:

@@ -174,6 +174,8 @@ class Sample:
     """How many tokens have their keys and values in its pages, or get them from the samples it shares them with."""
     active: bool = False
     """Whether tokens are being sampled."""
+    ahead: int = 0
+    """How many tokens, at most, are being sampled that the host has not seen."""
     shareable: bool = True
     """Whether its pages hold what the current weights compute."""
     tokens: list[int] = field(default_factory=list)

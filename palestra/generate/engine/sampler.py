@@ -33,6 +33,11 @@ class Needs:
     top: int = 0
     """How many alternatives to each token."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether every row samples from the whole distribution, and nothing else is asked for."""
+        return not (self.min_tokens or self.filtered or self.top)
+
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> "Needs":
         """What at least one of them asks for."""
@@ -90,16 +95,10 @@ def sample(scores: Tensor, settings: Settings, needs: Needs) -> Choice:
 
     The order of transformers' processors. Each row is a function of its own scores and settings alone.
     """
-    plain = not (needs.min_tokens or needs.filtered or needs.top)
-    if scores.is_cuda and plain:
-        from palestra.generate.engine.decode_kernel import sample_tokens  # Triton comes with torch for GPUs alone
-
-        u = uniform(settings.seed, settings.sampled).float()
-        return _without_others(*sample_tokens(scores, settings.temperature, u))
     if scores.dtype != torch.float32 or not native.available(scores):
         return _sampled(scores, settings, needs)
     tokens, logprobs = native.sample_tokens(scores, settings.temperature, settings.seed, settings.sampled)
-    if plain:
+    if needs.plain:
         return _without_others(tokens, logprobs)
     # A plain row has the same bits whatever the other rows need.
     choice, alone = _sampled(scores, settings, needs), settings.plain(scores.shape[1])
