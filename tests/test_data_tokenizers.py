@@ -433,7 +433,13 @@ def test_detokenizer_character_of_many_tokens_comes_whole(bpe: Tokenizer):
 
 def test_detokenizer_long_stream_reads_each_token_once(bpe: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    monkeypatch.setattr(bpe, "piece", lambda token: asked.append(token) or b"x")
+
+    class Pieces(dict):
+        def __missing__(self, token: int) -> bytes:
+            asked.append(token)
+            return b"x"
+
+    monkeypatch.setattr(bpe, "_pieces", Pieces())
     stream = Detokenizer(bpe)
     for _ in range(1000):
         stream.push([65])

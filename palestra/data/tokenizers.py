@@ -8,7 +8,7 @@ import re
 import secrets
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain, takewhile
 from pathlib import Path
@@ -129,7 +129,7 @@ class Tokenizer:
                 )
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self._spelling = Spelling(document.get("decoder"))
-        self._pieces: dict[int, bytes] = {}
+        self._pieces = _Pieces(self._spelled)
         self.bos, self.eos, self.pad = (self._named(name) for name in ("bos_token", "eos_token", "pad_token"))
         """The ids that begin a text, end one and fill up a batch, where the tokenizer has them."""
 
@@ -242,13 +242,13 @@ class Tokenizer:
 
     def piece(self, token: int) -> bytes:
         """The exact bytes of one token; none for an id that pads the model's embedding."""
-        if token not in self._pieces:
-            printed = self._backend.id_to_token(token)
-            if token in self._added:
-                self._pieces[token] = self._added[token].encode()
-            else:
-                self._pieces[token] = b"" if printed is None else self._spelling.bytes_of(printed)
         return self._pieces[token]
+
+    def _spelled(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        printed = self._backend.id_to_token(token)
+        return b"" if printed is None else self._spelling.bytes_of(printed)
 
     def _named(self, which: str) -> int | None:
         content = self.named_specials.get(which)
@@ -271,18 +271,30 @@ class Tokenizer:
         return UsageError(f"the tokenizer {self.name} cannot encode the text: {error}")
 
 
+class _Pieces(dict[int, bytes]):
+    """What is asked for the first time is computed; all else is found at the speed of a dict."""
+
+    def __init__(self, compute: Callable[[int], bytes]):
+        self._compute = compute
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = piece = self._compute(token)
+        return piece
+
+
 class Detokenizer:
     """Streaming `decode`: never half a character, and all pushes together are `decode` of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, specials: bool = False, continues: bool = False):
-        self._piece = tokenizer.piece
+        self._pieces = tokenizer._pieces
         self._left_out = frozenset() if specials else tokenizer.special_ids
         self._spaces = 0 if continues else tokenizer._spelling.leading_spaces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that is complete with these ids."""
-        data = b"".join(self._piece(token) for token in ids if token not in self._left_out)
+        pieces, left_out = self._pieces, self._left_out
+        data = b"".join([pieces[token] for token in ids if token not in left_out])
         while self._spaces and data:
             self._spaces = self._spaces - 1 if data[0] == 0x20 else 0
             data = data.removeprefix(b" ")

@@ -49,7 +49,8 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
                 raise item
             assert isinstance(item, Result)
             about["tokens"] = sum(len(one.tokens) for one in item.generations)
-            about["version"] = max((v for one in item.generations for v in one.versions), default=self.engine.version)
+            versions = (max(one.versions) for one in item.generations if one.versions)
+            about["version"] = max(versions, default=self.engine.version)
         return item
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:

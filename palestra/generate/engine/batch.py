@@ -37,6 +37,8 @@ class BatchRows:
         self.token, self.length, self.active, self.remaining = integers[:4]
         # The row of the last burst that this one goes on from; −1 where it begins with what the host has written.
         self.source = integers[-1]
+        # The host writes a few numbers at a time, which takes NumPy a tenth of torch's time.
+        self._arrays = [t.numpy() for t in self.parts] if integers.device.type == "cpu" else []
 
     @classmethod
     def empty(cls, rows: int, context: int, device: torch.device) -> "BatchRows":
@@ -72,21 +74,20 @@ class BatchRows:
             self.add_pages(started.row, 0, started.pages)
 
     def add_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
-        """The pages of a sequence from number `first` on, on the host: there NumPy takes a tenth of torch's time."""
-        self.tables.numpy()[row, first : first + len(pages)] = pages
+        """The pages of a sequence from number `first` on, on the host."""
+        self._arrays[3][row, first : first + len(pages)] = pages
 
     def stop(self, row: int) -> None:
         """Stop sampling in a row, on the host. What an idle row computes goes to scratch."""
-        integers = self.integers.numpy()
+        integers, _, _, tables = self._arrays
         integers[1:3, row], integers[-1, row] = 0, -1
-        self.tables.numpy()[row] = SCRATCH
+        tables[row] = SCRATCH
 
     def move(self, source: int, target: int) -> None:
         """Move a row to the place of another, on the host. Its own place is then idle."""
-        integers, floats = self.integers.numpy(), self.floats.numpy()
+        integers, floats, ends, tables = self._arrays
         integers[:, target], floats[:, target] = integers[:, source], floats[:, source]
-        for by_row in (self.ends.numpy(), self.tables.numpy()):
-            by_row[target] = by_row[source]
+        ends[target], tables[target] = ends[source], tables[source]
         self.stop(source)
 
     def stop_all(self) -> None:
@@ -200,6 +201,8 @@ class Scheduler:
         self.preempted: list[Sample] = []
         """Samples that have started and wait for pages, the first to start first."""
         self.rows: list[Sample] = []
+        self.sharing: list[Sample] = []
+        """Those that wait for the last page of another one's prompt."""
         self._turn = 0
         self._started = 0
         self._admitted = 0
@@ -231,7 +234,9 @@ class Scheduler:
                 source = sources.setdefault(job.key, sample)
                 if not source.job.same_prompt(job):  # only the hash is the same
                     source = next((s for s in self.rows if s.shareable and s.job.same_prompt(job)), sample)
-                sample.source = None if source is sample else source
+                if source is not sample:
+                    sample.source = source
+                    self.sharing.append(sample)
             sample.row, sample.age, sample.shareable = len(self.rows), self._admitted, True
             self._admitted += 1
             self.rows.append(sample)
@@ -317,16 +322,18 @@ class Scheduler:
         lost = self._computing.intersection(sample.pages[sample.cached // PAGE :])
         self._computing -= lost
         self.pool.forget(sorted(lost))
-        for other in self.rows:
+        for other in self.sharing:
             if other.source is sample:
                 other.source = None
-            if lost and other is not sample:  # it has to compute them itself
+        for other in self.rows if lost else ():
+            if other is not sample:  # it has to compute them itself
                 first = next((i for i, page in enumerate(other.pages) if page in lost), len(other.pages))
                 other.cached = min(other.cached, first * PAGE)
         if remember and sample.shareable:
             self.pool.remember(sample.pages, sample.sequence, min(sample.cached, sample.due))
         self.pool.release(sample.pages)
         sample.pages, row, sample.row, sample.active, sample.source = [], sample.row, -1, False, None
+        self.sharing = [other for other in self.sharing if other.source is not None]
         last = self.rows.pop()
         if last is sample:
             return None

@@ -4,7 +4,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from palestra.generate.engine.request import (
     PromptTooLong,
     QueueFull,
     Sample,
+    StopEnders,
     TokenSink,
     checked,
 )
@@ -37,6 +37,8 @@ from palestra.lm.layers import TRITON
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
 
+MOST_ENDERS = 64
+"""Sets of stop strings that are remembered: anybody may send others to a server."""
 SCORED = 256
 """Tokens whose distributions `score` has in memory at a time."""
 
@@ -97,6 +99,7 @@ class Engine:
         self._inbox = threading.Lock()
         self._turns = _Turns()
         self._paused = False
+        self._enders: dict[tuple[str, ...], StopEnders] = {}
         self._in_flight: _Burst | None = None
         """Started, and not yet delivered."""
         self._generated = self._prefilled = self._shared = self._preemptions = 0
@@ -308,9 +311,11 @@ class Engine:
         stops, tokenizer = sample.job.sampling.stop, self.tokenizer
         if not stops or tokenizer is None:
             return None
-        # A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
-        last = _last_bytes(stops)
-        if last is not None and all(last.isdisjoint(tokenizer.piece(token)) for token in tokens):
+        if stops not in self._enders:
+            if len(self._enders) == MOST_ENDERS:
+                self._enders.clear()
+            self._enders[stops] = StopEnders(tokenizer, stops)
+        if not any(map(self._enders[stops].__getitem__, tokens)):
             return None
         text = GrowingText(tokenizer, stops)
         for token in sample.tokens:
@@ -337,13 +342,16 @@ class Engine:
 
     def _copy_last_pages(self) -> None:
         """Complete the prompts of samples of which others have the same."""
-        complete = [s for s in self._scheduler.rows if s.source is not None and s.source.cached >= s.due]
-        pages = [(s.source.pages[s.due // PAGE], s.pages[s.due // PAGE]) for s in complete if s.source is not None]
-        if pages:
-            self._runner.cache.copy(*zip(*pages, strict=True))
-        for sample in complete:
+        scheduler = self._scheduler
+        complete = [(s, s.source) for s in scheduler.sharing if s.source is not None and s.source.cached >= s.due]
+        if not complete:
+            return
+        pages = [(source.pages[s.due // PAGE], s.pages[s.due // PAGE]) for s, source in complete]
+        self._runner.cache.copy(*zip(*pages, strict=True))
+        for sample, _ in complete:
             self._shared += sample.due - sample.cached
             sample.cached, sample.source = sample.due, None
+        scheduler.sharing = [sample for sample in scheduler.sharing if sample.source is not None]
 
     def _give_pages(self) -> None:
         """Give all active samples pages for a burst, the oldest first; the youngest ones give theirs back for it."""
@@ -472,12 +480,6 @@ def _prefill_tokens(shape: Shape, device: torch.device) -> int:
         return 4096
     each = 2 * (2 * (shape.mlp or shape.width) + 6 * shape.width)
     return max(4096, min(2**16, int(0.04 * torch.cuda.get_device_properties(device).total_memory) // each))
-
-
-@lru_cache(maxsize=256)
-def _last_bytes(stops: tuple[str, ...]) -> frozenset[int] | None:
-    """The bytes that strings end with; None where any may be it."""
-    return None if any(stop[-1] == "\ufffd" for stop in stops) else frozenset(stop.encode()[-1] for stop in stops)
 
 
 class _Burst(NamedTuple):

@@ -49,6 +49,20 @@ class StopStrings:
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class StopEnders(dict[int, bool]):
+    """Whether a stop string may end in a token, by the token; found out when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self._piece = tokenizer.piece
+        # A character comes out with its last byte, except U+FFFD, which stands for bytes that are none.
+        unknown = any(stop[-1] == "\ufffd" for stop in stops)
+        self._last = None if unknown else frozenset(stop.encode()[-1] for stop in stops)
+
+    def __missing__(self, token: int) -> bool:
+        self[token] = may = self._last is None or not self._last.isdisjoint(self._piece(token))
+        return may
+
+
 class GrowingText:
     """Tokens to text, up to a stop string. Text that may still change or be cut is not given out."""
 
