@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from palestra.errors import MissingExtra, PalestraError
-from palestra.work.redact import redact, redacted
+from palestra.work.redact import redacted, secrets
 
 WAITING_ROWS = 1000  # rows a background sink may lag behind before rows are left out
 CLOSE_SECONDS = 15.0  # what a background sink gets to finish at the end of a run
@@ -46,7 +46,8 @@ class JsonlSink:
     def write(self, *rows: dict[str, Any]) -> None:
         """Append rows."""
         try:
-            self._file.write(redact("".join(map(json_line, rows))).encode())
+            known = secrets()
+            self._file.write("".join([json_line(redacted(row, known)) for row in rows]).encode())
             self._file.flush()
         except OSError as error:
             raise PalestraError(f"Cannot write {self.path}: {error.strerror}. Make room, then resume.") from error

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -77,6 +78,8 @@ class Process:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
+        self._readable = select.poll()  # the connection's own poll makes a new selector each time
+        self._readable.register(self._connection.fileno(), select.POLLIN)
         self._killed = self._awake = False
         self.heard = time.monotonic()  # the last sign of life
         self._tell_guard = tell_guard
@@ -98,7 +101,8 @@ class Process:
             while True:
                 now = time.monotonic()
                 # At most a second: a child that the worker forked may hold the socket open when the worker is dead.
-                if self._connection.poll(max(0.0, min(1.0, start + limit - now, self.heard + patience - now))):
+                seconds = max(0.0, min(1.0, start + limit - now, self.heard + patience - now))
+                if self._readable.poll(math.ceil(1000 * seconds)):
                     kind, data = pickle.loads(self._connection.recv_bytes())
                     self.heard, self._awake, patience = time.monotonic(), True, silence
                     answered = True

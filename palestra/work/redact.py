@@ -49,6 +49,7 @@ PLACED = re.compile(
 """The path of a webhook URL, or the value assigned to a name in capitals, as in a diff of `.env`."""
 PLACED_HINTS = ("https://", "Key=", "Signature=", "Password=", "Pwd=", "TOKEN", "KEY", "SECRET", "PASSWORD", "_STRING")
 """The same for `PLACED`."""
+NUMBERS = frozenset((int, float, bool))
 LONGEST_WORD = 8192
 """The most bytes without a space to hold back, as they may be half a URL."""
 
@@ -82,7 +83,8 @@ def redacted(value: Any, known: Sequence[str] | None = None) -> Any:
     if isinstance(value, Mapping):
         return {redacted(key, known): redacted(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(item, known) for item in value]
+        numbers = NUMBERS.issuperset(map(type, value))  # the tokens of a rollout: not one by one
+        return value if numbers else [redacted(item, known) for item in value]
     return value
 
 
