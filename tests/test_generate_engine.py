@@ -380,6 +380,18 @@ def test_trained_weights_changed_later_do_not_reach_the_engine():
     assert engine.run([request])[0].generations == before
 
 
+def test_stream_gets_token_by_token_with_its_text():
+    engine, listener, other = engine_of(tokenizer=small_tokenizer()), Listener(streams=True), Listener()
+    engine.submit(Request(prompt_of(6), Sampling(seed=1, max_new_tokens=12)), listener)
+    engine.submit(Request(prompt_of(6), Sampling(seed=1, max_new_tokens=12)), other)
+    while other.result is None or listener.result is None:
+        engine.burst()
+    (whole,) = other.result.generations
+    assert [chunk.tokens for chunk in listener.chunks] == [(token,) for token in whole.tokens]
+    assert [chunk.logprobs for chunk in listener.chunks] == [(value,) for value in whole.logprobs]
+    assert "".join(chunk.text for chunk in listener.chunks) == whole.text
+
+
 def test_abort_mid_way_gives_what_there_is_and_frees_the_slots():
     engine, listener, other = engine_of(max_running=4, burst=2), Listener(streams=True), Listener()
     id = engine.submit(Request(prompt_of(6), Sampling(seed=1, max_new_tokens=50), n=3), listener)
@@ -393,7 +405,7 @@ def test_abort_mid_way_gives_what_there_is_and_frees_the_slots():
     engine.burst()
     assert [g.stop_reason for g in listener.result.generations] == [StopReason.ABORT] * 3
     for index, generation in enumerate(listener.result.generations):
-        assert len(generation.tokens) == len(generation.logprobs) == len(generation.versions) == 6
+        assert len(generation.tokens) == len(generation.logprobs) == len(generation.versions) == 3
         sent = [token for chunk in listener.chunks if chunk.index == index for token in chunk.tokens]
         assert tuple(sent) == generation.tokens
         assert [c.stop_reason for c in listener.chunks if c.index == index][-1] == StopReason.ABORT

@@ -371,6 +371,7 @@ class Engine:
 
     def _decode(self) -> bool:
         """Start sampling in all active rows, and deliver the tokens of the burst before; these too without `ahead`."""
+        busy = self._in_flight is not None
         self._give_pages()
         before, self._in_flight = self._in_flight, None
         running = [sample for sample in self._scheduler.rows if sample.active]
@@ -380,11 +381,13 @@ class Engine:
             self._deliver(before)
         if not self._runner.ahead:
             self._settle()
-        return before is not None or bool(running)
+        return busy or bool(running)
 
     def _started(self, running: list[Sample]) -> "_Burst":
         """A burst that samples tokens in the rows of `running`."""
         steps = self.steps if self._runner.ahead else min(self.steps, max(sample.remaining for sample in running))
+        if not self._runner.ahead and any(sample.job.sink.streams for sample in running):
+            steps = 1  # somebody reads along
         longest = max(sample.cached + sample.ahead for sample in running)
         needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
         output = self._runner.start(len(self._scheduler.rows), steps, longest, needs)
@@ -412,9 +415,13 @@ class Engine:
             tokens, logprobs, top = sampled.in_row(row, sample.job.sampling.logprobs)
             if not sampled.finite and not all(map(math.isfinite, logprobs)):
                 raise PalestraError(f"non-finite log-probabilities with weights version {burst.version}")
-            if tokens:
-                sample.cached += len(tokens)
-                self._extend(sample, burst.version, tokens, logprobs, top)
+            each = 1 if sample.job.sink.streams else max(1, len(tokens))  # a stream gets token by token
+            for place in range(0, len(tokens), each):
+                part = slice(place, place + each)
+                sample.cached += len(tokens[part])
+                self._extend(sample, burst.version, tokens[part], logprobs[part], top[part])
+                if not sample.active:
+                    break
 
     def _extend(
         self, sample: Sample, version: int, tokens: list[int], logprobs: list[float], top: list[Alternatives]
