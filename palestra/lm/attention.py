@@ -214,8 +214,10 @@ class TreeAttention:
         pieces = []
         for (index, *_), mask in zip(self._blocks, self._mask(window), strict=True):
             # (rows, heads, longest, dim)
-            of_rows = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
-            pieces.append(masked(*of_rows, mask.to(q.dtype), sinks).transpose(1, 2).flatten(0, 1))
+            row_q, row_k, row_v = (
+                t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)
+            )
+            pieces.append(masked(row_q, row_k, row_v, mask.to(q.dtype), sinks).transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces).index_select(0, self._back)
 
     def _mask(self, window: int | None) -> list[Tensor]:

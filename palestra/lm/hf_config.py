@@ -419,7 +419,7 @@ def _read_nope(keys: _Keys, layers: int) -> list[int]:
 
 
 def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
-    fields = {
+    fields: dict[str, Any] = {
         "experts": keys.take(experts.count[0], int, *experts.count[1:]),
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),

@@ -26,7 +26,7 @@ class Experts:
     """The module of the router, in the block."""
     stacked: bool = False
     """Whether `gate` is one tensor with gate and up projections of all experts, by inputs, and `down` likewise."""
-    activation: str = "swiglu"
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """That of `MoESpec`."""
 
 

@@ -72,7 +72,8 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
-        return F.linear(*(None if t is None else wide(local(t).to(x.dtype)) for t in (x, matrix, bias)))
+        bias = None if bias is None else wide(local(bias).to(x.dtype))
+        return F.linear(wide(x), wide(local(matrix).to(x.dtype)), bias)
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each expert on its rows (N, D), which end at `ends` (E) and follow those of the expert before it."""

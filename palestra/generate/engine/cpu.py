@@ -331,8 +331,10 @@ class Runner:
         return wide(self.tiles.head(hidden, self._room))
 
     def _padded(self, count: int) -> int:
+        shape = self.model.shape
         # Our own kernels go row by row. Only the rotary angles are left to torch, and those fill whole vectors.
-        if self.tiles is None or (self.tiles.whole and count <= PORTION and self.model.shape.dim % ROWS == 0):
+        by_row = self.tiles is not None and self.tiles.whole and shape.dim % ROWS == 0 and not shape.beyond_llama
+        if self.tiles is None or (by_row and count <= PORTION):
             return count
         return -(-count // ROWS) * ROWS
 
