@@ -24,6 +24,7 @@ from torch import Tensor
 from palestra.data.tokenizers import character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.batch import Batch, forward
+from palestra.lm.convert import convert
 from palestra.lm.head import logits
 from palestra.lm.hf import DamagedModel, Shards, check_names, load_pretrained, save_pretrained, save_weights, slots
 from palestra.lm.hf_config import UnsupportedModel, canonical, family_of, own_config, read_config, write_config
@@ -818,6 +819,8 @@ def test_experts_in_mxfp4_are_the_numbers_of_transformers(quantized: Path, tmp_p
         prefix = f"model.layers.1.mlp.experts.{name}_proj"
         expected = convert_moe_packed_tensors(stored[f"{prefix}_blocks"], stored[f"{prefix}_scales"])
         assert torch.equal(loaded.model.state_dict()[f"layers.1.mlp.{name}"], expected.mT.float())
+    convert(quantized, tmp_path / "converted")
+    assert_equal_logits(packed_logits(loaded.model), padded_logits(tmp_path / "converted"))
     save_pretrained(tmp_path / "saved", loaded.model, tokenizer=None, eos=(2,), base_config=loaded.config)
     assert_equal_logits(packed_logits(loaded.model), padded_logits(tmp_path / "saved"))
 
@@ -927,6 +930,22 @@ def test_reward_model_scores_as_in_transformers_both_ways(tmp_path: Path) -> Non
     several["id2label"] = {"0": "bad", "1": "good"}
     with pytest.raises(UnsupportedModel, match="2 labels"):
         read_config(several, "config.json")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt2"])
+def test_reward_model_of_a_family_is_a_classifier_of_transformers(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    loaded, score = load_pretrained(checkpoint(family)), torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    save_pretrained(tmp_path / "saved", loaded.model, tokenizer=None, eos=(), base_config=loaded.config, score=score)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    tokens = torch.tensor([sequences()[0]])
+    with torch.no_grad():
+        hidden = forward(loaded.model, Batch.pack(tokens.tolist())).hidden
+        assert_equal_logits(hidden[-1:] @ score.t(), theirs(tokens).logits)
+    again = load_pretrained(tmp_path / "saved")
+    assert again.score is not None
+    assert torch.equal(again.score, score)
 
 
 def test_reward_model_of_a_shape_of_our_own_loads_back(tmp_path: Path) -> None:
