@@ -55,6 +55,15 @@ GEMMA = UNTIED.model_copy(
         **{"window": 5, "full_layers": [0], "local_rope_theta": 300.0, "query_pre_attn_scalar": 7, "nope_layers": [0]},
     }
 )
+GPT_OSS = SHAPE.model_copy(
+    update={
+        **{"moe": MoESpec(experts=3, active=2, mlp=8, activation="clamped_swiglu", balance=0.1), "tied": False},
+        **{"biases": True, "sinks": True, "window": 5, "full_layers": [0]},
+    }
+)
+GPT2 = SHAPE.model_copy(
+    update={"biases": True, "norm": "layer", "positions": "learned", "activation": "gelu", "kv_heads": 4}
+)
 # Adam makes gradients that are nothing but rounding, such as those of the keys' biases, as large as all others.
 ADAMW = AdamWSpec(name="adamw", lr=Schedule(shape="linear", start=0.003, end=0.001), eps=1e-4, max_grad_norm=0.5)
 MUON = MuonSpec(name="muon", lr=Schedule(shape="linear", start=0.003, end=0.001), max_grad_norm=0.5)
@@ -89,6 +98,8 @@ CASES = {
     "deep": Case(EXPERTS.model_copy(update={"layers": 5}), micro_tokens=10, ema=0.8),
     "gated": Case(GATED),
     "gemma": Case(GEMMA),
+    "gpt-oss": Case(GPT_OSS, MUON),
+    "gpt2": Case(GPT2),
     "deep dense": Case(SHAPE.model_copy(update={"layers": 4})),
 }
 

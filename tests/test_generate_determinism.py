@@ -74,6 +74,24 @@ def test_mixture_of_experts_gives_the_same_bits_whatever_others_choose(dtype):
         assert among_others(model, request, other_requests(others, 60), max_running=64) == alone
 
 
+GPT_OSS = {"biases": True, "sinks": True, "moe": {**MOE, "activation": "clamped_swiglu"}}
+GPT2 = {"biases": True, "norm": "layer", "positions": "learned", "activation": "gelu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
+@pytest.mark.parametrize("shape", [GPT_OSS, GPT2], ids=["gpt-oss", "gpt2"])
+def test_other_blocks_give_the_same_bits_whatever_others_run(shape, dtype):
+    model = small_model(deviation=0.1, dtype=dtype, **{"width": 192, "mlp": 250, "context": 640, "vocab": 512}, **shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "bias")):
+                parameter.copy_(torch.linspace(-2.0, 2.0, parameter.numel()).view(parameter.shape))
+    request = Request(prompt_of(230, 1), Sampling(seed=9, max_new_tokens=12))  # past 256, with what sinks add before
+    alone = among_others(model, request, [])
+    assert among_others(model, request, other_requests(6, 60), max_running=64) == alone
+    assert among_others(model, request, [Request(prompt_of(400, 2), Sampling(max_new_tokens=20))]) == alone
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=BF16)])
 def test_request_after_caches_were_computed_again_gives_the_same_bits(dtype):
     model = small_model(deviation=0.05, dtype=dtype, **REAL)

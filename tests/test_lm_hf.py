@@ -24,10 +24,11 @@ from torch import Tensor
 from palestra.data.tokenizers import character_tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.lm.batch import Batch, forward
+from palestra.lm.convert import convert
 from palestra.lm.head import logits
-from palestra.lm.hf import DamagedModel, Shards, checked_names, load_pretrained, save_pretrained, save_weights, slots
-from palestra.lm.hf_config import FAMILIES as FAMILY_ROWS
+from palestra.lm.hf import DamagedModel, Shards, check_names, load_pretrained, save_pretrained, save_weights, slots
 from palestra.lm.hf_config import UnsupportedModel, canonical, family_of, own_config, read_config, write_config
+from palestra.lm.hf_families import FAMILIES as FAMILY_ROWS
 from palestra.lm.model import Transformer
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
 
@@ -47,6 +48,10 @@ GEMMA3: dict[str, Any] = {
     "qk_norm": "head", "norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu",
 }  # fmt: skip
 MOE: dict[str, Any] = {"experts": 4, "active": 2, "mlp": 24}
+GPT_OSS: dict[str, Any] = {"biases": True, "sinks": True, "moe": MoESpec(**MOE, activation="clamped_swiglu")}
+GPT2: dict[str, Any] = {
+    "biases": True, "norm": "layer", "positions": "learned", "activation": "gelu", "kv_heads": None,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,9 @@ def arithmetic(folder: Path) -> dict[str, Any]:
     other = {"_name_or_path", "dtype", "transformers_version", "max_window_layers", "no_rope_layer_interval"}
     other |= {"sliding_window_pattern", "_sliding_window_pattern"}
     unused = {"intermediate_size"} if "moe_intermediate_size" in config else set()
-    unused |= {"rope_parameters"} if "'yarn'" in str(config["rope_parameters"]) else set()  # all written out
+    unused |= {"rope_parameters"} if "'yarn'" in str(config.get("rope_parameters")) else set()  # all written out
+    if config["model_type"] == "gpt2":
+        return {key: value for key, value in config.items() if key not in other}
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {key: value for key, value in config.items() if key not in other | unused} | {"head_dim": dim}
 
@@ -159,7 +166,7 @@ def test_family_packed_and_saved_anew_gives_the_logits_and_bits_of_transformers(
     assert arithmetic(saved) == arithmetic(source)
 
 
-@pytest.mark.parametrize("family", ["smollm3_window", "qwen2_moe", "gemma3", "olmo3"])
+@pytest.mark.parametrize("family", ["smollm3_window", "qwen2_moe", "gemma3", "olmo3", "gpt_oss", "gpt2_untied"])
 def test_family_has_the_gradients_of_transformers(family: str, checkpoint: Callable[[str], Path]) -> None:
     loaded = load_pretrained(checkpoint(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(family), dtype=torch.float32)
@@ -177,7 +184,7 @@ def test_family_has_the_gradients_of_transformers(family: str, checkpoint: Calla
             assert gradient is not None
             assert reference is not None
             scale = reference.abs().max().item()
-            torch.testing.assert_close(gradient[slot.index], reference, rtol=1e-4, atol=1e-4 * scale)
+            torch.testing.assert_close(slot.of(gradient), reference, rtol=1e-4, atol=1e-4 * scale)
             compared += 1
     assert compared > 30
 
@@ -221,6 +228,9 @@ def test_bf16_folder_loaded_and_saved_keeps_every_bit(
         ({"norm_order": "post", "qk_norm": "full", "window": 7, "full_layers": [1]}, "Olmo3ForCausalLM"),
         ({"norm_order": "post", "qk_norm": "full"}, "Olmo2ForCausalLM"),
         ({"nope_layers": [1]}, "SmolLM3ForCausalLM"),
+        ({**GPT_OSS, "window": 7, "full_layers": [1], "rope_scaling": YARN}, "GptOssForCausalLM"),
+        ({**GPT_OSS, "tied": False}, "GptOssForCausalLM"),
+        ({**GPT2, "mlp": 128}, "GPT2LMHeadModel"),
         ({"window": 7, "full_layers": [1]}, "SmolLM3ForCausalLM"),
     ],
 )
@@ -239,6 +249,11 @@ def test_model_of_our_own_saved_is_of_the_plainest_family_that_expresses_it(
     "changes",
     [
         {"nope_layers": [0], "qk_norm": "head"},
+        {"sinks": True},
+        {"biases": True, "moe": MoESpec(**MOE, shared=1)},
+        {"norm": "layer", "qk_norm": "head"},
+        {"positions": "learned", "activation": "gelu"},
+        {"moe": MoESpec(**MOE, activation="clamped_swiglu")},
         {"norm_order": "post"},
         {"norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu", "query_pre_attn_scalar": 3},
         {"window": 7, "window_from": 1, "local_rope_theta": 500.0},
@@ -271,6 +286,7 @@ def shapes() -> st.SearchStrategy[Shape]:
         factor=st.sampled_from([2.0, 8.0]),
         original_context=st.sampled_from([16, 8192]),
         attention_factor=st.none() | st.just(1.5),
+        truncate=st.booleans(),
     )
     moe = st.none() | st.builds(
         MoESpec,
@@ -300,6 +316,10 @@ def shapes() -> st.SearchStrategy[Shape]:
         query_pre_attn_scalar=st.sampled_from([None, 8, 9]),
         local_rope_theta=st.sampled_from([None, 1e4, 1e5]),
         attention_bias=st.booleans(),
+        biases=st.booleans(),
+        sinks=st.booleans(),
+        norm=st.sampled_from([None, None, "layer"]),
+        positions=st.sampled_from([None, None, "learned"]),
         window=st.none() | st.integers(1, 9),
         window_from=st.integers(0, 4),
         full_layers=st.none() | st.lists(st.integers(0, 3)),
@@ -469,6 +489,28 @@ OLMO3_7B = {
     "torch_dtype": "bfloat16", "transformers_version": "4.57.1", "use_cache": True, "vocab_size": 100278,
 }  # fmt: skip
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head",
+    "model.layers.*.mlp.router", "model.embed_tokens"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": False}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
+    "vocab_size": 201088,
+}  # fmt: skip
+GPT2_SMALL = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "task_specific_params": {"text-generation":
+    {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("config", "parameters", "window"),
@@ -490,6 +532,8 @@ OLMO3_7B = {
         pytest.param(QWEN15_MOE, 14_315_784_192, None, id="Qwen1.5-MoE-A2.7B"),
         pytest.param(GEMMA3_1B, 999_885_952, 512, id="Gemma-3-1B"),
         pytest.param(OLMO3_7B, 7_298_011_136, 4096, id="OLMo-3-7B"),
+        pytest.param(GPT_OSS_20B, 20_914_757_184, 128, id="gpt-oss-20b"),
+        pytest.param(GPT2_SMALL, 124_439_808, None, id="GPT-2"),
     ],
 )
 def test_published_config_of_transformers_4_has_the_published_number_of_parameters(
@@ -515,6 +559,7 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         PHI3_MINI,
         GEMMA3_1B,
         OLMO3_7B,
+        GPT_OSS_20B,
     ):
         heads = {"num_attention_heads": 32, "hidden_size": 4096}
         bare = {key: value for key, value in {**config, **heads}.items() if key not in gone and key != "rope_scaling"}
@@ -552,7 +597,7 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
         (SMOLLM2_135M, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         (SMOLLM2_135M, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         (SMOLLM2_135M, {"architectures": ["LlamaModel"]}, "LlamaModel"),
-        (SMOLLM2_135M, {"model_type": "gpt2"}, "gpt2"),
+        (SMOLLM2_135M, {"model_type": "gpt_neox"}, "gpt_neox"),
         (QWEN25_05B, {"layer_types": ["sliding_attention"] + ["full_attention"] * 23}, "layer_types"),
         (QWEN3_06B, {"attention_bias": True}, "attention_bias = True"),
         (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
@@ -582,6 +627,16 @@ def test_absent_keys_mean_what_transformers_takes_for_the_family() -> None:
             r"rope_parameters\.sliding_attention is scaled",
         ),
         (GEMMA3_1B, {"model_type": "gemma3"}, "model_type 'gemma3'"),
+        (GPT_OSS_20B, {"swiglu_limit": 5.0}, r"swiglu_limit = 5.0 \(only 7.0 is supported\)$"),
+        (GPT_OSS_20B, {"attention_bias": False}, "attention_bias = False"),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "awq"}}, r"'awq'} \(only mxfp4 is supported\)$"),
+        (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types = "),
+        (GPT2_SMALL, {"activation_function": "relu"}, "activation_function = 'relu'"),
+        (GPT2_SMALL, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        (GPT2_SMALL, {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = True"),
+        (GPT2_SMALL, {"num_key_value_heads": 4}, r"num_key_value_heads = 4 \(not understood\)$"),
+        (GPT2_SMALL, {"add_cross_attention": True}, "add_cross_attention = True"),
+        (OLMO3_7B, {"rope_scaling": {**OLMO3_7B["rope_scaling"], "truncate": False}}, "truncate = False"),
         (OLMO3_7B, {"layer_types": ["full_attention"] * 31}, "layer_types = "),
         (OLMO3_7B, {"sliding_window": None}, "expected full_attention without sliding_window"),
         (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
@@ -624,21 +679,21 @@ BROKEN: list[Any] = [
 
 
 @pytest.mark.timeout(60)  # 100,000 layers alone took minutes
-@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window", "gemma3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_yarn", "qwen3_moe", "smollm3_window", "gemma3", "gpt_oss", "gpt2"])
 def test_config_with_any_field_broken_is_read_or_refused_with_a_clear_error(
     family: str, copied: Callable[..., Path]
 ) -> None:
     folder = copied(family)
     path, weights = folder / "config.json", Shards(folder)
     config = json.loads(path.read_text())
-    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     cases = [(key, value) for key in config for value in BROKEN]
     cases += [("rope_parameters", {**scaling, key: value}) for key in scaling for value in BROKEN]
     refused = 0
     for key, value in cases:
         try:
             shape = read_config({**config, key: value}, "config.json")
-            checked_names(weights, slots(shape, FAMILY_ROWS[config["model_type"]]), shape, score=False)
+            check_names(weights, slots(shape, FAMILY_ROWS[config["model_type"]]), shape, score=False)
         except PalestraError:
             refused += 1
     assert 0 < refused < len(cases)
@@ -727,6 +782,55 @@ def test_rotary_tables_of_old_checkpoints_are_passed_over(
     found, plain = (load_pretrained(path).model.state_dict() for path in (copied("llama2", add), checkpoint("llama2")))
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_gpt2_as_published_without_a_prefix_and_with_masks_is_the_same_model(
+    checkpoint: Callable[[str], Path], copied: Callable[..., Path]
+) -> None:
+    def older(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "h.0.attn.masked_bias": torch.ones(())}
+
+    found, plain = (load_pretrained(path).model.state_dict() for path in (copied("gpt2", older), checkpoint("gpt2")))
+    assert_same_bits(dict(found), dict(plain))
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    """A gpt-oss folder with experts in MXFP4."""
+    folder = tiny_checkpoint("gpt_oss", tmp_path / "mxfp4", hidden_size=64, intermediate_size=32)
+    path, draws = folder / "config.json", torch.Generator().manual_seed(0)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, inputs // 32, 16), generator=draws).byte()
+        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, rows, inputs // 32), generator=draws).byte()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_experts_in_mxfp4_are_the_numbers_of_transformers(quantized: Path, tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, loaded = load_file(quantized / "model.safetensors"), load_pretrained(quantized)
+    for name in ("gate_up", "down"):
+        prefix = f"model.layers.1.mlp.experts.{name}_proj"
+        expected = convert_moe_packed_tensors(stored[f"{prefix}_blocks"], stored[f"{prefix}_scales"])
+        assert torch.equal(loaded.model.state_dict()[f"layers.1.mlp.{name}"], expected.mT.float())
+    convert(quantized, tmp_path / "converted")
+    assert_equal_logits(packed_logits(loaded.model), padded_logits(tmp_path / "converted"))
+    save_pretrained(tmp_path / "saved", loaded.model, tokenizer=None, eos=(2,), base_config=loaded.config)
+    assert_equal_logits(packed_logits(loaded.model), padded_logits(tmp_path / "saved"))
+
+
+def test_experts_in_mxfp4_without_their_scales_are_refused(quantized: Path) -> None:
+    tensors = load_file(quantized / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.down_proj_scales"]
+    save_file(tensors, quantized / "model.safetensors")
+    with pytest.raises(DamagedModel, match=r"layers\.2\.mlp\.experts\.down_proj is in MXFP4 with blocks of shape"):
+        load_pretrained(quantized)
 
 
 def test_quantised_tensor_is_refused(copied: Callable[..., Path]) -> None:
@@ -826,6 +930,22 @@ def test_reward_model_scores_as_in_transformers_both_ways(tmp_path: Path) -> Non
     several["id2label"] = {"0": "bad", "1": "good"}
     with pytest.raises(UnsupportedModel, match="2 labels"):
         read_config(several, "config.json")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt2"])
+def test_reward_model_of_a_family_is_a_classifier_of_transformers(
+    family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    loaded, score = load_pretrained(checkpoint(family)), torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    save_pretrained(tmp_path / "saved", loaded.model, tokenizer=None, eos=(), base_config=loaded.config, score=score)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    tokens = torch.tensor([sequences()[0]])
+    with torch.no_grad():
+        hidden = forward(loaded.model, Batch.pack(tokens.tolist())).hidden
+        assert_equal_logits(hidden[-1:] @ score.t(), theirs(tokens).logits)
+    again = load_pretrained(tmp_path / "saved")
+    assert again.score is not None
+    assert torch.equal(again.score, score)
 
 
 def test_reward_model_of_a_shape_of_our_own_loads_back(tmp_path: Path) -> None:

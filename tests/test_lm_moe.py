@@ -276,16 +276,17 @@ DEVICES = [
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("counts", [[1, 0, 0, 0], [3, 0, 17, 9], [0, 0, 0, 5], [64, 64, 64, 64]], ids=str)
-def test_grouped_product_equals_the_loop_over_experts_with_its_gradients(counts, device, dtype, tolerance):
+@pytest.mark.parametrize("biased", [False, True])
+def test_grouped_product_equals_the_loop_over_experts_with_its_gradients(counts, biased, device, dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
-    sizes = [(sum(counts), 16), (4, 2 * 24, 16), (4, 16, 24)]
+    sizes = [(sum(counts), 16), (4, 2 * 24, 16), (4, 16, 24), *([(4, 2 * 24), (4, 16)] if biased else [])]
     inputs = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
     ends = torch.tensor(counts, device=device).cumsum(0)
-    rows, gate_up, down = inputs
+    rows, gate_up, down, *biases = inputs
 
-    found = grouped(rows, ends, gate_up, down, swiglu)
-    parts = zip(rows.split(counts), gate_up, down, strict=True)
-    expected = torch.cat([F.linear(swiglu(F.linear(part, first)), second) for part, first, second in parts])
+    found = grouped(rows, ends, gate_up, down, swiglu, *biases)
+    parts = zip(rows.split(counts), gate_up, down, *(biases or ([None] * 4, [None] * 4)), strict=True)
+    expected = torch.cat([F.linear(swiglu(F.linear(part, a, c)), b, d) for part, a, b, c, d in parts])
 
     compared = [(found, expected)]
     weights = torch.randn(found.shape, generator=generator).to(device, dtype)

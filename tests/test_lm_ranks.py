@@ -75,10 +75,10 @@ DENSE = ("untied", "gemma", "recomputed", "scalar", "one_pair")
 EVERY = ("micro-batches", "one_sequence", "gated")
 DEEP = ("deep", "deep_dense")
 AXES = [
-    ("tensor=2", (*DENSE, *EVERY)),
-    ("context=2", ("adapters", *DENSE, *EVERY)),
-    ("expert=2", EVERY),
-    ("pipeline=2", ("tied", "adapters", *DENSE, *EVERY)),
+    ("tensor=2", (*DENSE, *EVERY, "gpt-oss", "gpt2")),
+    ("context=2", ("adapters", *DENSE, *EVERY, "gpt-oss", "gpt2")),
+    ("expert=2", (*EVERY, "gpt-oss")),
+    ("pipeline=2", ("tied", "adapters", *DENSE, *EVERY, "gpt-oss", "gpt2")),
 ]
 BOTH = [
     "data=2,shard=2",

@@ -229,5 +229,5 @@ def test_recording_killed_and_resumed_holds_each_step_once(tmp_path: Path) -> No
 
 
 def test_reading_rollouts_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys, palestra.rollout.records, palestra.cli.show; sys.exit('torch' in sys.modules)"
+    code = "import sys, palestra.rollout.records, palestra.cli.rollouts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, cwd=os.getcwd()).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rollout_groups import group, trajectory
 
-from palestra.cli.show import show_rollouts
+from palestra.cli.rollouts import show_rollouts
 from palestra.errors import UsageError
 from palestra.rollout.records import FILE, RolloutRecord, write
 from palestra.runs.run import new_trial

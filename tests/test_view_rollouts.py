@@ -184,6 +184,19 @@ def test_growing_step_shows_new_groups_and_a_truncated_one_only_what_is_left(vie
     assert view.get("rollouts", run=run, step=40)["count"] == 2
 
 
+def test_step_that_a_resumed_run_wrote_anew_at_the_same_place_is_read_anew(view: View):
+    run, path = view.run("demo_sums"), view.session("demo_sums") / "rollouts.jsonl"
+    earlier = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 40]
+    step = [row for row in rows_of(path) if row["step"] == 40]
+    assert view.get("rollouts", run=run, step=40)["count"] == len(step)
+    for one in (one for row in step for one in row["trajectories"]):
+        one["completion"] = f"again {one['completion']}"
+    path.write_text("".join([*earlier, *(f"{json.dumps(row)}\n" for row in step)]))
+    answer = view.get("rollouts", run=run, step=40)
+    assert (answer["count"], answer["skipped"]["malformed"]) == (len(step), 0)
+    assert all(one["completion"].startswith("again ") for group in answer["groups"] for one in group["completions"])
+
+
 def test_step_that_takes_long_to_read_is_read_on_by_the_next_request(view: View, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rollouts, "STEP_SECONDS", 0.0)
     run, counts = view.run("demo_sums"), []

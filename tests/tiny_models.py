@@ -8,6 +8,7 @@ import torch
 import transformers
 
 VOCAB, CONTEXT, EOS = 96, 64, 2
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e3, "beta_fast": 8.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -22,6 +23,16 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _gpt2(**sizes: Any) -> transformers.GPT2Config:
+    """GPT-2 has names of its own for sizes."""
+    names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    names["max_position_embeddings"] = "n_positions"
+    absent = {"intermediate_size", "num_key_value_heads"}
+    return transformers.GPT2Config(**{names.get(key, key): sizes[key] for key in sizes if key not in absent})
+
+
 # Windows are shorter than the sequences of the tests; scaled frequencies have wavelengths on both sides of the bounds.
 _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama2": (transformers.LlamaConfig, {"num_key_value_heads": 4}),
@@ -125,6 +136,33 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         transformers.Olmo3Config,
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 16, "truncate": False},
+        },
+    ),
+    "gpt_oss_plain": (
+        transformers.GptOssConfig,
+        {
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 12,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "sliding_window": 9,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 3e3},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2": (_gpt2, {"n_inner": 40}),
+    "gpt2_untied": (_gpt2, {"num_attention_heads": 2, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -140,7 +178,9 @@ def tiny_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(config(**{**_SIZES, **own, **changes}))
         for name, parameter in model.named_parameters():
             # Far from the usual 0.02: logits that differ clearly, norms and biases that matter.
-            mean, deviation = (0.3 if "gemma" in family else 1.0, 0.2) if "norm" in name else (0.0, 0.3)
+            mean, deviation = (
+                (0.3 if "gemma" in family else 1.0, 0.2) if "norm" in name or "ln_" in name else (0.0, 0.3)
+            )
             torch.nn.init.normal_(parameter, mean, deviation)
     model.save_pretrained(folder)
     return folder

@@ -17,6 +17,8 @@ from typer.core import TyperGroup
 from palestra import __version__
 from palestra.cli import options
 from palestra.cli.cluster import app as cluster
+from palestra.cli.data import app as data
+from palestra.cli.models import app as models
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
@@ -197,7 +199,7 @@ def rollouts(
     runs: options.Root = options.RUNS,
 ) -> None:
     """Read the completions of a post-training run, with verdicts, rewards and advantages."""
-    from palestra.cli.show import show_rollouts
+    from palestra.cli.rollouts import show_rollouts
 
     show_rollouts(run, runs, status=status, task=task, step=step, limit=limit)
 
@@ -383,63 +385,12 @@ def evaluate(
 
 
 app.add_typer(cluster, name="cluster", rich_help_panel=options.EXPERIMENTS)
-models = typer.Typer(help="Download models and convert them to the Hugging Face format.", no_args_is_help=True)
 app.add_typer(models, name="model", rich_help_panel=options.MODELS)
-data = typer.Typer(help="Inspect and upload datasets.", no_args_is_help=True)
 app.add_typer(data, name="data", rich_help_panel=options.DATA)
 app.add_typer(pipelines, name="pipeline", rich_help_panel=options.DATA)
 app.add_typer(sweeps)
 imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
 app.add_typer(imports, name="import", rich_help_panel=options.SHARING)
-
-
-@models.command()
-def fetch(
-    name: Annotated[str, Argument(help="smollm2-135m")],
-    to: Annotated[Path | None, Option(help="The folder to write; by default models/NAME.")] = None,
-) -> None:
-    """Download a small pretrained model and convert it."""
-    from palestra.api import fetch_model
-
-    typer.echo(fetch_model(name, to or Path("models") / name))
-
-
-@models.command()
-def convert(
-    source: Annotated[Path, Argument(help="A GGUF file, a llama2.c .bin file, or a Hugging Face folder.")],
-    target: Annotated[Path, Argument(help="The folder to write.")],
-    dtype: Annotated[str | None, Option(help="fp32, bf16 or fp16; by default that of the source.")] = None,
-) -> None:
-    """Convert a model to a Hugging Face folder."""
-    from palestra.api import convert_model
-
-    convert_model(source, target, dtype=dtype)
-    typer.echo(target)
-
-
-@data.command(name="inspect")
-def inspect_(
-    path: Annotated[str, Argument(help="A file, a folder, a pattern, s3://… or a token store.", metavar="PATH")],
-    rows: Annotated[int, Option(help="Rows to read, over all files; 0 reads all.")] = 10_000,
-    samples: Annotated[int, Option(help="Rows to print.")] = 3,
-    split: Annotated[str | None, Option(help="The separator between documents of text files.")] = None,
-) -> None:
-    """Describe a dataset: columns, types, sizes, lengths and sample rows."""
-    from palestra.cli.show import show_inspection
-
-    show_inspection(path, rows=rows, samples=samples, split=None if split is None else split.replace("\\n", "\n"))
-
-
-@data.command(name="push")
-def push_data(
-    source: Annotated[str, Argument(help="A file, a folder, or a dataset on the Hub.", metavar="SRC")],
-    url: Annotated[str, Argument(help="The destination folder, such as s3://bucket/folder.")],
-) -> None:
-    """Upload a dataset to a URL that tasks and specs can read."""
-    from palestra.data.sources import push, resolve
-
-    record = push(resolve(source, kind="dataset"), url)
-    typer.echo(f"{len(record.files)} file{'' if len(record.files) == 1 else 's'} at {url}")
 
 
 @app.command(rich_help_panel=options.SHARING)

@@ -1,4 +1,4 @@
-"""What the commands print: specs, results, runs and their differences, datasets, evaluations, rollouts."""
+"""What the commands print: specs, results, runs and their differences, datasets, evaluations."""
 
 import csv
 import fnmatch
@@ -23,14 +23,12 @@ from palestra.api import check
 from palestra.data.inspect import PERCENTILES, Column, Inspection, inspect, percentiles
 from palestra.data.store import TokenStore
 from palestra.errors import PalestraError, UsageError, did_you_mean
-from palestra.rollout.records import FILE, RolloutRecord, newest
 from palestra.runs import baselines
 from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
-from palestra.tasks.task import Problem, Status
 from palestra.view.advice import RULES, advise
 from palestra.view.query import query
 
@@ -211,7 +209,7 @@ def show_advice(run: str, root: Path, *, as_json: bool) -> None:
     for one in advice:
         color = "bold red" if one.level == "alarm" else "bold yellow"
         screen.print(Text(f"\n{one.level}: {one.title} ({one.rule})", color))
-        screen.print(Text(_indented(one.text)))
+        screen.print(Text(indented(one.text)))
     if not advice:
         screen.print(f"no advice: none of {len(RULES)} rules applies")
 
@@ -230,7 +228,7 @@ def show_query(sql: str, names: Sequence[str], root: Path, *, form: str) -> None
             print("[" + next(rows, ""), *(f",\n{row}" for row in rows), "]", sep="")
         else:
             shown = list(itertools.islice(result.rows, MOST_ROWS + 1))
-            cells = [["" if value is None else _printable(str(value)) for value in row] for row in shown[:MOST_ROWS]]
+            cells = [["" if value is None else printable(str(value)) for value in row] for row in shown[:MOST_ROWS]]
             console().print(table(result.columns, cells))
             if len(shown) > MOST_ROWS:
                 print(f"there are more: these are {MOST_ROWS} (--csv and --json print all)")
@@ -457,78 +455,15 @@ def _interval(estimate: Mapping[str, Any]) -> str:
     return f"{100 * low:.1f} – {100 * high:.1f} %"
 
 
-COLORS = {"correct": "green", "wrong": "red", "unparsable": "yellow", "timeout": "magenta", "error": "bold red"}
-LONGEST_PROMPT = 1000
-"""Characters of a prompt; of a longer one only the end is shown."""
 # What a terminal would execute instead of print: control characters, lone surrogates, bidirectional overrides.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-def show_rollouts(run: str, root: Path, *, status: str | None, task: str | None, step: int | None, limit: int) -> None:
-    """The newest `limit` completions of each seed that match the status, the task and the training step."""
-    if status is not None and status not in list(Status):
-        raise UsageError(f"no status {status!r}: choose one of {', '.join(Status)}")
-    opened = open_run(run, root)
-    files = {session.seed: session.path / FILE for session in opened.sessions}
-    if not any(path.is_file() for path in files.values()):
-        kind = opened.spec["kind"]
-        why = "none has been trained on yet" if kind == "posttrain" else f"a run of kind {kind} has none"
-        raise UsageError(f"{opened.path} has no {FILE}: {why}")
-    screen = console()
-    for seed, path in files.items():
-        if not path.is_file():
-            continue
-        if len(files) > 1:
-            screen.print(Text(f"seed {seed}", "bold"))
-        wanted = (r for r in newest(path) if task in (None, r.group.problem.task) and step in (None, r.step))
-        every = ((record, *each) for record in wanted for each in enumerate(record.group.trajectories))
-        matching = ((record, index) for record, index, of in every if status in (None, of.verdict.status))
-        chosen = list(itertools.islice(matching, limit + 1))
-        groups = itertools.groupby(chosen[:limit], key=lambda pair: id(pair[0]))
-        for of in reversed([list(pairs) for _, pairs in groups]):
-            _show_record(screen, of[0][0], [index for _, index in of])
-        if not chosen:
-            screen.print("no rollouts match" if (status, task, step) != (None, None, None) else "no rollouts yet")
-        elif len(chosen) > limit:
-            screen.print(Text(f"there are more: these are the newest {limit} (--limit)", "dim"))
+def indented(text: str) -> str:
+    """The lines of a text, printable and two blanks to the right."""
+    return "\n".join(f"  {line}" for line in printable(text).split("\n"))
 
 
-def _show_record(screen: Console, record: RolloutRecord, indices: list[int]) -> None:
-    group = record.group
-    screen.print(Text(f"── {group.problem.id}  number {group.number}  step {record.step}  {record.fate}", "bold"))
-    screen.print(Text(_indented(_prompt(group.problem)), "dim"))
-    for index in indices:
-        trajectory = group.trajectories[index]
-        verdict, color = trajectory.verdict, COLORS[trajectory.verdict.status]
-        versions = sorted({v for v, used in zip(trajectory.versions, trajectory.loss_mask, strict=True) if used})
-        facts = [f"reward {trajectory.reward:g}", f"{trajectory.sampled} tokens", trajectory.stop_reason]
-        if record.advantages:
-            mean = sum(record.advantages[index]) / max(trajectory.sampled, 1)
-            facts.insert(1, f"advantage {mean:+.3g}")
-        if versions:
-            last = f" to {versions[-1]}" if len(versions) > 1 else ""
-            facts.append(f"version{'s' if last else ''} {versions[0]}{last}")
-        facts += [f"{name} {value:g}" for name, value in verdict.parts.items()]
-        head = Text(f"{verdict.status}", f"bold {color}")
-        head.append(f"  completion {index + 1} of {len(group.trajectories)}: {', '.join(facts)}", "not bold")
-        screen.print(head)
-        if verdict.note:
-            screen.print(Text(f"  note: {_printable(verdict.note)}", "italic"))
-        screen.print(Text(_indented(trajectory.completion), color))
-    screen.print()
-
-
-def _prompt(problem: Problem) -> str:
-    text = problem.prompt
-    if not isinstance(text, str):
-        text = "\n".join(f"{message['role']}: {message.get('content')}" for message in text)
-    return text if len(text) <= LONGEST_PROMPT else f"… {text[-LONGEST_PROMPT:]}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in _printable(text).split("\n"))
-
-
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text with control characters spelled out."""
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

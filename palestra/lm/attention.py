@@ -104,30 +104,33 @@ class PackedAttention:
         self.rows = len(lengths) if len(set(lengths)) == 1 else None
         """How many sequences, where all have the same length and are a rectangle."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
-        if self.rows is None and not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
-            return self._blocks(q, k, v, window)
+        flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and sinks is None
+        if self.rows is None and not flash:
+            return self._blocks(q, k, v, window, sinks)
         if self.shared is None:
-            return self._whole(q, k, v, window)
+            return self._whole(q, k, v, window, sinks)
         q, k, v = (spread(t, self.shared.place) for t in (q, k, v))
-        return self._whole(q, k, v, window).index_select(0, self.shared.first)
+        return self._whole(q, k, v, window, sinks).index_select(0, self.shared.first)
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
         """Of every token of the batch, without blocks."""
         if self.rows is not None:
             q, k, v = (t.unflatten(0, (self.rows, -1)).transpose(1, 2) for t in (q, k, v))
-            return causal(q, k, v, window).transpose(1, 2).flatten(0, 1)
+            return causal(q, k, v, window, sinks).transpose(1, 2).flatten(0, 1)
         return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
 
-    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
         pieces = []
         for index in self._buckets:
             # (rows, heads, longest, dim)
             block_q, block_k, block_v = (
                 spread(t, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)
             )
-            pieces.append(causal(block_q, block_k, block_v, window).transpose(1, 2).flatten(0, 1))
+            pieces.append(causal(block_q, block_k, block_v, window, sinks).transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces).index_select(0, self._back)
 
     @cached_property
@@ -204,15 +207,17 @@ class TreeAttention:
         self._back = torch.from_numpy(back[first])
         self._masks: dict[int | None, list[Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q (U, H, dim), k and v (U, K, dim) → (U, H, dim)."""
         pieces = []
         for (index, *_), mask in zip(self._blocks, self._mask(window), strict=True):
             # (rows, heads, longest, dim)
-            of_rows = (t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v))
-            grouped = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(*of_rows, attn_mask=mask.to(q.dtype), enable_gqa=grouped)
-            pieces.append(out.transpose(1, 2).flatten(0, 1))
+            row_q, row_k, row_v = (
+                t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)
+            )
+            pieces.append(masked(row_q, row_k, row_v, mask.to(q.dtype), sinks).transpose(1, 2).flatten(0, 1))
         return torch.cat(pieces).index_select(0, self._back)
 
     def _mask(self, window: int | None) -> list[Tensor]:
@@ -262,9 +267,12 @@ def _together(sizes: np.ndarray, common: np.ndarray) -> list[range]:
     return [*groups, range(start, len(sizes))]
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of a block: q (rows, H, T, dim), k and v (rows, K, T, dim) → (rows, H, T, dim)."""
     length, grouped, dtype = q.shape[2], q.shape[1] != k.shape[1], q.dtype
+    if sinks is not None:
+        positions = torch.arange(length, device=q.device)
+        return masked(q, k, v, additive_mask(positions, positions, window, dtype), sinks)
     if q.device.type == "cpu" and length <= SHORT:
         positions = torch.arange(max(length, LANES), device=q.device)
         mask = additive_mask(positions[:length], positions, window, torch.promote_types(dtype, torch.float32))
@@ -279,6 +287,21 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     behind = t[:, None] - t[None, :]
     mask = (behind >= 0) & (behind < window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention of q (rows, H, T, dim) with an additive mask (…, T, S); `sinks` (H) or (H, T) join each softmax.
+
+    A sink is one more key, with that score and no value. It comes first, with hidden ones up to `LANES`: where the
+    others lie does not depend on how many there are.
+    """
+    if sinks is not None:
+        k, v = (F.pad(t, (0, 0, LANES, 0)) for t in (k, v))
+        sinks = (sinks if sinks.ndim > 1 else sinks[:, None]).to(mask.dtype)
+        first = F.pad(sinks[None, ..., None], (0, LANES - 1), value=float("-inf"))  # (1, H, T, LANES)
+        lead = torch.broadcast_shapes(first.shape[:-1], mask.shape[:-1])
+        mask = torch.cat([part.expand(*lead, part.shape[-1]) for part in (first, mask)], dim=-1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def additive_mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

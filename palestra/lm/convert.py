@@ -17,7 +17,7 @@ from palestra.data.sources import fetch_wheel_file
 from palestra.data.tokenizers import from_gguf, from_llama2c
 from palestra.errors import UsageError
 from palestra.lm import hf
-from palestra.lm.hf_config import FAMILIES, UnsupportedModel, is_classifier, read_folder
+from palestra.lm.hf_config import QUANTIZATION, UnsupportedModel, is_classifier
 from palestra.lm.layers import frequencies, pair_halves
 from palestra.runs.store import write_json
 from palestra.spec.shape import RopeScaling, Shape
@@ -289,11 +289,8 @@ def fetch(name: str, target: Path) -> Path:
 
 def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     """Copy a folder with its weights in other shards or another precision, one tensor at a time."""
-    config, shape = read_folder(source)
-    shards = hf.Shards(source)
+    config, shape, shards, places = hf.opened(source)
     with hf.written_whole(target) as part:
-        places = hf.slots(shape, FAMILIES.get(config["model_type"]))
-        hf.checked_names(shards, places, shape, score=is_classifier(config))
         buffers = hf.buffers_of(shape)
         names = [slot.theirs for slot in places] + (["score.weight"] if is_classifier(config) else [])
 
@@ -308,7 +305,7 @@ def _convert_folder(source: Path, target: Path, dtype: torch.dtype | None, max_s
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "dtype"}
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        write_json(part / "config.json", config)
+        write_json(part / "config.json", {key: value for key, value in config.items() if key != QUANTIZATION})
         hf.write_shards(part, tensors(), max_shard_bytes)
 
 

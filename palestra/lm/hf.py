@@ -5,7 +5,8 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.lm import hf_config
+from palestra.lm import hf_config, mxfp4
+from palestra.lm.hf_families import FAMILIES, KEPT, Family
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
 from palestra.lm.moe import MoE
@@ -34,23 +36,44 @@ class DamagedModel(PalestraError):
 
 
 class Shards:
-    """The tensors of a folder's safetensors files; only those asked for are read."""
+    """The tensors of a folder's safetensors files, less derived ones; only those asked for are read.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    A tensor in MXFP4 is seen as if it were stored in bf16, by its inputs.
+    """
+
+    def __init__(self, folder: Path, prefix: str = ""):
+        """Names that do not begin with `prefix`, but for those of heads, are taken as if they did."""
+        self.folder, self.prefix = folder, prefix
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Of every tensor, by name."""
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}
         for name in weight_files(folder):
             self._open(folder / name)
+        for blocks in [name for name in self.shapes if name.endswith(mxfp4.BLOCKS)]:
+            self._join(blocks.removesuffix(mxfp4.BLOCKS))
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, in the precision it is stored in."""
-        return self._files[name].get_tensor(name)
+        if name not in self._files:
+            return mxfp4.dequantized(*(self.tensor(name + part) for part in (mxfp4.BLOCKS, mxfp4.SCALES))).mT
+        file, stored = self._files[name]
+        return file.get_tensor(stored)
 
     def slice(self, name: str) -> Any:
-        """One tensor, of which only what it is indexed with is read."""
-        return self._files[name].get_slice(name)
+        """One tensor, of which only what it is indexed with is read; all of it where it is in MXFP4."""
+        if name not in self._files:
+            return self.tensor(name)
+        file, stored = self._files[name]
+        return file.get_slice(stored)
+
+    def _join(self, name: str) -> None:
+        blocks, scales = (self.shapes.pop(name + part, ()) for part in (mxfp4.BLOCKS, mxfp4.SCALES))
+        if len(blocks) != 4 or blocks != (*scales, 16):
+            raise DamagedModel(
+                f"{self.folder}: {name} is in MXFP4 with blocks of shape {blocks} and scales of {scales}"
+            )
+        experts, rows, count = scales
+        self.shapes[name] = (experts, 32 * count, rows)
 
     def _open(self, path: Path) -> None:
         try:
@@ -60,15 +83,18 @@ class Shards:
         except SafetensorError as error:
             raise DamagedModel(f"{path} cannot be read ({error}); it is truncated or damaged: get it again") from error
         for tensor in file.keys():  # noqa: SIM118 (not a mapping)
+            if tensor.endswith(_DERIVED):
+                continue
+            name = tensor if tensor.startswith((self.prefix, *_HEADS)) else self.prefix + tensor
             kind = file.get_slice(tensor).get_dtype()
-            if kind not in _FLOATS:
+            if kind not in _FLOATS and not (kind == "U8" and name.endswith((mxfp4.BLOCKS, mxfp4.SCALES))):
                 raise UsageError(
                     f"{path}: {tensor} is stored as {kind}; quantized weights are not supported, only {_FLOATS}"
                 )
-            if tensor in self._files:
+            if name in self._files:
                 raise DamagedModel(f"{self.folder}: {tensor} is in two files, {path.name} is one of them")
-            self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
-            self._files[tensor] = file
+            self.shapes[name] = tuple(file.get_slice(tensor).get_shape())
+            self._files[name] = file, tensor
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -144,8 +170,9 @@ def _unfinished(number: int) -> str:
 MAX_SHARD_BYTES = 5_000_000_000
 GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-# Rotary tables that old versions of transformers stored; they follow from the config.
-_DERIVED = ".rotary_emb.inv_freq"
+# Rotary tables and masks that old versions of transformers stored; they follow from the config.
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_HEADS = ("lm_head.", "score.")
 
 
 @dataclass(frozen=True)
@@ -170,6 +197,12 @@ class Slot:
     theirs: str
     ours: str
     index: tuple[int | slice, ...] = ()
+    transposed: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of one of the model's tensors, as it is stored."""
+        part = tensor[self.index]
+        return part.mT if self.transposed else part
 
 
 def load_pretrained(
@@ -180,16 +213,22 @@ def load_pretrained(
 ) -> Pretrained:
     """Load a model folder: arithmetic in `dtype`, parameters in `param_dtype`. Needs the memory of the model once."""
     folder = Path(folder)
-    config, shape = hf_config.read_folder(folder)
-    shards = Shards(folder)
-    places = slots(shape, hf_config.FAMILIES.get(config["model_type"]))
-    stored = checked_names(shards, places, shape, score=hf_config.is_classifier(config))
+    config, shape, shards, places = opened(folder)
     model = empty_model(shape, dtype, param_dtype, device)  # only now: a wrong config can ask for any size
     state = model.state_dict()
     for slot in places:
-        state[slot.ours][slot.index].copy_(shards.tensor(slot.theirs))
-    score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in stored else None
+        slot.of(state[slot.ours]).copy_(shards.tensor(slot.theirs))
+    score = shards.tensor("score.weight").to(device, param_dtype) if "score.weight" in shards.shapes else None
     return Pretrained(model, folder if has_tokenizer(folder) else None, read_eos(folder, config), config, score)
+
+
+def opened(folder: Path) -> tuple[dict[str, Any], Shape, Shards, list[Slot]]:
+    """The config, the shape and the files of a model folder, and where their tensors lie; checked that all fit."""
+    config, shape = hf_config.read_folder(folder)
+    family = FAMILIES.get(config["model_type"])
+    shards, places = Shards(folder, "" if family is None else family.prefix), slots(shape, family)
+    check_names(shards, places, shape, score=hf_config.is_classifier(config))
+    return config, shape, shards, places
 
 
 def save_pretrained(folder: Path, model: Transformer, **options: Any) -> None:
@@ -224,7 +263,7 @@ def save_weights(
 
 
 def exported(
-    shape: Shape, family: hf_config.Family | None, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    shape: Shape, family: Family | None, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a family's checkpoint on the host, one by one, from weights by the transformer's names."""
     expected = {name: tensor.shape for name, tensor in skeleton(shape).state_dict().items()}
@@ -234,22 +273,20 @@ def exported(
     buffers = buffers_of(shape)
 
     def tensor(slot: Slot) -> Tensor:
-        part = weights[slot.ours].detach()[slot.index]
+        part = slot.of(weights[slot.ours].detach())
         return part.to("cpu", part.dtype if slot.ours in buffers else dtype or part.dtype)
 
     return ((slot.theirs, tensor(slot)) for slot in slots(shape, family))
 
 
-def described(
-    shape: Shape, base: Mapping[str, Any], *, scores: bool
-) -> tuple[Shape, hf_config.Family | None, dict[str, Any]]:
+def described(shape: Shape, base: Mapping[str, Any], *, scores: bool) -> tuple[Shape, Family | None, dict[str, Any]]:
     """The shape that a folder has, the family that expresses it, and its config.json without tokens and precision."""
     shape = shape.model_copy(update={"tied": True}) if scores else shape  # a score stands in for the head
     family = hf_config.family_of(shape, base.get("model_type"))
     if family is None or (scores and not family.classifies):
         family, config = None, hf_config.own_config(shape)
     else:
-        config = {key: value for key, value in base.items() if key in hf_config.KEPT}
+        config = {key: value for key, value in base.items() if key in KEPT}
         config |= hf_config.write_config(hf_config.canonical(shape), family) | {"architectures": [family.architecture]}
     if scores:
         name = "PalestraForSequenceClassification" if family is None else family.classifier
@@ -283,17 +320,24 @@ def empty_model(shape: Shape, dtype: torch.dtype, param_dtype: torch.dtype, devi
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
-def slots(shape: Shape, family: hf_config.Family | None) -> list[Slot]:
+def slots(shape: Shape, family: Family | None) -> list[Slot]:
     """Every tensor of a family's checkpoint of that shape; without a family, names are the transformer's own."""
     model = skeleton(shape)
     if family is None:
         return [Slot(name, name) for name in model.state_dict()]
     places = [Slot("model.embed_tokens.weight", "embed")]
+    if shape.positions is not None:
+        places.append(Slot("model.positions.weight", "positions"))
     for layer, block in enumerate(model.layers):
         assert isinstance(block, Block)
         places += _layer_slots(f"model.layers.{layer}", f"layers.{layer}", block, shape, family)
-    places.append(Slot("model.norm.weight", "norm.weight"))
-    return places if shape.tied else [*places, Slot("lm_head.weight", "head")]
+    places += _norm_slots("model.norm", "norm", shape)
+    places += [] if shape.tied else [Slot("lm_head.weight", "head")]
+    return [replace(slot, theirs=_renamed(slot.theirs, family.names)) for slot in places]
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    return reduce(lambda name, pair: name.replace(*pair), names.items(), name)
 
 
 def buffers_of(shape: Shape) -> set[str]:
@@ -301,19 +345,19 @@ def buffers_of(shape: Shape) -> set[str]:
     return {name for name, _ in skeleton(shape).named_buffers()}
 
 
-def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score: bool) -> set[str]:
-    """The names of the stored tensors, after a check that they and their shapes are those of the model."""
+def check_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score: bool) -> None:
+    """Refuse stored tensors whose names or shapes are not those of the model."""
     state = skeleton(shape).state_dict()
-    expected = {slot.theirs: tuple(state[slot.ours][slot.index].shape) for slot in places}
+    expected = {slot.theirs: tuple(slot.of(state[slot.ours]).shape) for slot in places}
     if score:
         expected["score.weight"] = (1, shape.width)
-    stored = {name for name in shards.shapes if not name.endswith(_DERIVED)}
+    stored, embed = set(shards.shapes), places[0].theirs
     if shape.tied and "lm_head.weight" in stored and not score:
         stored.remove("lm_head.weight")
-        if not torch.equal(shards.tensor("lm_head.weight"), shards.tensor("model.embed_tokens.weight")):
+        if not torch.equal(shards.tensor("lm_head.weight"), shards.tensor(embed)):
             raise DamagedModel(
                 f"{shards.folder}: config.json says tie_word_embeddings, but lm_head.weight is stored and differs from "
-                "model.embed_tokens.weight; set tie_word_embeddings to false to use it"
+                f"{embed}; set tie_word_embeddings to false to use it"
             )
     problems = [f"missing: {name}" for name in expected if name not in stored]
     problems += [f"not part of the model: {name}" for name in sorted(stored - set(expected))]
@@ -324,7 +368,6 @@ def checked_names(shards: Shards, places: Sequence[Slot], shape: Shape, *, score
         listed = "".join(f"\n  {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DamagedModel(f"{shards.folder}: the weights do not fit config.json:{listed}{more}")
-    return stored
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -390,22 +433,33 @@ NORMS = {
 """The norms of a layer by their names in Hugging Face models, for each order."""
 
 
-def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_config.Family) -> Iterator[Slot]:
+def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: Family) -> Iterator[Slot]:
     for norm, place in NORMS[shape.norm_order].items():
-        yield Slot(f"{theirs}.{norm}.weight", f"{ours}.{place}.weight")
-    qkv, gate_up = ("qkv_proj", "gate_up_proj") if family.fused else (None, None)
-    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv, qkv)
-    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o)
+        yield from _norm_slots(f"{theirs}.{norm}", f"{ours}.{place}", shape)
+    fused, turned = family.fused, family.transposed
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.qkv", block.attn.qkv, "qkv_proj" if fused else None, turned)
+    yield from _parts(f"{theirs}.self_attn", f"{ours}.attn.o", block.attn.o, None, turned)
+    if shape.sinks:
+        yield Slot(f"{theirs}.self_attn.sinks", f"{ours}.attn.sinks")
     if shape.qk_norm is not None:
         for norm in ("q_norm", "k_norm"):
             yield Slot(f"{theirs}.self_attn.{norm}.weight", f"{ours}.attn.{norm}.weight")
     if family.experts is None or shape.moe is None:
         assert isinstance(block.mlp, MLP)
-        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up, gate_up)
-        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.down", block.mlp.down)
+        gate_up = "gate_up_proj" if fused and shape.gated else None
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.gate_up", block.mlp.gate_up, gate_up, turned)
+        yield from _parts(f"{theirs}.mlp", f"{ours}.mlp.down", block.mlp.down, None, turned)
         return
     names, hidden = family.experts, shape.moe.mlp
-    yield Slot(f"{theirs}.{names.block}.gate.weight", f"{ours}.mlp.router")
+    yield Slot(f"{theirs}.{names.block}.{names.router}.weight", f"{ours}.mlp.router")
+    if shape.biases:
+        yield Slot(f"{theirs}.{names.block}.{names.router}.bias", f"{ours}.mlp.router_bias")
+    if names.stacked:
+        for stack, name in ((names.gate, "gate_up"), (names.down, "down")):
+            yield Slot(f"{theirs}.{names.block}.experts.{stack}", f"{ours}.mlp.{name}", transposed=True)
+            if shape.biases:
+                yield Slot(f"{theirs}.{names.block}.experts.{stack}_bias", f"{ours}.mlp.{name}_bias")
+        return
     for e in range(shape.moe.experts):
         expert = f"{theirs}.{names.block}.experts.{e}"
         yield Slot(f"{expert}.{names.gate}.weight", f"{ours}.mlp.gate_up", (e, slice(0, hidden)))
@@ -419,11 +473,19 @@ def _layer_slots(theirs: str, ours: str, block: Block, shape: Shape, family: hf_
             yield from _parts(f"{theirs}.{names.block}.shared_expert", f"{ours}.mlp.shared.{name}", linear)
 
 
-def _parts(theirs: str, ours: str, linear: Linear, fused: str | None = None) -> Iterator[Slot]:
+def _norm_slots(theirs: str, ours: str, shape: Shape) -> Iterator[Slot]:
+    for kind in ("weight",) if shape.norm is None else ("weight", "bias"):
+        yield Slot(f"{theirs}.{kind}", f"{ours}.{kind}")
+
+
+def _parts(
+    theirs: str, ours: str, linear: Linear, fused: str | None = None, transposed: bool = False
+) -> Iterator[Slot]:
     """The matrices stacked in a `Linear`, or all of it by the name that it has where they are `fused`."""
     parts = linear.parts if fused is None else {fused: len(linear.weight)}
     for kind in ("weight", "bias") if linear.bias is not None else ("weight",):
         start = 0
         for part, rows in parts.items():
-            yield Slot(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", (slice(start, start + rows),))
+            index, turned = (slice(start, start + rows),), transposed and kind == "weight"
+            yield Slot(f"{theirs}.{part}.{kind}", f"{ours}.{kind}", index, turned)
             start += rows

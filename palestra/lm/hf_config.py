@@ -2,175 +2,27 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from palestra.errors import UsageError
+from palestra.lm.hf_families import (
+    ACTIVATIONS,
+    DEFAULTS,
+    FAMILIES,
+    FIELDS,
+    FIXED,
+    HARMLESS,
+    KINDS,
+    SCALINGS,
+    Experts,
+    Family,
+)
 from palestra.runs.store import read_json
 from palestra.spec.renames import translated
 from palestra.spec.shape import MoESpec, RopeScaling, Shape
-
-
-@dataclass(frozen=True)
-class Experts:
-    """How a family writes its experts down."""
-
-    count: tuple[str, ...]
-    """The config's keys for the number of experts; the first is written."""
-    width: str
-    """The config's key for the hidden width of an expert."""
-    normalize: str | None
-    """The config's key for bringing the chosen experts' weights to sum 1; None always does."""
-    block: str
-    """The module that holds router and experts."""
-    gate: str
-    up: str
-    down: str
-    shared: str | None = None
-    """The config's key for the hidden width of a gated shared expert; None: there is none."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a `model_type` means."""
-
-    model_type: str
-    stem: str
-    """Of the class names: Llama of LlamaForCausalLM."""
-    qk_norm: Literal["head", "full"] | None = None
-    attention_bias: bool = False
-    always: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of `Shape` that the family always has, without a key in its config."""
-    window: Literal["none", "all", "switched", "layers", "types", "switched_types"] = "none"
-    """No window; `sliding_window` in all layers; the same if `use_sliding_window`; or then from one layer on; or in
-    those that `layer_types` says, always or if `use_sliding_window`."""
-    nope: bool = False
-    """Whether `no_rope_layers` may list layers without rotary positions."""
-    experts: Experts | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes where a key is absent, if not what it takes for most families."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that would change the arithmetic, with the only value there is code for."""
-    harmless: frozenset[str] = frozenset()
-    """Keys on which the output does not depend in this family alone."""
-    scaled: bool = True
-    """Whether there is code for its `rope_scaling`."""
-    fused: bool = False
-    """Whether its checkpoints have queries, keys and values in one matrix, and gate and up projections in another."""
-    heads: Literal["any", "divide", "fill"] = "any"
-    """Their number and width are free, their number divides the hidden size, or both together are the hidden size."""
-    classifies: bool = True
-    """Whether transformers has the family as a sequence classifier."""
-
-    @property
-    def architecture(self) -> str:
-        """The class of the language model."""
-        return f"{self.stem}ForCausalLM"
-
-    @property
-    def classifier(self) -> str:
-        """The class of the model with a score in place of the output head."""
-        return f"{self.stem}ForSequenceClassification"
-
-
-# fmt: off
-_MIXTRAL = Experts(("num_local_experts", "num_experts"), "intermediate_size", None, "block_sparse_moe",
-                   gate="w1", up="w3", down="w2")
-# transformers 4 writes the first name of the number of experts, 5 the second.
-_QWEN3_MOE = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", "norm_topk_prob", "mlp",
-                     gate="gate_proj", up="up_proj", down="down_proj")
-_QWEN2_MOE = replace(_QWEN3_MOE, shared="shared_expert_intermediate_size")
-_OLMOE = replace(_QWEN3_MOE, width="intermediate_size")
-
-_GEMMA3 = {"norm_order": "both", "norm_offset": 1.0, "embed_scale": "sqrt_width", "activation": "geglu"}
-
-# In the order in which a family is sought for a shape: the plainest that expresses it.
-_ROWS = (
-    Family("llama", "Llama", heads="divide", fixed={"attention_bias": False, "mlp_bias": False}),
-    Family("mistral", "Mistral", window="all", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    Family("qwen2", "Qwen2", attention_bias=True, window="layers",
-           defaults={"num_key_value_heads": 32, "sliding_window": 4096}),
-    Family("qwen3", "Qwen3", qk_norm="head", window="layers", fixed={"attention_bias": False},
-           defaults={"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128}),
-    Family("mixtral", "Mixtral", window="all", experts=_MIXTRAL,
-           defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
-    Family("qwen3_moe", "Qwen3Moe", qk_norm="head", window="switched", experts=_QWEN3_MOE,
-           defaults={"num_key_value_heads": 4, "sliding_window": 4096},
-           fixed={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    Family("olmoe", "Olmoe", qk_norm="full", experts=_OLMOE, heads="fill", classifies=False,
-           defaults={"rms_norm_eps": 1e-5}, fixed={"attention_bias": False, "clip_qkv": None}),
-    Family("smollm3", "SmolLM3", nope=True, window="switched_types", fixed={"attention_bias": False, "mlp_bias": False},
-           defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}),
-    Family("olmo2", "Olmo2", qk_norm="full", always={"norm_order": "post"}, defaults={"rms_norm_eps": 1e-5},
-           fixed={"attention_bias": False}),
-    Family("qwen2_moe", "Qwen2Moe", attention_bias=True, window="switched_types", experts=_QWEN2_MOE,
-           defaults={"num_key_value_heads": 16, "sliding_window": 4096},
-           fixed={"qkv_bias": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    Family("gemma3_text", "Gemma3", qk_norm="head", always=_GEMMA3, window="types", heads="divide", classifies=False,
-           defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6,
-                     "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "tie_word_embeddings": True},
-           fixed={"attention_bias": False}, harmless=frozenset({"_sliding_window_pattern"})),
-    Family("olmo3", "Olmo3", qk_norm="full", always={"norm_order": "post"}, window="types",
-           defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 5e5},
-           fixed={"attention_bias": False}),
-    # Published with code of its own, which transformers has since.
-    Family("phi3", "Phi3", window="all", fused=True, scaled=False, defaults={"rms_norm_eps": 1e-5},
-           harmless=frozenset({"auto_map", "original_max_position_embeddings"})),
-)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _ROWS}
-"""By `model_type`."""
-
-FIELDS: dict[str, tuple[str, type]] = {
-    "vocab": ("vocab_size", int), "width": ("hidden_size", int), "mlp": ("intermediate_size", int),
-    "layers": ("num_hidden_layers", int), "heads": ("num_attention_heads", int),
-    "kv_heads": ("num_key_value_heads", int), "head_dim": ("head_dim", int),
-    "context": ("max_position_embeddings", int), "norm_eps": ("rms_norm_eps", float),
-    "tied": ("tie_word_embeddings", bool),
-}
-"""Fields of `Shape` that all families have under the same key."""
-SCALINGS: dict[str, dict[str, tuple[str, type]]] = {
-    "linear": {},
-    "llama3": {"original_context": ("original_max_position_embeddings", int),
-               "low": ("low_freq_factor", float), "high": ("high_freq_factor", float)},
-    "yarn": {"original_context": ("original_max_position_embeddings", int),
-             "low": ("beta_slow", float), "high": ("beta_fast", float)},
-}
-"""Fields of `RopeScaling` besides the factor, by `rope_type`."""
-DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "norm_topk_prob": False, "sliding_window": None, "use_sliding_window": False,
-    "max_window_layers": 28, "no_rope_layer_interval": 4, "sliding_window_pattern": 6,
-}
-"""What transformers takes where a key is absent, for most families."""
-ACTIVATIONS = {None: {"hidden_act": "silu"}, "geglu": {"hidden_activation": "gelu_pytorch_tanh"}}
-"""How configs say the activation of a shape."""
-KINDS = ("full_attention", "sliding_attention")
-"""Of `layer_types`: without a window, and with it."""
-FIXED: dict[str, Any] = {
-    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False,
-    "partial_rotary_factor": 1.0, "rope_interleaved": False, "pruned_heads": {},
-}
-"""Keys of every family that would change the arithmetic, with the only value there is code for."""
-KEPT = frozenset({
-    "attention_dropout", "bos_token_id", "embd_pdrop", "initializer_range", "is_llama_config", "max_sequence_length",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef",
-    "router_jitter_noise",
-    "tokenizer_class", "transformers.js_config", "use_cache",
-})
-"""Keys on which the model's output does not depend (what training used, notes); a config written anew keeps them."""
-HARMLESS = KEPT | {
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "cache_implementation",
-    "chunk_size_feed_forward", "do_sample", "dtype", "eos_token_id", "id2label", "is_decoder", "label2id",
-    "max_length", "model_type", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "problem_type", "repetition_penalty", "return_dict", "task_specific_params", "temperature", "tie_encoder_decoder",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16",
-}
-"""Further such keys, which are not kept: they speak of one file, or of how transformers is to run it."""
-# fmt: on
 
 
 class UnsupportedModel(UsageError):
@@ -180,6 +32,7 @@ class UnsupportedModel(UsageError):
 MOST = {"num_hidden_layers": 1000, "num_experts": 1024, "num_local_experts": 1024}
 """Far beyond any model there is; a config that asks for more is damaged, and building its model would take minutes."""
 MOST_PARAMETERS = 10**14
+QUANTIZATION = "quantization_config"
 OWN = "palestra"
 """The `model_type` of a shape that no family expresses; transformers does not load it."""
 
@@ -230,23 +83,16 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
     """What config.json says of a canonical shape, in the layout that transformers 4 and 5 both read."""
     config: dict[str, Any] = {
         "model_type": family.model_type,
-        **{key: getattr(shape, name) for name, (key, _) in FIELDS.items()},
+        **{key: getattr(shape, name) for name, (key, _) in _fields(family).items() if key is not None},
         **ACTIVATIONS[family.always.get("activation")],
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
         **family.fixed,
     }
-    if (scaling := shape.rope_scaling) is not None:
-        written = {key: getattr(scaling, name) for name, (key, _) in SCALINGS[scaling.type].items()}
-        config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
-        if scaling.type == "yarn":
-            config["rope_scaling"]["attention_factor"] = scaling.attention_factor
+    if "n_inner" in config:
+        config["n_inner"] = None if shape.mlp == 4 * shape.width else shape.mlp
+    if "positions" not in family.always:
+        config |= _written_ropes(shape, family)
     if family.window == "types":
-        full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": shape.rope_theta}
-        local = shape.local_rope_theta
-        sliding = full if local is None else {"rope_type": "default", "rope_theta": local}
         config["sliding_window"] = shape.window or shape.context  # transformers wants one even where no layer has it
-        config["rope_parameters"] = dict(zip(KINDS, (full, sliding), strict=True))
     if "rope_local_base_freq" in family.defaults:
         config["rope_local_base_freq"] = shape.local_rope_theta or shape.rope_theta
     if "query_pre_attn_scalar" in family.defaults:
@@ -269,6 +115,30 @@ def write_config(shape: Shape, family: Family) -> dict[str, Any]:
             config[family.experts.normalize] = shape.moe.normalize
         if family.experts.shared is not None:
             config[family.experts.shared] = shape.moe.gated_shared
+    return config
+
+
+def _fields(family: Family) -> dict[str, tuple[str | None, type]]:
+    """`FIELDS` with the family's keys."""
+    return {name: (family.keys.get(key, key), kind) for name, (key, kind) in FIELDS.items()}
+
+
+def _written_ropes(shape: Shape, family: Family) -> dict[str, Any]:
+    config: dict[str, Any] = {"rope_theta": shape.rope_theta, "rope_scaling": None}
+    if (scaling := shape.rope_scaling) is not None:
+        written = {key: getattr(scaling, name) for name, (key, _) in SCALINGS[scaling.type].items()}
+        config["rope_scaling"] = {"rope_type": scaling.type, "factor": scaling.factor, **written}
+        if scaling.type == "yarn":
+            config["rope_scaling"]["attention_factor"] = scaling.attention_factor
+        if not scaling.truncate:
+            config["rope_scaling"]["truncate"] = False
+    full = {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": shape.rope_theta}
+    if family.ropes == "by_type":
+        local = shape.local_rope_theta
+        sliding = full if local is None else {"rope_type": "default", "rope_theta": local}
+        config["rope_parameters"] = dict(zip(KINDS, (full, sliding), strict=True))
+    elif "rope_parameters" in family.defaults:  # else they would be those
+        config["rope_parameters"] = full
     return config
 
 
@@ -295,7 +165,7 @@ def canonical(shape: Shape) -> Shape:
     if scaling is not None and scaling.type == "linear":
         scaling = RopeScaling(type="linear", factor=scaling.factor)
     elif scaling is not None and scaling.type == "llama3":
-        scaling = scaling.model_copy(update={"attention_factor": None})
+        scaling = scaling.model_copy(update={"attention_factor": None, "truncate": True})
     elif scaling is not None and scaling.attention_factor is None:
         scaling = scaling.model_copy(update={"attention_factor": _temperature(scaling.factor)})
     sizes = {"kv_heads": shape.kv, "head_dim": shape.dim, "mlp": shape.mlp if moe is None else moe.mlp}
@@ -304,8 +174,12 @@ def canonical(shape: Shape) -> Shape:
     local, scalar = shape.local_rope_theta, shape.query_pre_attn_scalar
     same = window is None or (local == shape.rope_theta and scaling is None)
     ropes = {"rope_scaling": scaling, "local_rope_theta": None if same else local}
-    scalar = None if scalar == shape.dim else scalar
-    return shape.model_copy(update={**sizes, **windows, **lists, **ropes, "query_pre_attn_scalar": scalar, "moe": moe})
+    if shape.positions is not None:
+        ropes |= {"rope_theta": 10000.0, "rope_scaling": None, "local_rope_theta": None}
+        lists["nope_layers"] = None
+    others = {"query_pre_attn_scalar": None if scalar == shape.dim else scalar, "moe": moe}
+    others["attention_bias"] = shape.attention_bias and not shape.biases
+    return shape.model_copy(update={**sizes, **windows, **lists, **ropes, **others})
 
 
 class _Keys:
@@ -370,22 +244,26 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     keys = _Keys(config, {**DEFAULTS, **family.defaults})
     for key, only in {**FIXED, **ACTIVATIONS[family.always.get("activation")], **family.fixed}.items():
         keys.expect(key, only)
+    if family.experts is not None and family.experts.stacked:
+        _read_quantization(keys)
     refused = len(keys.problems)
     fields: dict[str, Any] = {"qk_norm": family.qk_norm, "attention_bias": family.attention_bias, **family.always}
-    for name, (key, kind) in FIELDS.items():
-        fields[name] = keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
+    for name, (key, kind) in _fields(family).items():
+        fields[name] = None if key is None else keys.take(key, kind, nullable=name in ("kv_heads", "head_dim"))
     fields["tied"] = fields["tied"] or is_classifier(config)
     width, heads = fields["width"], fields["heads"]
     if heads == 0:
         keys.problems.append("num_attention_heads = 0 (expected at least 1)")
     if len(keys.problems) == refused:  # else what was not read yet would seem not to be understood
+        fields["mlp"] = 4 * width if fields["mlp"] is None else fields["mlp"]
         fields["kv_heads"] = heads if fields["kv_heads"] is None else fields["kv_heads"]
         fields["head_dim"] = width // heads if fields["head_dim"] is None else fields["head_dim"]
         if family.heads != "any" and width % heads:
             keys.problems.append(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}")
         if family.heads == "fill" and fields["head_dim"] * heads != width:
             keys.problems.append(f"head_dim = {fields['head_dim']} is not hidden_size / num_attention_heads")
-        fields |= _read_ropes(keys, family, fields["context"])
+        if "positions" not in family.always:
+            fields |= _read_ropes(keys, family, fields["context"])
         if "query_pre_attn_scalar" in family.defaults:
             fields["query_pre_attn_scalar"] = keys.take("query_pre_attn_scalar", int)
         fields["nope_layers"] = _read_nope(keys, fields["layers"]) if family.nope else None
@@ -401,17 +279,27 @@ def _read_shape(config: Mapping[str, Any], family: Family) -> tuple[Shape | None
     return canonical(shape), [f"{'.'.join(map(str, path))}: {reason}" for path, reason in shape.all_conflicts()]
 
 
+def _read_quantization(keys: _Keys) -> None:
+    """Published gpt-oss has its experts in MXFP4, which are read as bf16."""
+    keys.asked.add(QUANTIZATION)
+    method = keys.config.get(QUANTIZATION) or {"quant_method": "mxfp4"}
+    if not isinstance(method, dict) or method.get("quant_method") != "mxfp4":
+        keys.problems.append(f"{QUANTIZATION} = {method!r:.60} (only mxfp4 is supported)")
+
+
 def _read_ropes(keys: _Keys, family: Family, context: int) -> dict[str, Any]:
     """Bases and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     theta = keys.take("rope_theta", float)
     keys.asked |= {"rope_parameters", "rope_scaling"}
-    given = {name: keys.config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    names = ("rope_parameters", "rope_scaling")
+    default = {} if any(map(keys.config.get, names)) else family.defaults.get("rope_parameters", {})
+    given = {name: keys.config.get(name) or (default if name == "rope_parameters" else {}) for name in names}
     for name, value in given.items():
         if not isinstance(value, dict):
             keys.problems.append(f"{name} = {value!r} is not a mapping")
             return {}
     parameters, scaling = given.values()
-    if family.window != "types":
+    if family.ropes == "one":
         name = "rope_scaling" if scaling else "rope_parameters"
         theta, scaling = _read_rope(keys, family, name, scaling or parameters, theta, context)
         return {"rope_theta": theta, "rope_scaling": scaling}
@@ -435,12 +323,14 @@ def _read_rope(
     keys: _Keys, family: Family, name: str, rope_config: Mapping[str, Any], theta: float, context: int
 ) -> tuple[float | None, RopeScaling | None]:
     """One base and its scaling."""
-    defaults = {"rope_theta": theta, "original_max_position_embeddings": context, "beta_fast": 32.0, "beta_slow": 1.0}
+    ends = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    defaults = {"rope_theta": theta, "original_max_position_embeddings": context, **ends}
     rope = _Keys(rope_config, {**defaults, "rope_type": rope_config.get("type", "default")}, f"{name}.")
     rope.asked.add("type")
     rope.expect("partial_rotary_factor", 1.0)
-    rope.expect("truncate", True)
     theta, kind = rope.take("rope_theta", float), rope.take("rope_type", str)
+    if kind != "yarn" or family.ropes == "by_type":
+        rope.expect("truncate", True)
     scaling = None
     supported = tuple(SCALINGS) if family.scaled else ()
     if kind in supported:  # of a broken config it may be any value, hashable or not
@@ -460,7 +350,7 @@ def _read_scaling(rope: _Keys, kind: Any) -> RopeScaling | None:
         scale, of_all, factor = (rope.take(key, float, nullable=True) for key in keys)
         if factor is None and scale and of_all and not rope.problems:
             factor = _temperature(fields["factor"], scale) / _temperature(fields["factor"], of_all)
-        fields["attention_factor"] = factor
+        fields |= {"attention_factor": factor, "truncate": rope.take("truncate", bool)}
     return None if rope.problems else RopeScaling(type=kind, **fields)
 
 
@@ -529,11 +419,12 @@ def _read_nope(keys: _Keys, layers: int) -> list[int]:
 
 
 def _read_experts(keys: _Keys, experts: Experts) -> MoESpec | None:
-    fields = {
+    fields: dict[str, Any] = {
         "experts": keys.take(experts.count[0], int, *experts.count[1:]),
         "active": keys.take("num_experts_per_tok", int),
         "mlp": keys.take(experts.width, int),
         "normalize": True if experts.normalize is None else keys.take(experts.normalize, bool),
         "gated_shared": None if experts.shared is None else keys.take(experts.shared, int),
+        "activation": experts.activation,
     }
     return None if keys.problems else MoESpec(**fields)

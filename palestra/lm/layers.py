@@ -70,6 +70,20 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, weight, self.eps) if torch.is_grad_enabled() else _rms_norm(x, weight, self.eps)[0]
 
 
+class LayerNorm(nn.Module):
+    """Normalization to mean 0 and variance 1 over the last dimension, with weights and biases."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` normalized, times the weight, plus the bias."""
+        weight, bias = (local(parameter).to(x.dtype) for parameter in (self.weight, self.bias))
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in FP32, or as it is where it is wider: what exponentials, routers and rotations are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -124,14 +138,26 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-class MLP(nn.Module):
-    """The gated feed-forward network."""
+def gelu(up: Tensor) -> Tensor:
+    """GELU without a gate, by its tanh approximation."""
+    return F.gelu(up, approximate="tanh")
 
-    def __init__(self, width: int, hidden: int, gate: Callable[[Tensor], Tensor] = swiglu):
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """(up + 1) · gate · σ(1.702 · gate), clamped to 7; gate and up are neighbors, as in checkpoints of gpt-oss."""
+    gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+class MLP(nn.Module):
+    """The feed-forward network; with a gate, unless that is `gelu`."""
+
+    def __init__(self, width: int, hidden: int, gate: Callable[[Tensor], Tensor] = swiglu, *, bias: bool = False):
         super().__init__()
         self.gate = gate
-        self.gate_up = Linear(width, {"gate_proj": hidden, "up_proj": hidden})
-        self.down = Linear(hidden, {"down_proj": width})
+        names = ("up_proj",) if gate is gelu else ("gate_proj", "up_proj")
+        self.gate_up = Linear(width, dict.fromkeys(names, hidden), bias=bias)
+        self.down = Linear(hidden, {"down_proj": width}, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
@@ -250,8 +276,9 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: Shape) -> Tensor:
     def dimension(turns: float) -> float:
         return shape.dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(shape.rope_theta))
 
-    first = max(math.floor(dimension(scaling.high)), 0)
-    last = min(math.ceil(dimension(scaling.low)), shape.dim - 1)
+    ends = dimension(scaling.high), dimension(scaling.low)
+    low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+    first, last = max(low, 0), min(high, shape.dim - 1)
     ramp = (torch.arange(shape.dim // 2, dtype=torch.float32, device="cpu") - first) / max(last - first, 0.001)
     divided = ramp.clamp(0, 1)
     return plain / scaling.factor * divided + plain * (1 - divided)

@@ -9,7 +9,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from palestra.lm import native
-from palestra.lm.layers import MLP, Linear, RMSNorm, doubled, frequencies, geglu, rotate, swiglu
+from palestra.lm.layers import (
+    MLP,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    doubled,
+    frequencies,
+    geglu,
+    gelu,
+    local,
+    rotate,
+    swiglu,
+)
 from palestra.lm.moe import MoE
 from palestra.spec.shape import Shape
 
@@ -17,8 +29,10 @@ from palestra.spec.shape import Shape
 class Attend(Protocol):
     """Causal attention of the tokens of one forward pass, over themselves or over a cache."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q (T, H, dim), k and v (T, K, dim) → (T, H, dim); `sinks` (H) are logits of keys without values."""
         ...
 
 
@@ -31,23 +45,26 @@ class ModelOutput(NamedTuple):
     """Router logits (L, T, E) of a mixture of experts."""
 
 
-def norm_of(shape: Shape, width: int) -> RMSNorm:
+def norm_of(shape: Shape, width: int) -> RMSNorm | LayerNorm:
     """A norm as all of a model's are."""
+    if shape.norm == "layer":
+        return LayerNorm(width, shape.norm_eps)
     return RMSNorm(width, shape.norm_eps, shape.norm_offset)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention, with rotary positions unless they are learned."""
 
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.layer, self.window, self.dim = layer, shape.window_of(layer), shape.dim
         self.heads, self.kv = shape.heads, shape.kv
-        self.rotary = layer not in (shape.nope_layers or ())
+        self.rotary = shape.positions is None and layer not in (shape.nope_layers or ())
         rows, kv_rows = shape.heads * shape.dim, shape.kv * shape.dim
         parts = {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.qkv = Linear(shape.width, parts, bias=shape.attention_bias)
-        self.o = Linear(rows, {"o_proj": shape.width})
+        self.qkv = Linear(shape.width, parts, bias=shape.attention_bias or shape.biases)
+        self.o = Linear(rows, {"o_proj": shape.width}, bias=shape.biases)
+        self.sinks = nn.Parameter(torch.zeros(shape.heads)) if shape.sinks else None
         self.q_norm, self.k_norm, self.per_head = None, None, shape.qk_norm == "head"
         if shape.qk_norm is not None:
             self.q_norm = norm_of(shape, shape.dim if self.per_head else rows)
@@ -64,9 +81,10 @@ class Attention(nn.Module):
         qk = rotate(qk, cos, sin) if self.rotary else qk
         q, k = qk.split([self.heads, self.kv], dim=1)
         q = q if self.query_scale is None else q * self.query_scale
-        return self.o(attend(self.layer, q, k, v, self.window).flatten(1))
+        sinks = {} if self.sinks is None else {"sinks": local(self.sinks)}
+        return self.o(attend(self.layer, q, k, v, self.window, **sinks).flatten(1))
 
-    def _normalized(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+    def _normalized(self, qk: Tensor, q_norm: nn.Module, k_norm: nn.Module) -> Tensor:
         """Queries and keys (T, H + K, dim), each head for itself or all together."""
         both = zip(qk.split([self.heads, self.kv], dim=1), (q_norm, k_norm), strict=True)
         if self.per_head:
@@ -84,8 +102,12 @@ class Block(nn.Module):
             norm_of(shape, shape.width) if wanted else nn.Identity() for wanted in (before, before, after, after)
         )
         self.attn = Attention(shape, layer)
-        gate = swiglu if shape.activation is None else geglu
-        self.mlp = MLP(shape.width, shape.hidden, gate) if shape.moe is None else MoE(shape.width, shape.moe)
+        gate = {None: swiglu, "geglu": geglu, "gelu": gelu}[shape.activation]
+        self.mlp: MLP | MoE
+        if shape.moe is None:
+            self.mlp = MLP(shape.width, shape.hidden, gate, bias=shape.biases)
+        else:
+            self.mlp = MoE(shape.width, shape.moe, biases=shape.biases)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """The new residual stream, and the router's logits (T, E) where there are experts."""
@@ -109,6 +131,8 @@ class Vocabulary(Protocol):
     """The embedding and the head of a model whose vocabulary is split over ranks."""
 
     def embed(self, tokens: Tensor, matrix: Tensor) -> Tensor: ...
+
+    def own(self, x: Tensor) -> Tensor: ...
 
     def hidden(self, x: Tensor) -> Tensor: ...
 
@@ -142,6 +166,7 @@ class Transformer(nn.Module):
         self.source: Callable[[Any], None] | None = None
         """What fills it once it is split over ranks, where it has no memory before."""
         self.embed = nn.Parameter(torch.empty(shape.vocab, shape.width))
+        self.positions = nn.Parameter(torch.empty(shape.context, shape.width)) if shape.positions else None
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = norm_of(shape, shape.width)
         self.head = None if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width))
@@ -155,7 +180,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
         layers, x, before = self.part or Part(range(len(self.layers)), None, None)
-        x = self._embedded(tokens) if x is None else x
+        x = self._embedded(tokens, positions) if x is None else x
         angles = {local: self.rotation(positions, local) for local in {*map(self.shape.local_rope, layers)}}
         if not x.is_cuda:
             angles = {local: doubled(*pair) for local, pair in angles.items()}
@@ -170,9 +195,12 @@ class Transformer(nn.Module):
         x = self.norm(x) if layers.stop == len(self.layers) else x
         return ModelOutput(x, None if self.shape.moe is None else torch.stack(routers))
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         split = self.vocabulary
-        x = (F.embedding(tokens, self.embed) if split is None else split.embed(tokens, self.embed)).to(self.dtype)
+        x = F.embedding(tokens, self.embed) if split is None else split.embed(tokens, self.embed)
+        if self.positions is not None:
+            x = x + F.embedding(positions if split is None else split.own(positions), local(self.positions))
+        x = x.to(self.dtype)
         if self.shape.embed_scale is None:
             return x
         return x * torch.tensor(self.shape.width**0.5, dtype=self.dtype, device="cpu").item()  # rounded, as Gemma's is
@@ -208,7 +236,7 @@ class Transformer(nn.Module):
         """
         one = 1.0 - (self.shape.norm_offset or 0.0)
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
+            if parameter.ndim < 2 or name.endswith("_bias"):
                 yield name, torch.full(parameter.shape, one if name.endswith("norm.weight") else 0.0, device="cpu")
             else:
                 residual = name.endswith(("attn.o.weight", "down.weight", "mlp.down"))

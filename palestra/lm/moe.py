@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.lm.layers import MLP, bilinear, local, swiglu, wide
+from palestra.lm.layers import MLP, bilinear, clamped_swiglu, local, swiglu, wide
 from palestra.spec.shape import MoESpec
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from palestra.lm.model import Transformer
 
 Gate = Callable[[Tensor], Tensor]
+GATES: dict[str, Gate] = {"swiglu": swiglu, "bilinear": bilinear, "clamped_swiglu": clamped_swiglu}
 FEWEST_ROWS = {torch.float32: 16, torch.bfloat16: 64}
 """On the CPU a product of fewer rows takes another kernel and rounds differently. Experts see at least this many: the
 output for a token does not depend on how many others chose its expert."""
@@ -27,15 +28,20 @@ class MoE(nn.Module):
     bias: Tensor | None
     """(E) what each expert's probability is raised by when experts are chosen."""
 
-    def __init__(self, width: int, spec: MoESpec):
+    def __init__(self, width: int, spec: MoESpec, *, biases: bool = False):
         super().__init__()
         self.spec = spec
-        self.gate = swiglu if spec.activation == "swiglu" else bilinear
+        self.gate = GATES[spec.activation]
         self.router = nn.Parameter(torch.empty(spec.experts, width))
         self.gate_up = nn.Parameter(torch.empty(spec.experts, 2 * spec.mlp, width))
         self.down = nn.Parameter(torch.empty(spec.experts, width, spec.mlp))
-        self.stacks = {"gate_up": (spec.mlp, spec.mlp), "down": (width,)}  # the rows of an expert's matrices
-        self.shared = MLP(width, spec.shared_width, self.gate) if spec.shared_width else None
+        self.router_bias, self.gate_up_bias, self.down_bias = (
+            nn.Parameter(torch.zeros(spec.experts, *size)) if biases else None
+            for size in ((), (2 * spec.mlp,), (width,))
+        )
+        rows = (2 * spec.mlp,) if self.gate is clamped_swiglu else (spec.mlp, spec.mlp)
+        self.stacks = {"gate_up": rows, "down": (width,)}  # the rows of an expert's matrices
+        self.shared = MLP(width, spec.shared_width, self.gate, bias=biases) if spec.shared_width else None
         self.shared_gate = None if spec.gated_shared is None else nn.Parameter(torch.empty(1, width))
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.bias_rate else None)
 
@@ -46,7 +52,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, D) → (T, D), and the router's logits (T, E) in FP32 whatever the precision of `x`."""
-        router = self._route(x, self.router)
+        router = self._route(x, self.router, self.router_bias)
         weights, chosen = choose(router, self.spec.active, None if self.bias is None else self.bias.to(x.dtype))
         if self.spec.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -64,31 +70,43 @@ class MoE(nn.Module):
             shared = shared * self._route(x, self.shared_gate).sigmoid().to(x.dtype)
         return mixed + shared, router
 
-    def _route(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def _route(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         # Rounded to the precision of x first, as the generator's weights are: both must choose the same experts.
-        return F.linear(wide(x), wide(local(matrix).to(x.dtype)))
+        bias = None if bias is None else wide(local(bias).to(x.dtype))
+        return F.linear(wide(x), wide(local(matrix).to(x.dtype)), bias)
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Each expert on its rows (N, D), which end at `ends` (E) and follow those of the expert before it."""
-        return self.apply_experts(rows, ends, local(self.gate_up), local(self.down))
+        return self.apply_experts(rows, ends, *map(local, stacked(self)))
 
-    def apply_experts(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """The experts with these matrices on their rows."""
-        gate_up, down = gate_up.to(rows.dtype), down.to(rows.dtype)
+    def apply_experts(self, rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
+        """The experts with these matrices and biases, as `stacked` gives them, on their rows."""
+        gate_up, down, *biases = (parameter.to(rows.dtype) for parameter in parameters)
         # The kernel wants rows of a multiple of 16 bytes. It takes the bounds from the device: nothing waits for them.
         if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.spec.mlp % 8 == 0:
-            return grouped(rows, ends, gate_up, down, self.gate)
+            return grouped(rows, ends, gate_up, down, self.gate, *biases)
         pieces, start = [rows[:0]], 0
-        for end, first, second in zip(ends.tolist(), gate_up.unbind(), down.unbind(), strict=True):
+        for end, *expert in zip(ends.tolist(), *(stack.unbind() for stack in (gate_up, down, *biases)), strict=True):
             if start < end:
-                pieces.append(self._expert(rows[start:end], first, second))
+                pieces.append(self._expert(rows[start:end], *expert))
             start = end
         return torch.cat(pieces)
 
-    def _expert(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def _expert(self, x: Tensor, *expert: Tensor) -> Tensor:
         fewest = FEWEST_ROWS.get(x.dtype, 0) if x.device.type == "cpu" else 0
-        padded = F.pad(x, (0, 0, 0, max(0, fewest - len(x))))
-        return F.linear(self.gate(F.linear(padded, first)), second)[: len(x)]
+        return self.expert(F.pad(x, (0, 0, 0, max(0, fewest - len(x)))), *expert)[: len(x)]
+
+    def expert(
+        self, x: Tensor, first: Tensor, second: Tensor, bias: Tensor | None = None, out_bias: Tensor | None = None
+    ) -> Tensor:
+        """One expert of all rows (N, D)."""
+        return F.linear(self.gate(F.linear(x, first, bias)), second, out_bias)
+
+
+def stacked(experts: Any) -> list[Tensor]:
+    """The parameters of all experts: two matrices, and their biases where there are."""
+    parameters = experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias
+    return [parameter for parameter in parameters if parameter is not None]
 
 
 class RouterElsewhere(nn.Module):
@@ -102,11 +120,18 @@ class RouterElsewhere(nn.Module):
         self.register_buffer("bias", moe.bias)
 
 
-def grouped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
-    """All experts in two products: rows (N, D) up to `ends` (E) with gate_up (E, 2F, D) and down (E, D, F) → (N, D)."""
+def grouped(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, gate: Gate, *biases: Tensor) -> Tensor:
+    """All experts in two products: rows (N, D) up to `ends` (E) with gate_up (E, 2F, D) and down (E, D, F) → (N, D).
+
+    Biases are (E, 2F) and (E, D).
+    """
     bounds = ends.to(torch.int32)
-    hidden = gate(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=bounds))
-    return F.grouped_mm(hidden, down.transpose(1, 2), offs=bounds)
+    hidden = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=bounds)
+    if not biases:
+        return F.grouped_mm(gate(hidden), down.transpose(1, 2), offs=bounds)
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+    first, second = (F.embedding(expert, bias) for bias in biases)  # whose gradients are added in a fixed order
+    return F.grouped_mm(gate(hidden + first), down.transpose(1, 2), offs=bounds) + second
 
 
 class _Dispatch(torch.autograd.Function):

@@ -71,6 +71,12 @@ class RopeScaling(Model):
     """llama3: wavelengths below original_context / high stay. yarn: the fast end of the ramp (β fast), else 32."""
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn: factor on cosines and sines; null: 0.1 · ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: round the ends of the ramp to whole dimensions (not in gpt-oss)."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_default(self, handler(self), ("truncate",))
 
     @model_validator(mode="before")
     @classmethod
@@ -80,7 +86,8 @@ class RopeScaling(Model):
     def conflicts(self) -> Iterator[Conflict]:
         if self.low >= self.high:
             yield Conflict(("low",), f"expected less than high = {self.high:g}")
-        unused = {"linear": ("original_context", "low", "high", "attention_factor"), "llama3": ("attention_factor",)}
+        of_yarn = ("attention_factor", "truncate")
+        unused = {"linear": ("original_context", "low", "high", *of_yarn), "llama3": of_yarn}
         for name in unused.get(self.type, ()):
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield Conflict((name,), f"expected nothing, because `type: {self.type}` does not use it")
@@ -95,8 +102,8 @@ class MoESpec(Model):
     """Active routed experts per token (top k)."""
     mlp: int = Field(ge=1)
     """Hidden width of one expert."""
-    activation: Literal["swiglu", "bilinear"] = "swiglu"
-    """Gated activation of an expert: SwiGLU or bilinear."""
+    activation: Literal["swiglu", "bilinear", "clamped_swiglu"] = "swiglu"
+    """Gated activation of an expert: SwiGLU, bilinear, or (up + 1) · gate · σ(1.702 · gate) clamped to 7 (gpt-oss)."""
     shared: int = Field(default=0, ge=0)
     """Shared experts, active for every token."""
     gated_shared: int | None = Field(default=None, ge=1)
@@ -112,7 +119,7 @@ class MoESpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_null(handler(self), ("gated_shared",))
+        return _without_default(self, handler(self), ("gated_shared",))
 
     @property
     def shared_width(self) -> int:
@@ -127,13 +134,15 @@ class MoESpec(Model):
     def conflicts(self) -> Iterator[Conflict]:
         if self.shared and self.gated_shared is not None:
             yield Conflict(("gated_shared",), f"expected null, because there are shared = {self.shared} experts")
+        if self.shared_width and self.activation == "clamped_swiglu":
+            yield Conflict(("activation",), "expected swiglu or bilinear, because there are shared experts")
 
 
 BEYOND_LLAMA = (
     *("nope_layers", "norm_order", "norm_offset", "embed_scale", "activation"),
-    *("local_rope_theta", "query_pre_attn_scalar"),
+    *("local_rope_theta", "query_pre_attn_scalar", "biases", "sinks", "norm", "positions"),
 )
-"""Fields of a shape that change a block from Llama's where they are not null."""
+"""Fields of a shape that change a block from Llama's where they do not have their defaults."""
 
 
 class Shape(Model):
@@ -163,20 +172,28 @@ class Shape(Model):
     """RoPE scaling; null: none."""
     local_rope_theta: float | None = Field(default=None, gt=1)
     """RoPE base θ of layers with the sliding window, without scaling (Gemma 3, OLMo 3); null: as in the others."""
+    positions: Literal["learned"] | None = None
+    """Positions: a learned embedding of each, added to the token's (GPT-2); null: RoPE."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """ε of RMSNorm."""
+    """ε of the norms."""
+    norm: Literal["layer"] | None = None
+    """Norms: LayerNorm with a bias (GPT-2); null: RMSNorm."""
     norm_order: Literal["post", "both"] | None = None
     """Norms of what attention and MLP add: `post` in place of those of their input, `both`; null: of their input."""
     norm_offset: float | None = None
     """What is added to the weights of norms (Gemma: 1); null: nothing."""
     embed_scale: Literal["sqrt_width"] | None = None
     """Factor of embeddings: √width (Gemma); null: none."""
-    activation: Literal["geglu"] | None = None
-    """Gated activation of the MLP: GEGLU with the tanh approximation (Gemma); null: SwiGLU."""
+    activation: Literal["geglu", "gelu"] | None = None
+    """Activation of the MLP: GEGLU (Gemma) or GELU without a gate (GPT-2), by the tanh approximation; null: SwiGLU."""
     qk_norm: Literal["head", "full"] | None = None
     """RMSNorm of queries and keys: per head (Qwen3), over all heads (OLMo 2, OLMoE), or none."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen2)."""
+    biases: bool = False
+    """Biases of all matrices of a block, those of routers and experts too (GPT-2, gpt-oss)."""
+    sinks: bool = False
+    """Attention sinks: a learned logit of each head that joins the softmax and has no value (gpt-oss)."""
     query_pre_attn_scalar: int | None = Field(default=None, ge=1)
     """Scores of attention are divided by its square root (Gemma 3); null: the head dimension."""
     window: int | None = Field(default=None, ge=1)
@@ -192,12 +209,12 @@ class Shape(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_null(handler(self), ("full_layers", *BEYOND_LLAMA))
+        return _without_default(self, handler(self), ("full_layers", *BEYOND_LLAMA))
 
     @property
     def beyond_llama(self) -> list[str]:
         """The fields that change a block from Llama's: kernels for whole layers do not compute them."""
-        return [name for name in BEYOND_LLAMA if getattr(self, name) is not None]
+        return [name for name in BEYOND_LLAMA if getattr(self, name) != type(self).model_fields[name].default]
 
     @property
     def kv(self) -> int:
@@ -215,6 +232,11 @@ class Shape(Model):
         if self.mlp is None:
             raise ValueError("the shape has neither `mlp` nor a use for it")
         return self.mlp
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLP and experts have a gate: three matrices, not two."""
+        return self.activation != "gelu"
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer."""
@@ -240,6 +262,12 @@ class Shape(Model):
             yield Conflict(("local_rope_theta",), "expected null, because there is no `window`")
         if self.moe is not None and self.activation is not None:
             yield Conflict(("activation",), "expected null, because `moe.activation` is that of experts")
+        if self.positions is not None:
+            for name in ("rope_scaling", "local_rope_theta", "nope_layers"):
+                if getattr(self, name) is not None:
+                    yield Conflict((name,), "expected null, because `positions` are learned")
+        if self.norm is not None and self.norm_offset is not None:
+            yield Conflict(("norm_offset",), "expected null, because it is one of RMSNorm")
         for name in ("full_layers", "nope_layers"):
             if not set(getattr(self, name) or ()) <= set(range(self.layers)):
                 yield Conflict((name,), f"expected numbers below layers = {self.layers}")
@@ -252,16 +280,24 @@ class Shape(Model):
         """Number of parameters; with `active`, only those used per token. Needs `vocab`."""
         vocab = _known(self.vocab)
         attention = self.width * (self.heads + 2 * self.kv) * self.dim + self.heads * self.dim * self.width
-        attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias else 0
+        attention += (self.heads + 2 * self.kv) * self.dim if self.attention_bias or self.biases else 0
+        attention += (self.width if self.biases else 0) + (self.heads if self.sinks else 0)
         norms = (4 if self.norm_order == "both" else 2) * self.width
         if self.qk_norm is not None:
             norms += (2 if self.qk_norm == "head" else self.heads + self.kv) * self.dim
         if self.moe is None:
-            mlp = 3 * self.width * self.hidden
+            mlp = self._mlp_parameters(self.hidden)
         else:
-            count = self.moe.active if active else self.moe.experts
-            mlp = 3 * self.width * (self.moe.mlp * count + self.moe.shared_width) + self.width * self.moe.routes
-        return self.layers * (attention + norms + mlp) + self.width * (vocab * (1 if self.tied else 2) + 1)
+            mlp = self._mlp_parameters(self.moe.mlp) * (self.moe.active if active else self.moe.experts)
+            mlp += self._mlp_parameters(self.moe.shared_width) if self.moe.shared_width else 0
+            mlp += self.width * self.moe.routes + (self.moe.experts if self.biases else 0)
+        each = 1 if self.norm is None else 2  # weights and biases of a norm
+        rows = vocab * (1 if self.tied else 2) + each + (self.context if self.positions else 0)
+        return self.layers * (attention + norms * each + mlp) + self.width * rows
+
+    def _mlp_parameters(self, hidden: int) -> int:
+        inner = 2 if self.gated else 1
+        return (inner + 1) * self.width * hidden + (inner * hidden + self.width if self.biases else 0)
 
     def flops_per_token(self, context: int) -> float:
         """Forward floating-point operations a token at that context, with full (not causal) attention.
@@ -272,7 +308,7 @@ class Shape(Model):
         vocab, width = _known(self.vocab), self.width
         queries = self.heads * self.dim
         if self.moe is None:
-            mlp = 2 * 3 * width * self.hidden
+            mlp = 2 * (3 if self.gated else 2) * width * self.hidden
         else:
             hidden = self.moe.mlp * self.moe.active + self.moe.shared_width
             mlp = 2 * 3 * width * hidden + 2 * width * self.moe.routes
@@ -281,9 +317,10 @@ class Shape(Model):
         return self.layers * (mlp + projections + scores) + 2 * width * vocab
 
 
-def _without_null(data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
-    """Plain data without those fields that came later and are null: stored specs and hashes stay as they were."""
-    return {name: value for name, value in data.items() if value is not None or name not in later}
+def _without_default(model: Model, data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
+    """Plain data without fields that came later and have their defaults: stored specs and hashes stay as they were."""
+    defaults = {name: type(model).model_fields[name].default for name in later}
+    return {name: value for name, value in data.items() if name not in later or value != defaults[name]}
 
 
 def _known(vocab: int | None) -> int:

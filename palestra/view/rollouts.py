@@ -119,6 +119,8 @@ class Part:
     too_long: int = 0
     size: int = 0
     """About how many characters it holds."""
+    before: str = ""
+    """The bytes before its end: a resumed run may have written others."""
 
 
 class Rollouts:
@@ -161,15 +163,13 @@ class Rollouts:
                 break
         else:
             place = file.end
-        following = None if place >= file.end else place
-        return {"groups": hits, "next": following, "scanned": place / max(file.end, 1)}
+        return {"groups": hits, "next": None if place >= file.end else place, "scanned": place / max(file.end, 1)}
 
     def _part(self, file: LineFile, start: int, end: int) -> Part:
         """All groups of a step; what was read of a step that grows is kept."""
-        key = (file.path, file.before(start), start)
         with self._lock:
-            part = self._parts.pop(key, None)
-            if part is None or part.end > end:
+            part = self._parts.pop(key := (file.path, file.before(start), start), Part(start))
+            if part.end > end or part.before != file.before(part.end):
                 part = Part(start)
             stop = time.monotonic() + STEP_SECONDS
             for line in file.lines(part.end, end):
@@ -181,7 +181,7 @@ class Rollouts:
                 part.malformed += line.data is not None and group is None
                 if time.monotonic() > stop:
                     break
-            self._parts[key] = part
+            part.before, self._parts[key] = file.before(part.end), part
             while len(self._parts) > 1 and sum(one.size for one in self._parts.values()) > self._limit:
                 self._parts.popitem(last=False)
             return part

@@ -155,8 +155,8 @@ class TiledMLP(nn.Module):
     def __init__(self, mlp: MLP, tiles: Tiles):
         super().__init__()
         self.tiles, self.gate = tiles, mlp.gate
-        self.gate_up = TiledLinear(mlp.gate_up.weight, None, tiles)
-        self.down = TiledLinear(mlp.down.weight, None, tiles)
+        self.gate_up = TiledLinear(mlp.gate_up.weight, mlp.gate_up.bias, tiles)
+        self.down = TiledLinear(mlp.down.weight, mlp.down.bias, tiles)
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) → (T, D)."""
@@ -201,14 +201,15 @@ class TiledMoE(MoE):
         nn.Module.__init__(self)
         self.spec, self.gate, self.shared, self.tiles = moe.spec, moe.gate, moe.shared, tiles
         self.router, self.gate_up, self.down, self.shared_gate = moe.router, moe.gate_up, moe.down, moe.shared_gate
+        self.router_bias, self.gate_up_bias, self.down_bias = moe.router_bias, moe.gate_up_bias, moe.down_bias
         self.register_buffer("bias", moe.bias)
 
-    def _route(self, x: Tensor, matrix: Tensor) -> Tensor:
+    def _route(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
         route = super()._route
-        return self.tiles.apply(lambda tile: route(tile, matrix), x)
+        return self.tiles.apply(lambda tile: route(tile, matrix, bias), x)
 
-    def _expert(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return self.tiles.apply(lambda tile: F.linear(self.gate(F.linear(tile, first)), second), x)
+    def _expert(self, x: Tensor, *expert: Tensor) -> Tensor:
+        return self.tiles.apply(lambda tile: self.expert(tile, *expert), x)
 
 
 PORTION = 256
@@ -336,8 +337,10 @@ class Runner:
         return wide(self.tiles.head(hidden, self._room))
 
     def _padded(self, count: int) -> int:
+        shape = self.model.shape
         # Our own kernels go row by row. Only the rotary angles are left to torch, and those fill whole vectors.
-        if self.tiles is None or (self.tiles.whole and count <= PORTION and self.model.shape.dim % ROWS == 0):
+        by_row = self.tiles is not None and self.tiles.whole and shape.dim % ROWS == 0 and not shape.beyond_llama
+        if self.tiles is None or (by_row and count <= PORTION):
             return count
         return -(-count // ROWS) * ROWS
 

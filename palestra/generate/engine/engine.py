@@ -87,7 +87,7 @@ class Engine:
         self.failure: BaseException | None = None
         """The error that ended the engine."""
         runner = Runner
-        if device.type == "cuda" and TRITON:
+        if device.type == "cuda" and TRITON and not shape.sinks:  # which its kernels do not have
             from palestra.generate.engine.cuda import CudaRunner as runner
         self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots

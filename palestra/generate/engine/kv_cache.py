@@ -13,11 +13,8 @@ from torch import Tensor
 from palestra.errors import UsageError
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.lm import native
-from palestra.lm.attention import additive_mask
+from palestra.lm.attention import LANES, additive_mask, masked
 from palestra.spec.shape import Shape
-
-LANES = 16
-"""Attention works on a multiple of this many positions: vectors are full, and odd sizes would take twice as long."""
 
 
 class Cache:
@@ -26,6 +23,8 @@ class Cache:
     def __init__(self, shape: Shape, pages: int, dtype: torch.dtype, device: torch.device):
         size = (shape.layers, pages, PAGE, shape.kv, shape.dim)
         self.keys, self.values = (_zeros(size, dtype, device) for _ in range(2))
+        self.before = LANES if shape.sinks else 0
+        """Columns that `masked` puts before the positions of a sequence."""
 
     @classmethod
     def fitting(
@@ -76,10 +75,11 @@ class Cache:
 
 
 def columns_for(length: int, dtype: torch.dtype) -> int:
-    """How many positions attention reads where `length` are needed. What is masked adds exact zeros.
+    """How many positions attention reads where `length` are needed, a multiple of LANES: odd sizes take twice as long.
 
-    But a row must have the same bits whatever the longest row needs. Torch attends in blocks of 512 positions, and of
-    a block's products in FP32 the library adds up more than 384 in two halves: beyond 256 a block is read whole.
+    What is masked adds exact zeros. But a row must have the same bits whatever the longest row needs. Torch attends in
+    blocks of 512 positions, and of a block's products in FP32 the library adds up more than 384 in two halves: beyond
+    256 a block is read whole.
     """
     columns = -(-length // LANES) * LANES
     if dtype != torch.bfloat16 and columns % 512 > 256:
@@ -101,20 +101,23 @@ class DecodeAttention:
     def __init__(self, cache: Cache, tables: Tensor, lengths: Tensor, longest: int):
         """`tables` (B, n): the pages of each row; `lengths` (B): tokens cached before; `longest`: one more at least."""
         self.cache, self.tables, self.lengths = cache, tables, lengths
-        self.columns = columns_for(longest, cache.keys.dtype)
+        self.columns = columns_for(cache.before + longest, cache.keys.dtype) - cache.before
         self._masks: dict[int | None, Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T ≥ B → (T, H, dim), zeros beyond B."""
         batch, (padded, heads, dim) = len(self.lengths), q.shape
         self.cache.write(layer, self.places, k[:batch], v[:batch])
-        if native.available(q) and dim % LANES == 0:
+        if native.available(q) and dim % LANES == 0 and sinks is None:
             keys, values = self.cache.keys[layer], self.cache.values[layer]
             return native.attend(q, keys, values, self.tables, self.lengths, window)
         keys, values = (read[:, :, : self.columns] for read in self.cache.read(layer, self._pages))
         # Queries that share keys stand where several positions would: each key is read once.
         grouped, mask = q[:batch].unflatten(1, (keys.shape[1], -1)), self._mask(window, q.dtype)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(batch, heads, dim)
+        sinks = None if sinks is None else sinks.view(grouped.shape[1:3])
+        out = masked(grouped, keys, values, mask, sinks).reshape(batch, heads, dim)
         return out if padded == batch else F.pad(out, (0, 0, 0, 0, 0, padded - batch))
 
     @cached_property
@@ -172,7 +175,9 @@ class PrefillAttention:
             offset += segment.end - segment.start
         self._tiles = [(start, *(t.to(device) for t in _tile(start, members))) for start, members in tiles.items()]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim), T at least all segments → (T, H, dim), zeros beyond them."""
         count = len(self.places)
         self.cache.write(layer, self.places, k[:count], v[:count])
@@ -181,15 +186,12 @@ class PrefillAttention:
             # What lies before the first query's window is not read.
             low = 0 if window is None else max(0, start - window + 1) // PAGE
             keys, values = self.cache.read(layer, pages[:, low:])
-            plain = start == 0 and (window is None or window >= PAGE)
-            attended = F.scaled_dot_product_attention(
-                q[tokens].transpose(1, 2),
-                keys,
-                values,
-                attn_mask=None if plain else self._mask(start, low * PAGE, window, q),
-                is_causal=plain,
-                enable_gqa=q.shape[1] != keys.shape[1],
-            )
+            queries = q[tokens].transpose(1, 2)
+            if start == 0 and (window is None or window >= PAGE) and sinks is None:
+                grouped = q.shape[1] != keys.shape[1]
+                attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=grouped)
+            else:
+                attended = masked(queries, keys, values, self._mask(start, low * PAGE, window, q), sinks)
             out[tokens[inside]] = attended.transpose(1, 2)[inside]
         return out
 

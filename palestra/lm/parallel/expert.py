@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from palestra.lm.layers import local
 from palestra.lm.model import Block, Transformer
-from palestra.lm.moe import MoE
+from palestra.lm.moe import MoE, stacked
 from palestra.lm.parallel.collectives import exchange
 from palestra.lm.parallel.tensor import split_parameter
 
@@ -30,15 +30,17 @@ class Experts(nn.Module):
         super().__init__()
         self.stacks = moe.stacks
         places = [Shard(0), Replicate()][: mesh.ndim]
-        self.gate_up = split_parameter(moe.gate_up, mesh, *places)
-        self.down = split_parameter(moe.down, mesh, *places)
+        self.gate_up, self.down, self.gate_up_bias, self.down_bias = (
+            None if parameter is None else split_parameter(parameter, mesh, *places)
+            for parameter in (moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias)
+        )
 
     def forward(self, rows: Tensor, ends: Tensor, apply: Callable[..., Tensor]) -> Tensor:
         """What `apply` makes of rows and these experts."""
-        gate_up, down = local(self.gate_up), local(self.down)
+        parameters = [local(parameter) for parameter in stacked(self)]
         # Where no token has chosen one of them, they have a gradient all the same, of 0: all ranks meet to add them up.
-        nothing = gate_up.flatten()[:0].sum() + down.flatten()[:0].sum()
-        return apply(rows, ends, gate_up, down) + nothing.to(rows.dtype)
+        nothing = torch.stack([parameter.flatten()[:0].sum() for parameter in parameters]).sum()
+        return apply(rows, ends, *parameters) + nothing.to(rows.dtype)
 
 
 class SplitMoE(MoE):
@@ -47,7 +49,7 @@ class SplitMoE(MoE):
     def __init__(self, moe: MoE, mesh: DeviceMesh):
         nn.Module.__init__(self)
         self.spec, self.gate, self.shared, self.router = moe.spec, moe.gate, moe.shared, moe.router
-        self.shared_gate = moe.shared_gate
+        self.shared_gate, self.router_bias = moe.shared_gate, moe.router_bias
         self.register_buffer("bias", moe.bias)
         self.experts, self.group = Experts(moe, mesh), mesh["expert"].get_group()
 

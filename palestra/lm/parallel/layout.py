@@ -119,7 +119,9 @@ class _Ulysses:
     layout: Layout
     count: int
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """q (T / c, H, dim), k and v (T / c, K, dim) → (T / c, H, dim)."""
         group = self.layout.group("context")
         ranks, each = group.size(), len(q)
@@ -129,6 +131,7 @@ class _Ulysses:
         heads = [part.shape[2] for part in parts]
         swapped = exchange(torch.cat(parts, dim=2), group).flatten(0, 1)[: self.count]  # (T, heads / c, dim)
         q, k, v = swapped.split(heads, dim=1)
-        out = self.inner(layer, q, k, v, window)
+        own = None if sinks is None else sinks.unflatten(0, (ranks, -1))[group.rank()]
+        out = self.inner(layer, q, k, v, window, own)
         filled = F.pad(out, (0, 0, 0, 0, 0, each * ranks - self.count)).unflatten(0, (ranks, -1))
         return exchange(filled, group).transpose(0, 1).flatten(1, 2)

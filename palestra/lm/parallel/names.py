@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _PART = re.compile(r"(.+)\.(weight|biase)s\.(\w+)")
-_EXPERTS = re.compile(r"\.experts\.(gate_up|down)$")
+_EXPERTS = re.compile(r"\.experts\.((?:gate_up|down)(?:_bias)?)$")
 
 
 def joined(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

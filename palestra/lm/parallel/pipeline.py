@@ -49,6 +49,8 @@ class Pipeline:
         absent: list[str] = [] if self.last else ["norm", "head"]
         if 0 not in self.stages and not (self.last and model.shape.tied):
             absent.append("embed")
+        if 0 not in self.stages:
+            absent.append("positions")
         for name in absent:
             setattr(model, name, None)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from palestra.lm.head import chunk_rows, logits
-from palestra.lm.layers import Linear, RMSNorm, local
+from palestra.lm.layers import LayerNorm, Linear, RMSNorm, local
 from palestra.lm.model import Block, Transformer
 from palestra.lm.moe import MoE
 from palestra.lm.parallel.collectives import Group, gather, scatter
@@ -27,15 +27,19 @@ def split_tensor(model: Transformer, mesh: DeviceMesh) -> None:
         attention.heads //= mesh.size()
         attention.kv //= mesh.size()
         attention.qkv, attention.o = ColumnParallel(attention.qkv, mesh), RowParallel(attention.o, mesh)
+        if attention.sinks is not None:
+            attention.sinks = split_parameter(attention.sinks, mesh, Shard(0))
         mlp: Any = block.mlp.shared if isinstance(block.mlp, MoE) else block.mlp
         if mlp is not None:
             mlp.gate_up, mlp.down = ColumnParallel(mlp.gate_up, mesh), RowParallel(mlp.down, mesh)
     if model.embed is not None:
         model.embed = split_parameter(model.embed, mesh, Shard(0))
+    if model.positions is not None:
+        model.positions = split_parameter(model.positions, mesh, Replicate())
     if model.head is not None:
         model.head = split_parameter(model.head, mesh, Shard(0))
     for module in model.modules():  # these see some of the tokens on each rank
-        if isinstance(module, RMSNorm | MoE):
+        if isinstance(module, RMSNorm | LayerNorm | MoE):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, split_parameter(parameter, mesh, Replicate()))
     model.vocabulary = Vocabulary(mesh)
@@ -70,10 +74,12 @@ class RowParallel(nn.Module):
         super().__init__()
         self.group, self.parts = mesh.get_group(), linear.parts
         self.weight = split_parameter(linear.weight, mesh, Shard(1))
+        self.bias = None if linear.bias is None else split_parameter(linear.bias, mesh, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, inputs / t) → (T / t, D)."""
-        return scatter(F.linear(x, local(self.weight).to(x.dtype)), self.group)
+        out = scatter(F.linear(x, local(self.weight).to(x.dtype)), self.group)
+        return out if self.bias is None else out + local(self.bias).to(x.dtype)
 
 
 class Vocabulary:
@@ -88,6 +94,10 @@ class Vocabulary:
         place = tokens - self.group.rank() * len(own)
         here = (place >= 0) & (place < len(own))
         return scatter(F.embedding(place.where(here, 0), own) * here[:, None].to(own.dtype), self.group)
+
+    def own(self, x: Tensor) -> Tensor:
+        """(T) → (T / t): what is of this rank's tokens."""
+        return x.chunk(self.group.size())[self.group.rank()]
 
     def hidden(self, x: Tensor) -> Tensor:
         """(T / t, D) → (T, D): every rank scores all tokens with its part of the vocabulary."""

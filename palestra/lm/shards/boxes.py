@@ -69,6 +69,11 @@ class Boxes:
         cut = [box.cut(index) for box in self.boxes]
         return Boxes(torch.Size((*lengths, *self.whole[len(index) :])), tuple(box for box in cut if box is not None))
 
+    def transposed(self) -> "Boxes":
+        """The same of a tensor whose last two dimensions are swapped."""
+        turned = (Box((*box.offset[:-2], *box.offset[:-3:-1]), box.tensor.mT) for box in self.boxes)
+        return Boxes(torch.Size((*self.whole[:-2], *self.whole[:-3:-1])), tuple(turned))
+
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -122,7 +127,8 @@ def save(folder: Path, named: Mapping[str, Boxes], group: Any) -> None:
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Tensor:
-            return next(box.tensor for box in named[index.fqn].boxes if box.offset == tuple(index.offset))
+            same = (box.tensor for box in named[index.fqn].boxes if box.offset == tuple(index.offset))
+            return next(same).contiguous()
 
     class Writer(HuggingFaceStorageWriter):
         def _split_by_storage_plan(self, storage_plan: Any, items: list[Any]) -> dict[int, list[Any]]:

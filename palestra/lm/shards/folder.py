@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from palestra.data.tokenizers import Tokenizer
-from palestra.lm import hf, hf_config
+from palestra.lm import hf
 from palestra.lm.model import Transformer
 from palestra.lm.parallel.collectives import Group
 from palestra.lm.scorer import ScalarModel
@@ -23,15 +23,18 @@ SCORE = "score.weight"
 def fill(model: Transformer | ScalarModel, folder: Path) -> None:
     """Take the weights of a model folder; of each tensor a rank reads its boxes."""
     transformer = model.transformer if isinstance(model, ScalarModel) else model
-    config, shape = hf_config.read_folder(folder)
-    files, places = hf.Shards(folder), hf.slots(shape, hf_config.FAMILIES.get(config["model_type"]))
-    hf.checked_names(files, places, shape, score=hf_config.is_classifier(config))
+    _, _, files, places = hf.opened(folder)
     mine = boxes(transformer.state_dict())
     for slot in places:
         if slot.ours in mine:
-            mine[slot.ours].cut(slot.index).fill(files.slice(slot.theirs))
+            _cut(mine[slot.ours], slot).fill(files.slice(slot.theirs))
     if isinstance(model, ScalarModel) and SCORE in files.shapes:
         boxes({SCORE: model.value.weight})[SCORE].fill(files.slice(SCORE))
+
+
+def _cut(boxes: Boxes, slot: hf.Slot) -> Boxes:
+    cut = boxes.cut(slot.index)
+    return cut.transposed() if slot.transposed else cut
 
 
 def sample(model: Transformer, seed: int) -> None:
@@ -59,7 +62,7 @@ def save_folder(
     shape, family, config = hf.described(shape, base_config, scores=SCORE in mine)
     places = [*hf.slots(shape, family), *([hf.Slot(SCORE, SCORE)] if SCORE in mine else [])]
     parts, rank, ranks = folder.parent / "weights", group.rank(), group.size()
-    save(parts, {slot.theirs: mine[slot.ours].cut(slot.index) for slot in places if slot.ours in mine}, group)
+    save(parts, {slot.theirs: _cut(mine[slot.ours], slot) for slot in places if slot.ours in mine}, group)
     forms = stored(parts)
     sizes = {slot.theirs: forms[slot.theirs].nbytes for slot in places}
     total = sum(sizes.values())
