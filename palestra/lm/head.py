@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**26
-"""Logits that exist at one time (256 MB in FP32)."""
+from palestra.spec.shape import LOGITS as CHUNK_ELEMENTS
 
 
 def logits(hidden: Tensor, unembed: Tensor, out: Tensor | None = None) -> Tensor:

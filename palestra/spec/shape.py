@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from palestra.spec.model import Conflict, Model
+from palestra.spec.model import Conflict, Model, without_defaults
 
 Width = Annotated[int, Field(ge=1)]
 Layer = Annotated[int, Field(ge=0)]
@@ -112,7 +112,7 @@ class MoESpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_null(handler(self), ("gated_shared",))
+        return without_defaults(self, handler(self), "gated_shared")
 
     @property
     def shared_width(self) -> int:
@@ -192,7 +192,7 @@ class Shape(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_null(handler(self), ("full_layers", *BEYOND_LLAMA))
+        return without_defaults(self, handler(self), "full_layers", *BEYOND_LLAMA)
 
     @property
     def beyond_llama(self) -> list[str]:
@@ -281,17 +281,14 @@ class Shape(Model):
         return self.layers * (mlp + projections + scores) + 2 * width * vocab
 
 
-def _without_null(data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
-    """Plain data without those fields that came later and are null: stored specs and hashes stay as they were."""
-    return {name: value for name, value in data.items() if value is not None or name not in later}
-
-
 def _known(vocab: int | None) -> int:
     if vocab is None:
         raise ValueError("the vocabulary is not known yet: it comes from the tokenizer")
     return vocab
 
 
+LOGITS = 2**26
+"""Logits that exist at one time (256 MB in FP32); on a GPU four times as many, to fill it."""
 FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Without one of these the library emulates products of bf16: with AVX-512 alone they take four times as long as in
 FP32, on a Neoverse N1 a small one 130 times. The bf16 instructions of newer ARM cores have not been measured."""
