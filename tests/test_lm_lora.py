@@ -188,6 +188,7 @@ def test_new_dora_adapters_change_nothing_and_have_the_norms_of_rows():
 def test_dora_product_has_rows_of_the_learned_norms_and_no_gradient_through_their_own():
     qkv = adapted(spec=LoraSpec(rank=3, alpha=6.0, dora=True, targets=["q_proj", "v_proj"])).layers[0].attn.qkv
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    qkv.bias.data.normal_(generator=torch.Generator().manual_seed(3))
     rows, change = [*qkv.weight.split([32, 16, 16])], qkv.lora_b["v_proj"] @ qkv.lora_a["v_proj"] * 2.0
     turned = rows[2] + change
     expected = x @ (turned * (qkv.lora_magnitude["v_proj"] / turned.norm(dim=1).detach())[:, None]).t() + qkv.bias[48:]

@@ -44,10 +44,12 @@ def quiet():
 def base(folder: Path, shape: Shape) -> Path:
     """A saved model with weights of a size that shows differences."""
     model = Transformer(shape)
-    model.initialize(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    model.initialize(generator)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1 if name.endswith("norm.weight") else 5)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2 * name.endswith("bias"))
     save_pretrained(folder, model, tokenizer=None, eos=())
     return folder
 
