@@ -39,7 +39,7 @@ def make(seed: int = 0, *, narrow: bool = False) -> Transformer:
 def give(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
 
 
 # --- 8 bits
@@ -135,6 +135,22 @@ def test_offloaded_moments_give_the_same_numbers_to_the_bit(monkeypatch, spec, o
         for model, optimizer in zip(models, optimizers, strict=True):
             if not narrow:
                 monkeypatch.setattr(moments, "CHUNK", (8 if optimizer.offload else 2**16) * BLOCK)
+            give(model, step)
+            optimizer.step(step / 6)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    first, second = (flatten(optimizer.state())[1] for optimizer in optimizers)
+    assert [leaf.carrier.tobytes() for leaf in first] == [leaf.carrier.tobytes() for leaf in second]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("spec", "other"), [(HOST, FP32), (BOTH, EIGHT)], ids=["fp32 moments", "8 bits"])
+def test_moments_on_the_host_of_a_gpu_give_the_same_numbers(monkeypatch, spec, other):
+    monkeypatch.setattr(moments, "CHUNK", 8 * BLOCK)
+    models = make().cuda(), make().cuda()
+    optimizers = [Optimizer(model, each, 6) for model, each in zip(models, (spec, other), strict=True)]
+    assert optimizers[0].adam["embed"]["exp_avg"].is_pinned()
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
             give(model, step)
             optimizer.step(step / 6)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

@@ -14,7 +14,7 @@ from palestra.cli.show import show_check
 from palestra.kinds.models import Start, build_model, rounding_seed
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine
-from palestra.lm.lora import adapter_state
+from palestra.lm.lora import adapted, adapter_state
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
@@ -84,18 +84,28 @@ def loss(model: Transformer, batch: Batch) -> Loss:
     return Loss(-score(model, batch, entropy=False).logprobs.sum(), {})
 
 
+def prepared(spec: LmSpec, shape: Shape, device: str) -> TrainEngine:
+    model = build_model(spec, Start(shape, TOKENIZER, Path(), (), None, {}), 0, torch.device(device))
+    optimizer = Optimizer(model, spec.optim, 2, rounding_seed(spec, 0))
+    return TrainEngine(model, optimizer, Ranks(), micro_tokens=spec.train.micro_tokens, flops_per_token=1.0)
+
+
+def train(engine: TrainEngine, spec: LmSpec, vocab: int) -> None:
+    """Two steps."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        tokens = torch.randint(vocab, (spec.train.batch, spec.data.context), generator=generator)
+        engine.forward_backward(Batch.pack(tokens.tolist()), loss, 1.0)
+        engine.optim_step(step / 2)
+
+
 def measured(spec: LmSpec) -> int:
     """The most bytes that tensors take in two steps of training."""
-    model = build_model(spec, Start(SHAPE, TOKENIZER, Path(), (), None, {}), 0, torch.device("cpu"))
-    optimizer = Optimizer(model, spec.optim, 2, rounding_seed(spec, 0))
-    engine = TrainEngine(model, optimizer, Ranks(), micro_tokens=spec.train.micro_tokens, flops_per_token=1.0)
-    generator = torch.Generator().manual_seed(0)
-    known = [*model.parameters(), *(t for named in optimizer.tensors().values() for t in named.values())]
-    with Peak(known) as peak:
-        for step in range(2):
-            tokens = torch.randint(SHAPE.vocab, (spec.train.batch, spec.data.context), generator=generator)
-            engine.forward_backward(Batch.pack(tokens.tolist()), loss, 1.0)
-            engine.optim_step(step / 2)
+    engine = prepared(spec, SHAPE, "cpu")
+    moments = [t for named in engine.optimizer.tensors().values() for t in named.values()]
+    weights = [t for m in adapted(engine.model).values() if (q := m.quantized) is not None for t in (q.codes, q.scales)]
+    with Peak([*engine.model.parameters(), *moments, *weights]) as peak:
+        train(engine, spec, SHAPE.vocab or 0)
     return peak.most
 
 
@@ -121,6 +131,19 @@ FAST = ("accumulated", "adapters")
 def test_prediction_is_within_a_tenth_of_what_tensors_take(case):
     spec = spec_of(**CASES[case])
     assert sum(predicted(spec, SHAPE, "cpu").values()) == pytest.approx(measured(spec), rel=0.1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("case", ["accumulated", "recomputed", "8 bits", "adapters", "4 bits"])
+def test_prediction_is_within_a_tenth_of_the_peak_of_a_gpu(case):
+    shape = Shape(layers=8, width=1024, heads=16, kv_heads=4, mlp=2816, context=1024, vocab=32000)
+    sizes = {"data__context": 1024, "train__micro_tokens": 8192, "train__batch": 16, "train__precision": "bf16"}
+    spec = spec_of(model__shape=shape.model_dump(), **(CASES[case] | sizes))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    train(prepared(spec, shape, "cuda"), spec, 32000)
+    found = torch.cuda.max_memory_allocated() - before
+    assert sum(predicted(spec, shape, "cuda").values()) == pytest.approx(found, rel=0.1)
 
 
 WHOLE = {"rank": 4, "modules_to_save": ["embed_tokens"]}
