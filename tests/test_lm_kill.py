@@ -29,6 +29,23 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"kind": "pretrain", "model__shape__moe": {**EXPERTS, "balance": 0.01}, "optim": MUON},
     "sft_adapters": {"kind": "sft", "model__lora": {"rank": 4}, "model__init": "base", "samples": SAMPLES},
     "sft_adapters_average": {"kind": "sft", "model__lora": {"rank": 4}, "model__init": "base", "train__ema": 0.8},
+    "sft_dora": {
+        "kind": "sft",
+        "model__lora": {"rank": 4, "dora": True, "modules_to_save": ["embed_tokens"]},
+        "model__init": "base",
+        "train__weights": "bf16",
+    },
+    "sft_4bit": {
+        "kind": "sft",
+        "model__lora": {"rank": 4, "quantize": "nf4", "double_quantize": True, "targets": "v_proj"},
+        "model__init": "base",
+    },
+    "narrow": {
+        "kind": "pretrain",
+        "model__shape__width": 64,
+        "optim": {"name": "adamw", "lr": 3e-3, "state": "8bit", "offload": True},
+        "train__weights": "bf16",
+    },
     "dpo": {"kind": "dpo", "model__init": "base"},
     "reward_model": {"kind": "reward_model"},
 }
@@ -98,7 +115,7 @@ def assert_equal_trees(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
-@pytest.mark.parametrize("case", fast_only(CASES, "experts", "sft_adapters_average"))
+@pytest.mark.parametrize("case", fast_only(CASES, "experts", "sft_adapters_average", "narrow"))
 def test_run_killed_equals_one_that_was_not(lab, case, again):
     kind, changes = case_of(lab, case)
     reference = lab.run(kind, **changes, name="reference")

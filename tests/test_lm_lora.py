@@ -170,6 +170,59 @@ def test_targets_that_the_model_does_not_have_are_refused_before_anything_change
     assert model.embed.requires_grad
 
 
+DORA = LoraSpec(rank=3, alpha=6.0, dora=True, rslora=True)
+WHOLE = LoraSpec(rank=3, targets=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+UNTIED = SHAPE.model_copy(update={"tied": False})
+
+
+def test_new_dora_adapters_change_nothing_and_have_the_norms_of_rows():
+    model = make()
+    add_lora(model, DORA, torch.Generator().manual_seed(1))
+    qkv = model.layers[0].attn.qkv
+
+    torch.testing.assert_close(logprobs(model), logprobs(make()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(qkv.lora_magnitude["k_proj"], qkv.weight[32:48].norm(dim=1))
+    assert qkv.scale == 6.0 / 3**0.5
+
+
+def test_dora_product_has_rows_of_the_learned_norms_and_no_gradient_through_their_own():
+    qkv = adapted(spec=LoraSpec(rank=3, alpha=6.0, dora=True, targets=["q_proj", "v_proj"])).layers[0].attn.qkv
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    qkv.bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    rows, change = [*qkv.weight.split([32, 16, 16])], qkv.lora_b["v_proj"] @ qkv.lora_a["v_proj"] * 2.0
+    turned = rows[2] + change
+    expected = x @ (turned * (qkv.lora_magnitude["v_proj"] / turned.norm(dim=1).detach())[:, None]).t() + qkv.bias[48:]
+    wanted = torch.autograd.grad(expected.square().sum(), qkv.lora_a["v_proj"])[0]
+
+    found = qkv(x)[:, 48:]
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), qkv.lora_a["v_proj"])[0], wanted, rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(qkv(x)[:, 32:48], x @ rows[1].t() + qkv.bias[32:48])
+
+
+@pytest.mark.parametrize("spec", [DORA, WHOLE], ids=["dora", "whole"])
+def test_adapters_of_a_richer_form_merge_and_come_back_from_their_folder(tmp_path: Path, spec):
+    model, plain, other = adapted(UNTIED, spec), Transformer(UNTIED), make(UNTIED)
+    before = logprobs(model)
+    save_peft(tmp_path, model, "base/model")
+
+    plain.load_state_dict(merged_weights(model))
+
+    torch.testing.assert_close(logprobs(plain), before, rtol=1e-5, atol=1e-5)
+    assert load_peft(tmp_path, other).model_copy(update={"targets": spec.targets}) == spec
+    assert torch.equal(logprobs(other), before)
+    assert adapter_state(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert ("head" in adapter_state(model)) == (spec is WHOLE)
+
+
+def test_head_that_is_tied_cannot_be_trained_beside_adapters():
+    with pytest.raises(UsageError, match=r"lm_head is tied to its embedding: take embed_tokens"):
+        add_lora(make(), WHOLE, torch.Generator())
+
+
 def test_second_adapters_are_refused():
     with pytest.raises(UsageError, match="already"):
         add_lora(adapted(), SPEC, torch.Generator())
@@ -218,8 +271,9 @@ def test_peft_folder_has_the_names_of_peft(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "use_dora: true"),
-        ({"use_rslora": True}, "use_rslora"),
+        ({"use_qalora": True}, "use_qalora: true"),
+        ({"modules_to_save": ["score"]}, "expected modules_to_save of embed_tokens, lm_head"),
+        ({"modules_to_save": ["embed_tokens"]}, "without ensure_weight_tying"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"init_lora_weights": "pissa"}, "pissa"),

@@ -209,6 +209,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lessons_aside": {"sft": {"weight": 0.5, "batch": 3}},
     "pool": {"tasks": {**letters(), "pool": {"drop": None}}},
     "shuffled": {"control": "shuffled_rewards"},
+    "narrow": {
+        "algorithm": {"preset": "ppo"},
+        "train__weights": "bf16",
+        "optim": {"name": "adamw", "lr": 3e-3, "state": "8bit", "offload": True},
+    },
+    "qlora": {"model__lora": {"rank": 4, "quantize": "nf4", "dora": True, "modules_to_save": ["embed_tokens"]}},
 }
 QUICK = ("critic", "lora", "statuses", "multi_turn", "tools", "lessons_aside", "pool")
 

@@ -7,8 +7,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from palestra.cli.show import show_check
 from palestra.spec.lm import AdamWSpec, MuonSpec, OptimSpec
-from palestra.spec.load import load
-from palestra.spec.model import Cadence
+from palestra.spec.load import load, spec_hash
+from palestra.spec.model import Cadence, plain
 from palestra.spec.schedule import Schedule, in_fractions, warmup_conflicts
 from palestra.spec.validate import SpecError
 
@@ -127,3 +127,41 @@ def test_check_says_that_a_rate_is_the_default_of_the_kind(tmp_path, capsys):
     show_check(str(path), {}, [])
     lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
     assert {"lr: 1e-05 # default for posttrain with LoRA", "weight_decay: 0.01 # default for posttrain"} <= lines
+
+
+LESS = {
+    "optim.state": {"optim": {"name": "adamw", "state": "8bit"}},
+    "optim.offload": {"optim": {"name": "adamw", "offload": True}},
+    "train.weights": {"train": {"steps": 1, "batch": 1, "weights": "bf16"}},
+    "model.lora.dora": {"model": {"init": "model", "lora": {"dora": True}}},
+    "model.lora.quantize": {"model": {"init": "model", "lora": {"quantize": "nf4"}}},
+}
+
+
+@pytest.mark.parametrize(("field", "changes"), LESS.items(), ids=LESS)
+def test_ways_to_take_less_memory_are_refused_by_name_for_several_processes(field, changes):
+    assert of_kind("sft", **changes)
+    with pytest.raises(SpecError, match=rf"{field}: expected .*, because several processes train: it is for one"):
+        of_kind("sft", **changes, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"train\.weights: expected fp32, because Muon", {"train": {"steps": 1, "batch": 1, "weights": "bf16"}}),
+        (r"train\.ema: expected null", {"train": {"steps": 1, "batch": 1, "weights": "bf16", "ema": 0.9}}),
+        (r"double_quantize: expected false", {"model": {"init": "model", "lora": {"double_quantize": True}}}),
+    ],
+)
+def test_ways_to_take_less_memory_that_do_not_go_together_are_refused(message, changes):
+    with pytest.raises(SpecError, match=message):
+        of_kind("sft", **changes, optim={"name": "muon", "lr": 0.02} if "Muon" in message else {"name": "adamw"})
+
+
+def test_new_fields_with_their_defaults_are_not_written_and_others_change_the_hash():
+    written = plain(of_kind("sft", {"init": "model", "lora": {}}).spec)
+    assert set(written["model"]["lora"]) == {"rank", "alpha", "targets"}
+    assert not {"state", "offload"} & set(written["optim"])
+    assert "weights" not in written["train"]
+    hashes = {spec_hash(of_kind("sft", **changes).spec) for changes in ({}, *LESS.values())}
+    assert len(hashes) == 1 + len(LESS)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palestra.api import check
+from palestra.cli.memory import show_memory
 from palestra.data.inspect import PERCENTILES, Column, Inspection, inspect, percentiles
 from palestra.data.store import TokenStore
 from palestra.errors import PalestraError, UsageError, did_you_mean
@@ -27,6 +28,7 @@ from palestra.runs import baselines
 from palestra.runs.recorder import in_words
 from palestra.runs.run import Run, diff, list_runs, open_run
 from palestra.runs.store import read_json
+from palestra.spec.lm import LanguageModelSpec
 from palestra.spec.model import plain
 from palestra.spec.source import write_text
 from palestra.view.advice import RULES, advise
@@ -75,6 +77,8 @@ def show_check(spec: str, variables: Mapping[str, str], overrides: list[str]) ->
         print("\n# derived")
         for name, value in derived.items():
             print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+    if isinstance(loaded.spec, LanguageModelSpec):
+        show_memory(loaded.spec)
 
 
 def _leaves(data: dict, path: tuple, indent: str) -> Iterator[tuple[tuple, str]]:

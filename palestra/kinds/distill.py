@@ -26,8 +26,8 @@ from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.tasks.task import Problem, make_task
 
-FIXED = ("kind", "model", "teacher", "tasks.train", "tasks.mix", "on_policy", "data", "optim.name",
-         "train.prompts_per_step", "rollout.replay")  # fmt: skip
+FIXED = ("kind", "model", "teacher", "tasks.train", "tasks.mix", "on_policy", "data", "optim.name", "optim.state",
+         "train.prompts_per_step", "train.weights", "rollout.replay")  # fmt: skip
 """What checkpoints depend on."""
 TEACHER = "teacher.json"
 
@@ -69,7 +69,7 @@ def check_teacher(folder: Path, tokenizer: Tokenizer) -> None:
 
 def _learner(folder: Path | None, spec: DistillSpec, session: Session, start: Start, ranks: Ranks) -> Distiller:
     model = models.build_model(spec, start, session.seed, device_of(spec), ranks)
-    engine = train_engine(spec, start, model, spec.train.steps, ranks)
+    engine = train_engine(spec, start, model, spec.train.steps, session.seed, ranks)
     given = _given(spec, start, session.seed)
     if given is not None and ranks.first:
         check_data(session, given[0], start)

@@ -59,7 +59,7 @@ def run(spec: LmSpec, launch: Launch) -> Run:
         spec,
         launch,
         together(session, spec, ranks, threads),
-        fixed=("kind", "model", "data", "optim.name", "train.batch", "train.ema"),
+        fixed=("kind", "model", "data", "optim.name", "optim.state", "train.batch", "train.ema", "train.weights"),
         threads=threads,
         total=spec.train.steps,
         unit="steps",
@@ -87,7 +87,7 @@ def run_session(session: Session, spec: LmSpec, launch: Launch) -> None:
         compile_for_training(model, spec.train, device)
         engine = TrainEngine(
             trained,
-            Optimizer(trained, spec.optim, spec.train.steps),
+            Optimizer(trained, spec.optim, spec.train.steps, models.rounding_seed(spec, session.seed)),
             ranks,
             micro_tokens=spec.train.micro_tokens,
             flops_per_token=start.shape.flops_per_token(spec.data.context),

@@ -237,16 +237,25 @@ def build_model(
         model = hf.skeleton(start.shape, dtype)
         model.source = partial(sample, seed=key) if start.folder is None else partial(fill, folder=start.folder)
     elif start.folder is not None:
-        model = open_model(start.folder, dtype=dtype, device=device)[0].model
+        kept = named_dtype(spec.train.weights)
+        model = open_model(start.folder, dtype=dtype, param_dtype=kept, device=device)[0].model
     else:
         model = Transformer(start.shape, dtype)
         model.initialize(generator)
         model.to(device)
+    if spec.train.weights == "bf16":
+        for parameter in model.parameters():  # those of norms and biases are few and near 1, where bf16 is coarse
+            parameter.data = parameter.data.to(torch.bfloat16 if parameter.ndim >= 2 else torch.float32)
     if spec.model.lora is not None:
         add_lora(model, spec.model.lora, generator)
     every = {"none": None, "selective": 2, "full": 1}[spec.train.checkpointing]
     model.checkpointing = lambda layer: every is not None and layer % every == 0
     return model
+
+
+def rounding_seed(spec: LanguageModelSpec, seed: int) -> int | None:
+    """The seed of the stochastic rounding of a run's weights; None where they are FP32."""
+    return seed if spec.train.weights == "bf16" else None
 
 
 def model_copy(start: Start, engine: TrainEngine, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Transformer:

@@ -56,8 +56,8 @@ log = logging.getLogger("palestra.posttrain")
 
 MakeLearner = Callable[[Any, Session, Start, Ranks], GroupLearner]
 
-FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "train.prompts_per_step",
-         "algorithm.baseline", "rollout.replay")  # fmt: skip
+FIXED = ("kind", "model", "tasks.train", "tasks.mix", "tasks.pool", "optim.name", "optim.state",
+         "train.prompts_per_step", "train.weights", "algorithm.baseline", "rollout.replay")  # fmt: skip
 """What checkpoints depend on."""
 REPLAY = "replay.json"
 SCANNED = 1000
@@ -266,7 +266,9 @@ def _first(spec: TasksKind, verifiers: Verifiers, starter: Starter) -> Episode:
     return first
 
 
-def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int, ranks: Ranks) -> TrainEngine:
+def train_engine(
+    spec: TasksKind, start: Start, model: Transformer, updates: int, seed: int, ranks: Ranks
+) -> TrainEngine:
     """The engine that trains the model in so many optimizer steps."""
     ranks.shard(model)
     compile_for_training(model, spec.train, device_of(spec))
@@ -274,7 +276,7 @@ def train_engine(spec: TasksKind, start: Start, model: Transformer, updates: int
     torch.backends.cuda.enable_cudnn_sdp(False)
     return TrainEngine(
         model,
-        Optimizer(model, spec.optim, updates),
+        Optimizer(model, spec.optim, updates, models.rounding_seed(spec, seed)),
         ranks,
         micro_tokens=spec.train.micro_tokens,
         flops_per_token=start.shape.flops_per_token(spec.rollout.max_new_tokens),
@@ -289,9 +291,9 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) 
     frozen = deepcopy(model).requires_grad_(False).to(model.dtype) if algorithm.needs_reference else None
     if frozen is not None:
         ranks.shard(frozen)
-    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train, ranks)
+    critic = None if algorithm.critic is None else Critic(deepcopy(model), algorithm, spec.train, ranks, seed)
     updates = spec.train.steps * spec.train.minibatches * spec.train.epochs
-    engine = train_engine(spec, start, model, updates, ranks)
+    engine = train_engine(spec, start, model, updates, seed, ranks)
     auxiliary = None
     if spec.sft is not None and examples is not None:
         mixture = mixture_of(examples, spec.sft.data, batch=spec.sft.batch, steps=updates, seed=seed)

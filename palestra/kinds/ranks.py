@@ -36,6 +36,9 @@ def check_ranks(spec: LanguageModelSpec, ranks: Ranks, device: torch.device) -> 
     if ranks.size > 1 and not spec.parallel.divides(ranks.size):
         asked = spec.parallel.processes
         raise UsageError(f"parallel: its product is {asked}, but torchrun has started {ranks.size} processes")
+    if ranks.size > 1:
+        for path, reason in spec.alone():
+            raise UsageError(f"{'.'.join(map(str, path))}: {reason}")
     if (
         ranks.size == 1
         and device.type == "cuda"

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from palestra.lm.layers import TRITON
-
-CHUNK_ELEMENTS = 2**26
-"""Logits that exist at one time (256 MB in FP32)."""
+from palestra.spec.shape import LOGITS as CHUNK_ELEMENTS
 
 
 def logits(hidden: Tensor, unembed: Tensor, out: Tensor | None = None) -> Tensor:

@@ -24,7 +24,15 @@ from palestra.spec.lm import AdamWSpec
 class Critic:
     """A separate model with a value head, and its optimizer."""
 
-    def __init__(self, transformer: Transformer, algorithm: AlgorithmSpec, train: PosttrainTrain, ranks: Ranks = ALONE):
+    def __init__(
+        self,
+        transformer: Transformer,
+        algorithm: AlgorithmSpec,
+        train: PosttrainTrain,
+        ranks: Ranks = ALONE,
+        seed: int | None = None,
+    ):
+        """`seed` is that of the rounding of weights in bf16."""
         if algorithm.critic is None:
             raise ValueError(f"{algorithm.preset} with `baseline: {algorithm.baseline}` has no critic")
         model = ScalarModel(transformer)
@@ -34,7 +42,7 @@ class Critic:
         self._loss = value_loss_function(algorithm.critic)
         self.engine = TrainEngine(
             model,
-            Optimizer(model, optim, updates),
+            Optimizer(model, optim, updates, seed),
             ranks,
             micro_tokens=train.micro_tokens,
             flops_per_token=transformer.shape.flops_per_token(transformer.shape.context),

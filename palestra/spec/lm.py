@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.spec.base import Every, ExperimentSpec, listed
 from palestra.spec.cluster import ClusterSpec
-from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model, without_defaults
 from palestra.spec.parallel import ParallelSpec
 from palestra.spec.schedule import Rate, constant, warmup_conflicts
 from palestra.spec.shape import Shape, described
@@ -31,6 +31,14 @@ class AdamWSpec(Model):
     """Decoupled weight decay of matrices and embeddings, not of norms and biases. Default as for `lr`."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global gradient norm clipping; null: none."""
+    state: Literal["fp32", "8bit"] = "fp32"
+    """Precision of the moments: FP32, or 8 bits with a scale for each block of 256 (Dettmers et al. 2021)."""
+    offload: Execution[bool] = False
+    """Keep the moments in the host's memory; every step streams them through the device."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "state", "offload")
 
 
 class MuonSpec(Model):
@@ -67,16 +75,41 @@ Target = Literal["all"] | Matrix
 
 
 class LoraSpec(Model):
-    """LoRA (Hu et al. 2021): W + alpha / rank · B · A with frozen W."""
+    """LoRA (Hu et al. 2021): W + scale · B · A with frozen W."""
 
     rank: int = Field(default=16, ge=1)
     """Rank r of an adapter."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale: an adapter's output is multiplied by alpha / rank."""
+    """Scale: an adapter's output is multiplied by alpha / rank, with `rslora` by alpha / √rank."""
     targets: Annotated[
         list[Target], Field(min_length=1), BeforeValidator(listed, json_schema_input_type=Target | list[Target])
     ] = Field(default=["all"])
     """Matrices that get an adapter in every layer, or `all`; routed experts and routers never do."""
+    rslora: bool = False
+    """Rank-stabilized scale alpha / √rank (rsLoRA, Kalajdzievski 2023)."""
+    dora: bool = False
+    """Learn the norm of every row of W + scale · B · A by itself (DoRA, Liu et al. 2024)."""
+    modules_to_save: list[Literal["embed_tokens", "lm_head"]] = Field(default=[])
+    """Matrices of the vocabulary that are trained whole beside the adapters, and saved with them."""
+    quantize: Literal["nf4"] | None = None
+    """Frozen matrices of the layers in 4 bits, routed experts excepted (QLoRA, Dettmers et al. 2023); null: as is."""
+    double_quantize: bool = False
+    """The scales of `quantize` in 8 bits: 0.13 bits a weight in place of 0.5."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        later = ("rslora", "dora", "modules_to_save", "quantize", "double_quantize")
+        return without_defaults(self, handler(self), *later)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Scales of nothing."""
+        if self.double_quantize and self.quantize is None:
+            yield Conflict(("double_quantize",), "expected false, because there is no `quantize`")
+
+    @property
+    def scale(self) -> float:
+        """Factor of B · A."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 Share = Annotated[float, Field(ge=0)]
@@ -299,7 +332,9 @@ class ComputeSpec(Model):
     micro_tokens: Execution[int] = Field(default=16384, ge=1)
     """Maximum tokens per micro-batch (a longer sequence goes alone); gradients accumulate over micro-batches."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision; weights stay fp32. Auto: bf16 on a GPU and on a CPU with AVX-512 BF16 or AMX, else fp32."""
+    """Compute precision. Auto: bf16 on a GPU and on a CPU with AVX-512 BF16 or AMX, else fp32."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Precision of matrices and embeddings: FP32, or bf16 with updates that are rounded stochastically."""
     compile: Execution[Literal["auto", "on", "off"]] = "auto"
     """torch.compile the model; auto: on a GPU when the run is long enough to pay for it."""
     compile_cache: Execution[str | None] = Field(default=None, min_length=1)
@@ -308,6 +343,10 @@ class ComputeSpec(Model):
     """Activation checkpointing: of no layer, every second one, or all."""
     profile: Execution[ProfileSpec | None] = None
     """Profile some steps into profile.json of the session; null: none."""
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_defaults(self, handler(self), "weights")
 
     def conflicts(self) -> Iterator[Conflict]:
         """A compile cache without compiling, a profile beyond the end."""
@@ -324,6 +363,12 @@ class LmTrainSpec(ComputeSpec):
     """Batch size in examples: windows of `data.context` tokens, conversations, or pairs."""
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights, which is evaluated and saved; null: off."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A moving average of weights that are too coarse for one."""
+        yield from super().conflicts()
+        if self.weights == "bf16" and self.ema is not None:
+            yield Conflict(("ema",), "expected null, because an average in bf16 would not move: take `weights: fp32`")
 
 
 class SampleSpec(Model):
@@ -421,6 +466,10 @@ class LanguageModelSpec(ExperimentSpec):
             yield Conflict(("optim", "name"), "expected adamw, because adapters are trained with AdamW")
         elif self.tuning and self.model.init and self.optim.name == "muon" and "lr" not in self.optim.model_fields_set:
             yield Conflict(("optim", "lr"), "expected a value: Muon has no default for fine-tuning")
+        if self.train.weights == "bf16" and self.optim.name == "muon":
+            yield Conflict(("train", "weights"), "expected fp32, because Muon's updates are not rounded stochastically")
+        if self.processes > 1:
+            yield from self.alone()
         if self.processes > 1 and self.max_session > 1:
             yield Conflict(("devices",), "expected 1, because `max_session` trains several seeds")
         if self.devices is not None and self.cluster.trainers not in (None, self.devices):
@@ -441,6 +490,20 @@ class LanguageModelSpec(ExperimentSpec):
         if shape is not None:
             problems = parallel.problems(shape, lora=self.model.lora is not None)
             yield from (Conflict(("parallel", *path), reason) for path, reason in problems)
+
+    def alone(self) -> Iterator[Conflict]:
+        """What several processes cannot do."""
+        why = "because several processes train: it is for one"
+        if self.model.lora is not None and self.model.lora.dora:
+            yield Conflict(("model", "lora", "dora"), f"expected false, {why}")
+        if self.model.lora is not None and self.model.lora.quantize is not None:
+            yield Conflict(("model", "lora", "quantize"), f"expected null, {why}")
+        if self.train.weights == "bf16":
+            yield Conflict(("train", "weights"), f"expected fp32, {why}")
+        if isinstance(self.optim, AdamWSpec) and self.optim.state != "fp32":
+            yield Conflict(("optim", "state"), f"expected fp32, {why}")
+        if isinstance(self.optim, AdamWSpec) and self.optim.offload:
+            yield Conflict(("optim", "offload"), f"expected false, {why}")
 
     def derived(self) -> dict[str, int | float | str]:
         """Compute precision."""

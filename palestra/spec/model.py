@@ -239,6 +239,12 @@ CountCadence = Annotated[
 """A cadence that repeats exactly after a resume, because it is counted."""
 
 
+def without_defaults(model: Model, data: dict[str, Any], *later: str) -> dict[str, Any]:
+    """Plain data without those fields that came `later` and have their default: stored specs and hashes stay."""
+    fields = type(model).model_fields
+    return {name: v for name, v in data.items() if name not in later or getattr(model, name) != fields[name].default}
+
+
 def plain(value: Any) -> Any:
     """A spec or a part of one as mappings, lists and scalars, defaults included; tuples become lists."""
     return mapped(value, _plain)

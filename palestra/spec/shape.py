@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from palestra.spec.model import Conflict, Model
+from palestra.spec.model import Conflict, Model, without_defaults
 
 Width = Annotated[int, Field(ge=1)]
 Layer = Annotated[int, Field(ge=0)]
@@ -76,7 +76,7 @@ class RopeScaling(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_default(self, handler(self), ("truncate",))
+        return without_defaults(self, handler(self), "truncate")
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +119,7 @@ class MoESpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_default(self, handler(self), ("gated_shared",))
+        return without_defaults(self, handler(self), "gated_shared")
 
     @property
     def shared_width(self) -> int:
@@ -209,7 +209,7 @@ class Shape(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return _without_default(self, handler(self), ("full_layers", *BEYOND_LLAMA))
+        return without_defaults(self, handler(self), "full_layers", *BEYOND_LLAMA)
 
     @property
     def beyond_llama(self) -> list[str]:
@@ -317,18 +317,14 @@ class Shape(Model):
         return self.layers * (mlp + projections + scores) + 2 * width * vocab
 
 
-def _without_default(model: Model, data: dict[str, Any], later: tuple[str, ...]) -> dict[str, Any]:
-    """Plain data without fields that came later and have their defaults: stored specs and hashes stay as they were."""
-    defaults = {name: type(model).model_fields[name].default for name in later}
-    return {name: value for name, value in data.items() if name not in later or value != defaults[name]}
-
-
 def _known(vocab: int | None) -> int:
     if vocab is None:
         raise ValueError("the vocabulary is not known yet: it comes from the tokenizer")
     return vocab
 
 
+LOGITS = 2**26
+"""Logits that exist at one time (256 MB in FP32); on a GPU four times as many, to fill it."""
 FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Without one of these the library emulates products of bf16: with AVX-512 alone they take four times as long as in
 FP32, on a Neoverse N1 a small one 130 times. The bf16 instructions of newer ARM cores have not been measured."""
