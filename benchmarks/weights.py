@@ -10,20 +10,26 @@ medians. `publish` copies and computes checksums, `fetch` verifies them and copi
 tensor, group and checksums included, beside one bare `dist.broadcast` (gloo) of as many bytes; by turns, medians.
 `again` is the same version for a reader that asks later: the writer need not copy it first.
 
+`overlap`: the same weights by broadcast to a process that samples with the 135M model meanwhile: tokens/s while it
+fetches beside tokens/s just before, and how long sampling stops to install them; medians.
+
 `delta`: a small model trained with AdamW, published as FP32 or bf16 after each step: bytes of the differences beside
 whole versions, and whether a reader that follows and one that begins late have every bit.
 """
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +40,9 @@ from palestra.cluster.broadcast import Broadcast
 from palestra.cluster.channel import Layout, MappingSource, open_channel
 from palestra.cluster.files import Files
 from palestra.cluster.memory import SharedMemory
+from palestra.generate.engine.engine import Engine
+from palestra.generate.local import LocalGenerator
+from palestra.generate.types import Request, Sampling
 from palestra.lm.batch import Batch, score
 from palestra.lm.model import Transformer
 from palestra.spec.shape import Shape
@@ -148,6 +157,56 @@ def broadcast(rounds: int) -> Line:
     }
 
 
+def sample_and_fetch(address: str, rounds: int, pipe: Connection) -> None:
+    """Sample all the time, and fetch each version; tokens/s before and while, seconds to fetch and to install."""
+    torch.set_num_threads(1)
+    model = Transformer(M135)
+    model.load_state_dict(random_weights(M135, torch.float32))
+    engine, channel = Engine(model, eos=frozenset(), dtype=torch.float32, context=1024, burst=1), open_channel(address)
+    request = Request(tuple(range(8)), Sampling(max_new_tokens=1000), n=4)
+    with LocalGenerator(engine) as generator:
+        threading.Thread(target=lambda: asyncio.run(generator.generate(request)), daemon=True).start()
+
+        def counted(call: Callable[[], Any]) -> tuple[Any, float, float]:
+            tokens, began = generator.generated, time.perf_counter()
+            result = call()
+            took = time.perf_counter() - began
+            return result, took, (generator.generated - tokens) / took
+
+        while generator.generated < 8:
+            time.sleep(0.1)
+        for version in range(rounds):
+            *_, before = counted(lambda: time.sleep(3.0))
+            pipe.send("ready")
+            weights, fetch, meanwhile = counted(lambda version=version: dict(channel.fetch(version)))
+            install = seconds(lambda version=version, weights=weights: engine.publish(weights, version))
+            pipe.send((before, meanwhile, fetch, install))
+            pipe.recv()
+
+
+def overlap(rounds: int) -> Line:
+    weights, (pipe, theirs) = random_weights(M135), multiprocessing.Pipe()
+    rows = []
+    with closing(Broadcast()) as writer:
+        writer.readers = 1
+        args = (writer.address, rounds, theirs)
+        reader = multiprocessing.get_context("spawn").Process(target=sample_and_fetch, args=args, daemon=True)
+        reader.start()
+        for version in range(rounds):
+            assert pipe.recv() == "ready"
+            writer.publish(version, weights)
+            rows.append(pipe.recv())
+            pipe.send("next")
+        reader.join()
+    before, meanwhile, fetch, install = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+    return {
+        "case": "overlap",
+        "tokens_per_second": {"before": round(before, 1), "while fetching": round(meanwhile, 1)},
+        "share": round(statistics.median(row[1] / row[0] for row in rows[1:]), 3),
+        "seconds": {"fetch": round(fetch, 3), "install": round(install, 3)},
+    }
+
+
 def text(vocab: int) -> Tensor:
     """Pairs of characters of real text where it is at hand, as tokens."""
     folder = Path(os.environ.get("PALESTRA_DATA", "../shared/data")) / "tinyshakespeare/input.txt"
@@ -201,7 +260,7 @@ def delta(versions: int, lr: float, dtype: torch.dtype) -> Line:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("cases", nargs="*", default=["memory", "broadcast", "delta"])
+    parser.add_argument("cases", nargs="*", default=["memory", "broadcast", "overlap", "delta"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--versions", type=int, default=50)
     args = parser.parse_args()
@@ -210,6 +269,8 @@ def main() -> None:
         print(json.dumps(memory(args.rounds)), flush=True)
     if "broadcast" in args.cases:
         print(json.dumps(broadcast(args.rounds)), flush=True)
+    if "overlap" in args.cases:
+        print(json.dumps(overlap(args.rounds)), flush=True)
     if "delta" in args.cases:
         for dtype in (torch.bfloat16, torch.float32):
             for lr in (1e-6, 1e-5):

@@ -54,7 +54,7 @@ ONE_COLUMNS = 4
 ONE_DEPTH = 1024
 """And the part of the inner dimension, where it can be cut."""
 WIDEST_ONE = 4096
-"""Beyond this a program's weights do not fit its registers."""
+"""Beyond this a program's weights do not fit its registers; heads with a norm are in one piece, and a quarter is."""
 
 
 class DecodeLayers:
@@ -86,7 +86,7 @@ class DecodeLayers:
     def __call__(self, tokens: Tensor, lengths: Tensor, tables: Tensor) -> Tensor:
         """Tokens (B) at positions `lengths` (B) of sequences in pages `tables` → normalized hidden states (B, D)."""
         model, width, rows = self.model, self.model.shape.width, len(tokens)
-        if rows == 1 and width <= WIDEST_ONE:
+        if rows == 1 and width <= (WIDEST_ONE if model.shape.qk_norm is None else WIDEST_ONE // 4):
             return self._one(tokens, lengths, tables)
         tiles = FEW if rows <= 16 else SOME if rows <= 64 and width <= 1024 else MANY if rows <= 256 else MOST
         next = EARLY.value if rows <= 64 else LATE.value
@@ -216,7 +216,7 @@ def _one_product(a: Tensor, weight: Tensor) -> Tensor:
 
 def _warps(weights: int) -> int:
     """For a program that has so many weights in its registers."""
-    return 4 if weights <= 2**14 else 8
+    return 4 if weights <= 2**14 else 8 if weights <= 2**16 else 16
 
 
 @triton.jit
