@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from typing import Any
 
