@@ -1,7 +1,7 @@
 """The running batch: the waiting queue, which prompts a burst computes, and the state of every row."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,6 +145,17 @@ class BurstOutput:
                 # What the filters took away has −inf.
                 top.append(tuple(pair for pair in pairs if pair[1] > float("-inf"))[:alternatives])
         return self._tokens[row][:count], self._logprobs[row][:count], top
+
+
+class Burst(NamedTuple):
+    """A burst in flight."""
+
+    running: list[tuple[Sample, int]]
+    """The samples that it samples, and their rows."""
+    steps: int
+    version: int
+    output: Callable[[], DecodeStep]
+    """Waits for it."""
 
 
 def advance(rows: BatchRows, scores: Tensor, needs: Needs) -> DecodeStep:

@@ -17,7 +17,7 @@ from palestra.lm.hf import empty_model
 from palestra.lm.layers import MLP, Linear, doubled, wide
 from palestra.lm.model import Transformer
 from palestra.lm.moe import MoE
-from palestra.spec.shape import precision
+from palestra.spec.shape import Shape, precision
 
 PREFILL_ROWS = {torch.float32: 64, torch.bfloat16: 256}
 DECODE_ROWS = {torch.float32: 32, torch.bfloat16: 64}
@@ -343,6 +343,14 @@ class Runner:
         if self.tiles is None or (by_row and count <= PORTION):
             return count
         return -(-count // ROWS) * ROWS
+
+
+def prefill_tokens_for(shape: Shape, device: torch.device) -> int:
+    """A GPU takes many tokens as fast as few, as long as a layer's activations are a small share of its memory."""
+    if device.type == "cpu":
+        return 4096
+    each = 2 * (2 * (shape.mlp or shape.width) + 6 * shape.width)
+    return max(4096, min(2**16, int(0.04 * torch.cuda.get_device_properties(device).total_memory) // each))
 
 
 def _portions(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -5,19 +5,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.engine.batch import BurstOutput, DecodeStep, Scheduler
-from palestra.generate.engine.cpu import Runner
+from palestra.generate.engine.batch import Burst, BurstOutput, Scheduler
+from palestra.generate.engine.cpu import Runner, prefill_tokens_for
 from palestra.generate.engine.kv_cache import Segment
 from palestra.generate.engine.pages import PAGE, PagePool
 from palestra.generate.engine.request import (
     Alternatives,
+    Collect,
     EngineFailed,
     EngineJob,
     GrowingText,
@@ -29,13 +30,12 @@ from palestra.generate.engine.request import (
     checked,
 )
 from palestra.generate.engine.sampler import Needs
-from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
+from palestra.generate.types import Generation, Request, Result, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.layers import TRITON
 from palestra.lm.model import Transformer
-from palestra.spec.shape import Shape
 
 MOST_ENDERS = 64
 """Sets of stop strings that are remembered: anybody may send others to a server."""
@@ -81,7 +81,7 @@ class Engine:
         self.context = min(context or shape.context, shape.context)
         self.eos, self.tokenizer = eos, tokenizer
         self.steps = burst or (16 if device.type == "cuda" else 8)
-        self.prefill_tokens = prefill_tokens or _prefill_tokens(shape, device)
+        self.prefill_tokens = prefill_tokens or prefill_tokens_for(shape, device)
         self.max_waiting = max_waiting
         self.version = 0
         self.failure: BaseException | None = None
@@ -100,7 +100,7 @@ class Engine:
         self._turns = _Turns()
         self._paused = False
         self._enders: dict[tuple[str, ...], StopEnders] = {}
-        self._in_flight: _Burst | None = None
+        self._in_flight: Burst | None = None
         """Started, and not yet delivered."""
         self._generated = self._prefilled = self._shared = self._preemptions = 0
 
@@ -193,7 +193,7 @@ class Engine:
         try:
             while len(done) < len(requests):
                 while len(ids) < len(requests) and len(ids) - len(done) < self.max_waiting:
-                    ids.append(self.submit(requests[len(ids)], _Collect(done, len(ids))))
+                    ids.append(self.submit(requests[len(ids)], Collect(done, len(ids))))
                 if not self.burst() and self._paused:
                     raise PalestraError("the engine is paused: resume it before a run")
         except BaseException:
@@ -383,7 +383,7 @@ class Engine:
             self._settle()
         return busy or bool(running)
 
-    def _started(self, running: list[Sample]) -> "_Burst":
+    def _started(self, running: list[Sample]) -> Burst:
         """A burst that samples tokens in the rows of `running`."""
         steps = self.steps if self._runner.ahead else min(self.steps, max(sample.remaining for sample in running))
         if not self._runner.ahead and any(sample.job.sink.streams for sample in running):
@@ -393,7 +393,7 @@ class Engine:
         output = self._runner.start(len(self._scheduler.rows), steps, longest, needs)
         for sample in running:
             sample.ahead += steps
-        return _Burst([(sample, sample.row) for sample in running], steps, self.version, output)
+        return Burst([(sample, sample.row) for sample in running], steps, self.version, output)
 
     def _settle(self) -> None:
         """Wait for the burst in flight, and deliver what it sampled."""
@@ -405,7 +405,7 @@ class Engine:
             self.fail(error)
             raise
 
-    def _deliver(self, burst: "_Burst") -> None:
+    def _deliver(self, burst: Burst) -> None:
         sampled = BurstOutput(burst.output())
         # From the last row: where the last one ends, none has to move into its place.
         for sample, row in reversed(burst.running):
@@ -481,25 +481,6 @@ class Engine:
             host.move(*move)
 
 
-def _prefill_tokens(shape: Shape, device: torch.device) -> int:
-    """A GPU takes many tokens as fast as few, as long as a layer's activations are a small share of its memory."""
-    if device.type == "cpu":
-        return 4096
-    each = 2 * (2 * (shape.mlp or shape.width) + 6 * shape.width)
-    return max(4096, min(2**16, int(0.04 * torch.cuda.get_device_properties(device).total_memory) // each))
-
-
-class _Burst(NamedTuple):
-    """A burst in flight."""
-
-    running: list[tuple[Sample, int]]
-    """The samples that it samples, and their rows."""
-    steps: int
-    version: int
-    output: Callable[[], DecodeStep]
-    """Waits for it."""
-
-
 class _Turns:
     """A FIFO lock: a busy thread cannot starve the others."""
 
@@ -514,16 +495,3 @@ class _Turns:
             yield
         finally:
             self._work.release()
-
-
-class _Collect:
-    """Keeps the result of a request of `run`; an error is raised by the burst itself."""
-
-    streams = False
-
-    def __init__(self, done: dict[int, Result], place: int):
-        self.done, self.place = done, place
-
-    def put(self, item: Chunk | Result | BaseException) -> None:
-        if isinstance(item, Result):
-            self.done[self.place] = item

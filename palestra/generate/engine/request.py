@@ -139,6 +139,19 @@ class TokenSink(Protocol):
         ...
 
 
+class Collect:
+    """Keeps the result of a request of `run`; an error is raised by the burst itself."""
+
+    streams = False
+
+    def __init__(self, done: dict[int, Result], place: int):
+        self.done, self.place = done, place
+
+    def put(self, item: Chunk | Result | BaseException) -> None:
+        if isinstance(item, Result):
+            self.done[self.place] = item
+
+
 @dataclass(eq=False)
 class EngineJob:
     """A request in flight."""
