@@ -20,9 +20,9 @@ UNTRACKED_LIMIT = 1000
 
 def manifest(*, spec_hash: str, seed: int, command: Sequence[str]) -> dict[str, Any]:
     """What a session was made from; "diff" is stored by `Session.create` as git.diff next to the rest."""
-    git, diff = _git(Path.cwd())
+    git, diff = git_state(Path.cwd())
     if git is None:  # run outside a checkout: Palestra's own, if it is installed from one
-        git, diff = _git(Path(__file__).parent)
+        git, diff = git_state(Path(__file__).parent)
     torch = sys.modules.get("torch")
     ours = {key: value for key, value in sorted(os.environ.items()) if key.startswith("PALESTRA_")}
     return {
@@ -51,7 +51,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]
     return [change for change in differences(*exact) if change.before is not None and change.after is not None]
 
 
-def _git(folder: Path) -> tuple[dict[str, Any] | None, str]:
+def git_state(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Commit, whether it is dirty and what is untracked, and the difference from the commit as text."""
     inside = git_output(folder, "rev-parse", "--show-toplevel")
     if not inside:

@@ -164,22 +164,29 @@ class Run:
 
 
 def new_trial(
-    root: Path | str, name: str, *, seeds: Sequence[int], command: Sequence[str], spec: Mapping[str, Any]
+    root: Path | str,
+    name: str,
+    *,
+    seeds: Sequence[int],
+    command: Sequence[str],
+    spec: Mapping[str, Any],
+    id: str | None = None,
 ) -> Run:
     """Make `root/<name>/<id>` with its trial.json, and point `root/<name>/latest` to it.
 
     With the spec in it, a trial that is killed before its first session exists can be resumed.
     """
-    if not NAME.fullmatch(name):
-        raise UsageError(
-            f"{name!r} is not a valid run name: use letters, digits, '.', '_' and '-', starting with a letter or digit"
-        )
-    now = datetime.now(UTC)
+    for part in (name,) if id is None else (name, id):
+        if not NAME.fullmatch(part):
+            raise UsageError(
+                f"{part!r} is not a valid run name: use letters, digits, '.', '_' and '-', starting with a letter or "
+                "digit"
+            )
     with clear_write_errors(Path(root) / name):
         while True:
-            path = Path(root) / name / f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:4]}"
+            path = Path(root) / name / (id or new_id())
             try:
-                path.mkdir(parents=True)
+                path.mkdir(parents=True, exist_ok=id is not None)
                 break
             except FileExistsError:
                 if not (Path(root) / name).is_dir():  # a file is in the folder's place
@@ -188,6 +195,11 @@ def new_trial(
     with clear_write_errors(path):
         write_bytes(path.parent / "latest", f"{path.name}\n".encode())
     return trial
+
+
+def new_id() -> str:
+    """An id for a run: UTC time and four hexadecimal digits."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:4]}"
 
 
 def make_trial(

@@ -52,29 +52,35 @@ def push_run(run: Run, files: "AbstractFileSystem", path: str, *, published: boo
         raise UsageError(f"{trial.path} is running: push it when it has stopped")
     if published and state != "done":
         raise UsageError(f"{trial.path} is {state}, and only finished runs are published: --to dev takes it as it is")
-    target = f"{path}/{run.name}/{run.id}"
-    listing = {name: _described(trial.path / name) for name in _names(trial.path)}
-    with _explained(f"the push of {trial.path}", "Push it again: what is there already is kept."):
-        there, found = _read_listing(files, target), _found(files, target)
+    target, record = f"{path}/{run.name}/{run.id}", listing_of(run)
+    listing = record["files"]
+    with explained(f"the push of {trial.path}", "Push it again: what is there already is kept."):
+        there, found = _read_listing(files, target), files_at(files, target)
         sent = [
             name
             for name, about in listing.items()
             if name not in found or not _intact(files, f"{target}/{name}", found[name], trial.path / name, about)
         ]
-        record = {"name": run.name, "id": run.id, "state": state, "seeds": run.seeds, "files": listing}
         if sent or there != record:
             _send(files, trial.path, target, sent, record, first=there is None)
     return len(sent), len(listing) - len(sent)
 
 
+def listing_of(run: Run) -> dict[str, Any]:
+    """What marks a run as complete at a place: its state, and the size and SHA-256 of each file."""
+    trial = run.trial
+    files = {name: _described(trial.path / name) for name in _names(trial.path)}
+    return {"name": run.name, "id": run.id, "state": trial.state, "seeds": run.seeds, "files": files}
+
+
 def pull_run(name: str, files: "AbstractFileSystem", path: str, *, root: Path) -> Path:
     """Copy a shared run into the folder of runs; its folder. Files that are there with the right bytes are kept."""
-    with _explained(f"the pull of {name}", "Pull it again: what has come already is kept."):
+    with explained(f"the pull of {name}", "Pull it again: what has come already is kept."):
         target = _find(name, files, path)
         record = _read_listing(files, target)
         if record is None:
             raise UsageError(f"{target} is not a shared run, or its push was interrupted: push it again")
-        _check_names(record, target)
+        check_names(record, target)
         folder = root / record["name"] / record["id"]
         made = folder if (folder / "trial.json").is_file() else folder.with_name(f".{folder.name}.partial")
         for file, about in record["files"].items():
@@ -96,7 +102,7 @@ def _url(where: str) -> str:
 
 
 @contextmanager
-def _explained(what: str, then: str) -> Iterator[None]:
+def explained(what: str, then: str) -> Iterator[None]:
     """Turn the errors of a file system, each backend having its own, into one that says what to do."""
     try:
         yield
@@ -163,7 +169,7 @@ def _commit(files: Any, contents: dict[str, str | bytes]) -> None:
     files.invalidate_cache()
 
 
-def _found(files: "AbstractFileSystem", target: str) -> dict[str, Any]:
+def files_at(files: "AbstractFileSystem", target: str) -> dict[str, Any]:
     """The files below a folder, by name, as the file system describes them."""
     files.invalidate_cache()
     try:
@@ -204,7 +210,7 @@ def _names(folder: Path) -> Iterator[str]:
         yield from ((relative / name).as_posix() for name in sent)
 
 
-def _check_names(record: dict[str, Any], target: str) -> None:
+def check_names(record: dict[str, Any], target: str) -> None:
     """Refuse a listing that would write outside of the run's own folder."""
     for part in (record["name"], record["id"]):
         if not NAME.fullmatch(part):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, TypeVar
+from urllib.parse import quote
 
 from palestra.errors import MissingExtra, PalestraError, UsageError
 
@@ -43,6 +44,11 @@ class LocalStore:
             elif expected is not None:
                 self._path(key).unlink()
             return True
+
+    def listed(self) -> list[str]:
+        """All keys, sorted."""
+        paths = [path.relative_to(self.root) for path in self.root.rglob("*") if path.is_file()]
+        return sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
 
     def unchanged(self, key: str) -> AbstractContextManager[None]:
         """A block in which nobody else can swap the value."""
@@ -168,6 +174,11 @@ class FsspecStore:
         return _filesystem(self.root)
 
     @property
+    def google(self) -> bool:
+        """Whether it is in Google Cloud Storage, where a version is a generation."""
+        return self.root.startswith(("gs://", "gcs://"))
+
+    @property
     def files(self) -> Any:
         """The fsspec file system."""
         return self._opened[0]
@@ -189,7 +200,10 @@ class FsspecStore:
             return False
         if new is None and expected is None:
             return True
-        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        if self.google:
+            condition = {"ifGenerationMatch": version or "0"}
+        else:
+            condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
 
         def put() -> bool:
             try:
@@ -201,6 +215,11 @@ class FsspecStore:
             return True
 
         return self.try_often(f"writing {self.root}/{key}", put)
+
+    def listed(self) -> list[str]:
+        """All keys, sorted; those of removed values too."""
+        found = self.try_often(f"listing {self.root}", lambda: self.files.find(self.path))
+        return sorted(path.removeprefix(f"{self.path}/") for path in found)
 
     @contextmanager
     def unchanged(self, key: str) -> Iterator[None]:
@@ -234,6 +253,9 @@ class FsspecStore:
 
         async def get() -> tuple[bytes | None, str | None]:
             try:
+                if self.google:
+                    headers, content = await files._call("GET", files.url(f"{self.path}/{key}"))
+                    return content or None, headers["X-Goog-Generation"]
                 response = await files._call_s3("get_object", **where)
             except FileNotFoundError:
                 return None, None
@@ -244,6 +266,12 @@ class FsspecStore:
         return result
 
     def _put(self, key: str, data: bytes, **condition: str) -> None:
+        if self.google:
+            where, kind = self._where(key), {"Content-Type": "application/octet-stream"}
+            upload = f"{self.files._location}/upload/storage/v1/b/{quote(where['Bucket'])}/o"
+            about = {"uploadType": "media", "name": where["Key"], **condition}
+            self.files.call("POST", upload, headers=kind, data=data, **about)
+            return
         self.files.call_s3("put_object", Body=data, **self._where(key), **condition)
 
     def _where(self, key: str) -> dict[str, str]:
@@ -255,23 +283,22 @@ class FsspecStore:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
-    if scheme not in ("s3", "s3a"):
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        # Retries happen here and nowhere below: retrying a conditional write requires knowing that a response was lost.
+        once = {"total_max_attempts": 1}
+        options["config_kwargs"] = {"retries": once, "connect_timeout": 10, "read_timeout": 60}
+    elif scheme not in ("gs", "gcs"):
         raise UsageError(
             f"{url}: {scheme}:// has no conditional write that Palestra supports, so two processes could run the same "
-            "step there. Use a folder or s3:// as the prefix, and copy the outputs afterwards."
+            "step there. Use a folder, s3:// or gs:// as the prefix, and copy the outputs afterwards."
         )
     try:
         import fsspec
 
-        # Retries happen here and nowhere below: retrying a conditional write requires knowing that a response was lost.
-        files, path = fsspec.url_to_fs(
-            url,
-            skip_instance_cache=True,
-            use_listings_cache=False,
-            config_kwargs={"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 60},
-        )
+        files, path = fsspec.url_to_fs(url, **options)
     except ImportError as error:
-        raise MissingExtra(f"the prefix {url}", "s3") from error
+        raise MissingExtra(f"the prefix {url}", "s3" if scheme.startswith("s3") else "gcs") from error
     files.retries = 1
     return files, path.rstrip("/")
 
@@ -284,6 +311,10 @@ def _response(error: BaseException) -> dict[str, Any]:
 
 
 def _status(error: BaseException) -> int | None:
+    if isinstance(error, FileExistsError):  # what gcsfs makes of a condition that does not hold
+        return 412
+    if isinstance(code := getattr(error, "code", None), int):
+        return code
     return _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
