@@ -1,5 +1,7 @@
 """Moto's S3 on loopback, which notes what it is asked and can stop in the middle of an object."""
 
+import io
+import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +40,11 @@ class S3Server:
     fail_every: int = 0
     """Each so-manieth request is answered with 503 and not carried out; 0: none. Odd ones of these were carried out."""
     failed: int = 0
+    deny: str | None = None
+    """The error code that every request is answered with: AccessDenied, ExpiredToken, SlowDown; None: as usual."""
+
+    posts: list[dict[str, Any]] = field(default_factory=list)
+    """The bodies of requests to other services than S3."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -65,6 +72,13 @@ def s3_server() -> Iterator[S3Server]:
                 hold.reached.set()
                 hold.released.wait(60)
             s3.uploads.append(name)
+        if "HTTP_X_AMZ_TARGET" in environ:
+            body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            s3.posts.append(json.loads(body or b"{}"))
+            environ["wsgi.input"] = io.BytesIO(body)
+        if s3.deny is not None:
+            start("503 Slow Down" if s3.deny == "SlowDown" else "403 Forbidden", [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{s3.deny}</Code><Message>as asked</Message></Error>".encode()]
         if s3.fail_every and s3.requests % s3.fail_every == 0:
             s3.failed += 1
             with one_at_a_time:

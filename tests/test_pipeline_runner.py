@@ -9,6 +9,7 @@ from pipeline_steps import copied, faulty, noop, noted, number, total, value
 
 from palestra.errors import UsageError
 from palestra.pipeline import Step
+from palestra.pipeline.form import load_pipeline
 from palestra.pipeline.graph import Graph, plan
 from palestra.pipeline.outputs import Outputs, open_outputs
 from palestra.pipeline.runner import PipelineFailed, run
@@ -252,3 +253,14 @@ def test_earlier_gives_done_steps_of_that_very_name_newest_first(outputs):
 
 def test_prefix_as_a_file_url_is_the_folder(tmp_path):
     assert open_outputs(f"file://{tmp_path}/a").prefix == Outputs(tmp_path / "a").prefix
+
+
+def test_step_gets_the_resources_it_asks_for_and_its_address_does_not_depend_on_them(tmp_path):
+    """Also those of a file: `resources:` is for whoever executes the step."""
+    steps = {"one": {"use": "pipeline_steps:telling", "with": {"variable": "OMP_NUM_THREADS"}}}
+    asked = {"one": {**steps["one"], "resources": {"cores": 3, "memory_gb": 0.5}}}
+    plain, large = (load_pipeline({"kind": "pipeline", "name": "p", "steps": each}) for each in (steps, asked))
+    assert address(plain.steps[0]) == address(large.steps[0])
+    outputs = open_outputs(str(tmp_path / "out"))
+    run(large.steps, outputs, max_parallel=1)
+    assert b"python: 3" in outputs.read_log(address(large.steps[0]))

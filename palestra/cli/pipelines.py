@@ -1,10 +1,10 @@
-"""`palestra pipeline`: run a pipeline, and explain the address of a step."""
+"""`palestra pipeline`: run a pipeline, explain the address of a step, list and remove outputs."""
 
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -99,6 +99,72 @@ def explain(
     else:
         print(f"\ndiffers from {about.other}, the newest other one that is done, in")
         console().print(table(("", "there", "here"), about.differences))
+
+
+Place = Annotated[str, Option("--prefix", metavar="PREFIX", help="Folder or URL of outputs.")]
+Delete = Annotated[bool, Option("--delete", help="Remove them; without it they are only listed.")]
+
+
+@app.command(name="list")
+def list_(prefix: Place = "outputs") -> None:
+    """List what steps have made under a prefix, with sizes."""
+    from palestra.pipeline.outputs import open_outputs
+
+    _show_stored(open_outputs(prefix).stored())
+
+
+@app.command()
+def rm(
+    address: Annotated[list[str], Argument(help="Outputs, by NAME-HASH as `palestra pipeline list` shows them.")],
+    prefix: Place = "outputs",
+    delete: Delete = False,
+) -> None:
+    """Remove outputs: their steps run again when a pipeline needs them."""
+    from palestra.errors import UsageError, did_you_mean
+    from palestra.pipeline.outputs import open_outputs
+
+    outputs = open_outputs(prefix)
+    stored = {one.address: one for one in outputs.stored()}
+    for name in address:
+        if name not in stored:
+            raise UsageError(f"there is no output {name!r} under {prefix}. {did_you_mean(name, stored)}")
+    _remove(outputs, [stored[name] for name in dict.fromkeys(address)], delete)
+
+
+@app.command()
+def gc(
+    pipeline: Annotated[list[str], Argument(help="All pipelines that use the prefix.", metavar="PIPELINE...")],
+    variables: Set = None,
+    prefix: Prefix = None,
+    delete: Delete = False,
+) -> None:
+    """List, and with --delete remove, what none of these pipelines refers to, and what its attempts left behind."""
+    from palestra.pipeline.form import load_pipeline
+    from palestra.pipeline.graph import Graph
+    from palestra.pipeline.outputs import open_outputs
+
+    loaded = [load_pipeline(file, variables=parse_set(variables), overrides=[]) for file in pipeline]
+    prefixes = {prefix or one.prefix for one in loaded}
+    if len(prefixes) > 1:
+        raise PalestraError(f"the pipelines have the prefixes {', '.join(sorted(prefixes))}: give --prefix")
+    outputs, used = open_outputs(prefixes.pop()), {address for one in loaded for address in Graph(one.steps).nodes}
+    _remove(outputs, [one for one in outputs.stored() if one.address.partition(".partial-")[0] not in used], delete)
+
+
+def _remove(outputs: Any, stored: list[Any], delete: bool) -> None:
+    _show_stored(stored)
+    for one in stored if delete else ():
+        outputs.remove(one.address)
+    if stored:
+        typer.echo("removed" if delete else "nothing is removed without --delete")
+
+
+def _show_stored(stored: list[Any]) -> None:
+    from palestra.cli.show import console, table
+
+    rows = [(one.address, f"{one.size / 1e6:,.2f}", one.finished or "left behind") for one in stored]
+    console().print(table(("output", "MB", "finished"), rows, right=("MB",)))
+    typer.echo(f"{len(stored)} outputs, {sum(one.size for one in stored) / 1e6:,.2f} MB")
 
 
 class _Progress:

@@ -108,6 +108,34 @@ def encode_chat(
     return EncodedChat(tokens, mask)
 
 
+def encode_after(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    new: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> list[int]:
+    """The tokens between an assistant's turn that follows `messages` and the turn that follows the `new` messages.
+
+    They begin where the template ends a turn and end with the generation prompt; what the turn itself holds does not
+    matter. A template that renders `messages` differently once more follow is refused.
+    """
+    messages, new = _plain(messages), _plain(new)
+    hidden = _Hidden(tokenizer, [messages, new, tools, variables])
+    turn = {"role": "assistant", "content": hidden.fresh()}
+    before, after, safe_tools = hidden.messages(messages), hidden.messages(new), hidden(tools)
+    start = _rendered(tokenizer, before, True, safe_tools, hidden(variables))
+    whole = _rendered(tokenizer, [*before, turn, *after], True, safe_tools, hidden(variables))
+    opening, found, rest = whole[len(start) :].partition(turn["content"])
+    if not whole.startswith(start) or not found or opening.strip() or turn["content"] in rest:
+        raise UsageError(
+            f"the chat template of {tokenizer.name} renders the beginning of a conversation differently once more "
+            "turns follow, which would change tokens that the model has read and sampled"
+        )
+    return tokenizer.encode_parts(hidden.parts(rest, (hidden.fresh(), hidden.fresh()))[0])[0]
+
+
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token with which the template ends an assistant's turn: where generation stops, often not at EOS."""
     # Words that the template writes anyway: a tokenizer of characters may know no others.

@@ -1,4 +1,4 @@
-"""Rows of text, JSONL, JSON, Parquet and Arrow files, one at a time, wherever fsspec finds the files."""
+"""Rows of text, JSONL, JSON, Parquet, Arrow and WARC files, one at a time, wherever fsspec finds the files."""
 
 import gzip
 import hashlib
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from palestra.data.cache import MARKER
 from palestra.data.remote import open_filesystem, version_of
+from palestra.data.warc import pages
 from palestra.errors import PalestraError, UsageError, needs_extra
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ Row = dict[str, Any]
 Listing = dict[str, dict[str, Any]]  # by path, what the file system says of a file
 
 TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML = ".txt", ".jsonl", ".json", ".parquet", ".arrow", ".html"
-FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML)  # a page of HTML is a text; only a data step reads more of it
+WARC = (".warc", ".wet")
+# A page of HTML is a text; only a data step reads more of it.
+FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW, HTML, *WARC)
 COMPRESSED = (".gz", ".zst")
 ABOUT = (MARKER, "dataset_info.json", "dataset_infos.json")  # metadata next to the data
 COUNTS, STEP_FOLDERS = "counts.json", ("docs", "files")  # of a data step: what it did, and where its rows are
@@ -153,6 +156,8 @@ def numbered_rows(shard: Shard, *, text_key: str = "text") -> Iterator[tuple[int
             yield from _json_lines(shard, stream)
         elif shard.format == JSON:
             yield from _json(shard, stream)
+        elif shard.format in WARC:
+            yield from enumerate(pages(stream, text_key), 1)
         else:
             # As open() does, "\r\n" becomes "\n"; a byte-order mark is not text.
             text = io.TextIOWrapper(stream, encoding="utf-8-sig")
@@ -176,7 +181,7 @@ def _find(where: str, split: str | None) -> list[Shard]:
     if unknown := [shard.path for shard in shards if shard.format not in FORMATS]:
         raise UsageError(
             f"{unknown[0]}: unknown format; the name can end in {', '.join(FORMATS)}, with {' or '.join(COMPRESSED)} "
-            "after text and JSON"
+            "after text, JSON and WARC"
         )
     return shards
 

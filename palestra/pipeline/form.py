@@ -107,7 +107,7 @@ def pipeline_of(spec: PipelineSpec) -> Pipeline:
         else:
             step = _function_step(given.use, given.arguments, output_of).named(name)
         retries = given.retries if given.retries is not None else spec.retries or step.retries
-        made[name] = replace(step, retries=retries)
+        made[name] = replace(step, retries=retries, resources=given.resources)
     return Pipeline(spec.name, spec.prefix, list(made.values()))
 
 

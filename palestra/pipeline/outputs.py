@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ from palestra.work.redact import redacted
 STATUS = "status.json"
 LEAVE_SECONDS = 60.0
 """How long the processes of a killed attempt may take to end."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An output under a prefix, or what an attempt left behind."""
+
+    address: str
+    size: int
+    finished: str | None
+    """When its step was done; None for what was left behind."""
 
 
 class Outputs:
@@ -211,6 +222,33 @@ class Outputs:
         folders = [path.parent for path in self.prefix.glob(f"{name}-*/{STATUS}")]
         return [folder.relative_to(self.prefix).as_posix() for folder in folders]
 
+    def stored(self) -> list["Stored"]:
+        """All outputs, and what attempts that have ended left behind."""
+        found = []
+        for file in sorted(self.prefix.rglob(STATUS)):
+            address = file.parent.relative_to(self.prefix).as_posix()
+            if not address.startswith(".") and (status := self.done(address)) is not None:
+                found.append(Stored(address, _size(file.parent), status["finished"]))
+        for folder in sorted(self.prefix.rglob("*.partial-*")):
+            address = folder.relative_to(self.prefix).as_posix()
+            if not address.startswith(".") and folder.is_dir() and self._ended(address):
+                found.append(Stored(address, _size(folder), None))
+        return found
+
+    def remove(self, address: str) -> None:
+        """Remove an output or a left-over; a step that is running is refused. Its pipeline would make it again."""
+        if not self._ended(address):
+            raise UsageError(f"{self.place(address)} is being made: wait for its step, or stop it")
+        self._delete(address)
+        shutil.rmtree(self.prefix / ".steps" / address, ignore_errors=True)
+
+    def _ended(self, address: str) -> bool:
+        return self.lease(address.partition(".partial-")[0]).holder() is None
+
+    def _delete(self, address: str) -> None:
+        (self.path(address) / STATUS).unlink(missing_ok=True)  # first: what is left of it is no output
+        shutil.rmtree(self.path(address), ignore_errors=True)
+
 
 def open_outputs(prefix: str) -> Outputs:
     """The outputs under a prefix: a local folder, or a URL that machines share."""
@@ -219,6 +257,10 @@ def open_outputs(prefix: str) -> Outputs:
     if "://" not in prefix:
         return Outputs(Path(prefix).expanduser())
     return RemoteOutputs(prefix)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _status(folder: Path, address: str) -> dict[str, Any] | None:
@@ -316,6 +358,18 @@ class RemoteOutputs(Outputs):
         store = self.bucket
         keys = store.try_often(f"listing {self.url}", lambda: store.files.glob(f"{store.path}/{name}-*/{STATUS}"))
         return [key.removeprefix(f"{store.path}/").removesuffix(f"/{STATUS}") for key in keys]
+
+    def stored(self) -> list["Stored"]:
+        """All outputs."""
+        keys = [key for key in self.bucket.listed() if key.endswith(f"/{STATUS}") and "/files-" not in key]
+        statuses = [self.done(key.removesuffix(f"/{STATUS}")) for key in keys if not key.startswith(".")]
+        sizes = [(one, sum(file["size"] for file in one["files"].values())) for one in statuses if one is not None]
+        return [Stored(status["address"], size, status["finished"]) for status, size in sizes]
+
+    def _delete(self, address: str) -> None:
+        self.bucket.files.rm_file(f"{self.bucket.path}/{address}/{STATUS}")  # first: what is left of it is no output
+        self.bucket.files.rm(f"{self.bucket.path}/{address}", recursive=True)
+        super()._delete(address)
 
     def _download(self, status: Mapping[str, Any], names: Iterable[str], folder: Path) -> Path:
         """Download files of an output into a folder, which has all of them or does not exist."""

@@ -119,7 +119,7 @@ class PipelineRun:
         refuse_more(on, available, size, threads)
         running = fanout.run(
             iter(partial(self._next, threads), ...),  # without an end
-            Resources(size * threads),
+            Resources(size * threads, available.gpus, available.memory),
             backend,
             stop=self.stop,
             grace=STOP_SECONDS,
@@ -160,7 +160,7 @@ class PipelineRun:
         return None
 
     def _item(self, node: Node, threads: int) -> WorkItem:
-        address = node.address
+        address, needs = node.address, node.step.resources
         self.leases[address] = lease = self.outputs.lease(address)
 
         def done(held: bool) -> bool:  # a killed process may have left only the rename to do
@@ -170,7 +170,9 @@ class PipelineRun:
             address,
             carry_out,
             partial(self._begin, node),
-            cores=threads,
+            cores=max(threads, needs.cores or 1),
+            gpu=needs.gpu,
+            memory=int(needs.memory_gb * 1e9),
             retries=node.step.retries,
             log=self.outputs.log(address),
             lease=lease,

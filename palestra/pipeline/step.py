@@ -40,7 +40,7 @@ from pydantic import BaseModel
 from palestra.data.cache import cache_root, file_sha256
 from palestra.errors import UsageError
 from palestra.runs.store import write_bytes
-from palestra.spec.kinds.pipeline import STEP_NAME
+from palestra.spec.kinds.pipeline import STEP_NAME, StepResources
 from palestra.spec.model import Execution
 from palestra.spec.renames import original
 from palestra.work.redact import redacted
@@ -61,6 +61,8 @@ class Step:
     """How often a failed step is retried in the same run of the pipeline."""
     resumes: bool = False
     """Whether the function resumes from what a killed attempt left in `out`; else `out` is empty."""
+    resources: StepResources = field(default_factory=StepResources)
+    """What it needs of the machine that runs it."""
 
     def __post_init__(self) -> None:
         if not STEP_NAME.fullmatch(self.name) or len(self.name) > LONGEST_NAME:
