@@ -28,7 +28,7 @@ from palestra.generate.client import HttpGenerator
 from palestra.generate.engine.engine import Engine, PromptTooLong, QueueFull
 from palestra.generate.local import LocalGenerator
 from palestra.generate.remote.dialects import Vllm
-from palestra.generate.types import Chunk, Generator, Request, Sampling, StopReason
+from palestra.generate.types import Chunk, Generator, Guide, Request, Sampling, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
 
@@ -157,6 +157,10 @@ def test_generate_with_a_seed_gives_what_the_engine_gives_bit_for_bit(opened: Ca
         Request(PROMPT, Sampling(max_new_tokens=20, seed=1, logprobs=3), n=3),
         Request(PROMPT[:5], Sampling(max_new_tokens=20, seed=-5, temperature=0.5, top_k=7, top_p=0.9, min_p=0.01)),
         Request(PROMPT, Sampling(max_new_tokens=20, temperature=0.0)),
+        Request(PROMPT, Sampling(max_new_tokens=20, seed=2, logit_bias={5: 3.0, 9: -1.5}, repetition_penalty=1.2)),
+        Request(PROMPT, Sampling(max_new_tokens=20, seed=2, frequency_penalty=0.3, presence_penalty=-0.4)),
+        Request(PROMPT, Sampling(max_new_tokens=60, seed=2, guide=Guide(regex="[a-z]{3,5}: [0-9]{2}!")), n=2),
+        Request(PROMPT, Sampling(max_new_tokens=60, seed=2, guide=Guide(choice=("yes", "no")))),
     ]
     expected = tiny_engine().run(requests)
 
@@ -173,6 +177,16 @@ def test_generate_with_a_seed_gives_what_the_engine_gives_bit_for_bit(opened: Ca
                     assert chunk.top == generation.top
                     assert chunk.text == generation.text
                     assert chunk.stop_reason == generation.stop_reason
+
+    asyncio.run(check())
+
+
+def test_guide_that_is_invalid_is_refused_in_a_sentence(opened: Callable[..., Opened]) -> None:
+    async def check() -> None:
+        async with opened() as (generator, metrics):
+            with pytest.raises(UsageError, match="the guide's regex is invalid: unclosed group"):
+                await generator.generate(Request(PROMPT, Sampling(guide=Guide(regex="(a"))))
+            assert metrics()["requests"] == 0
 
     asyncio.run(check())
 

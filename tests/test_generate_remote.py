@@ -225,7 +225,8 @@ def test_token_route_has_vllms_json() -> None:
         assert (choice["logprobs"], choice["finish_reason"], choice["stop_reason"]) == (None, "stop", last)
         for wrong, named in (
             ({"token_ids": []}, "token_ids"),
-            ({"sampling_params": {"presence_penalty": 1.0}}, "presence_penalty"),
+            ({"sampling_params": {"presence_penalty": 3.0}}, "presence_penalty"),
+            ({"sampling_params": {"structured_outputs": {"regex": "(a"}}}, "unclosed group"),
             ({"sampling_params": {"stream": True}}, "stream"),
             ({"priority": 3}, "priority"),
             ({"output_mode": "text"}, "output_mode"),

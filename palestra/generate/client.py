@@ -6,13 +6,22 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from palestra.errors import MissingExtra, PalestraError, UsageError
-from palestra.generate.engine.request import LONGEST_STOP, MOST_ALTERNATIVES, MOST_STOPS, PromptTooLong, QueueFull
-from palestra.generate.types import Chunk, Request, Result, Sampling
+from palestra.generate.engine.request import (
+    LONGEST_STOP,
+    MOST_ALTERNATIVES,
+    MOST_BIAS,
+    MOST_BIASED,
+    MOST_STOPS,
+    PromptTooLong,
+    QueueFull,
+)
+from palestra.generate.types import Chunk, Guide, Request, Result, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +38,31 @@ Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+# Keys of JSON are strings.
+LogitBias = Annotated[dict[Annotated[TokenId, Field(strict=False)], Bias], Field(max_length=MOST_BIASED)]
+Repetition = Annotated[float, Field(ge=0.01, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StrictBody(BaseModel):
     """JSON of which every field is known and has its own type."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class GuideBody(StrictBody):
+    """`Guide` as JSON."""
+
+    of_json: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def guide(self) -> Guide:
+        """The guide it describes."""
+        choice = None if self.choice is None else tuple(self.choice)
+        return Guide(json=self.of_json, regex=self.regex, choice=choice, grammar=self.grammar)
 
 
 class SamplingBody(StrictBody):
@@ -52,6 +80,11 @@ class SamplingBody(StrictBody):
     ignore_eos: bool = False
     seed: Seed | None = None
     logprobs: Alternatives = 0
+    logit_bias: LogitBias | None = None
+    repetition_penalty: Repetition = 1.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    guide: GuideBody | None = None
 
 
 class GenerateBody(StrictBody):
@@ -65,13 +98,15 @@ class GenerateBody(StrictBody):
 
     def request(self) -> Request:
         """The request it describes; without an id it gets one, so that it can be ended."""
-        return Request(tuple(self.prompt), Sampling(**dict(self.sampling)), self.n, self.id or uuid.uuid4().hex)
+        guide = None if self.sampling.guide is None else self.sampling.guide.guide()
+        values: dict[str, Any] = {**dict(self.sampling), "guide": guide}
+        return Request(tuple(self.prompt), Sampling(**values), self.n, self.id or uuid.uuid4().hex)
 
 
 def request_json(request: Request, *, stream: bool) -> dict[str, Any]:
     """The body of `POST /generate`; with an id, so that the server knows what to end."""
     named = {**vars(request), "id": request.id or uuid.uuid4().hex}
-    return {**named, "sampling": vars(request.sampling), "stream": stream}
+    return {**named, "sampling": asdict(request.sampling), "stream": stream}
 
 
 def result_json(result: Result) -> dict[str, Any]:

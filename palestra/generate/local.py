@@ -38,7 +38,7 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
         self.close()
 
     async def generate(self, request: Request) -> Result:
-        sink, id = self._submit(request, streams=False)
+        sink, id = await self._submit(request, streams=False)
         with span("sample", role="generator", group=GROUP.get()) as about:
             try:
                 item = await sink.queue.get()
@@ -54,7 +54,7 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
         return item
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        sink, id = self._submit(request, streams=True)
+        sink, id = await self._submit(request, streams=True)
         try:
             while not isinstance(item := await sink.queue.get(), Result):
                 if isinstance(item, BaseException):
@@ -114,7 +114,9 @@ class LocalGenerator(AbstractContextManager["LocalGenerator"]):
         if self.engine.failure is None:
             self.engine.fail(PalestraError("the generator was closed"))
 
-    def _submit(self, request: Request, *, streams: bool) -> "tuple[_Sink, str]":
+    async def _submit(self, request: Request, *, streams: bool) -> "tuple[_Sink, str]":
+        if request.sampling.guide is not None:
+            await asyncio.to_thread(self.engine.compile, request.sampling.guide)
         loop = asyncio.get_running_loop()
         sink = _Sink(self._loops.setdefault(loop, _Deliveries(loop)), streams)
         id = self.engine.submit(request, sink)

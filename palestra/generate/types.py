@@ -1,11 +1,13 @@
 """Requests, results, and the `Generator` interface that the engine in this process and the HTTP clients share."""
 
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from palestra.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +15,24 @@ if TYPE_CHECKING:
 
 GROUP: ContextVar[int | None] = ContextVar("GROUP", default=None)
 """The number of the group whose workflow is running: its requests go to one generator, which has its prompt."""
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What a completion must be, as exactly one of these. Needs the extra `guided`."""
+
+    json: Mapping[str, Any] | None = None
+    """A JSON schema that it validates against; an empty one is any JSON."""
+    regex: str | None = None
+    """A regular expression that all of it matches; Rust's syntax: no look-around, and `\\d` is 0 to 9."""
+    choice: tuple[str, ...] | None = None
+    """Texts of which it is one."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's form of Lark, whose rule `start` produces it."""
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in vars(self).values()) != 1:
+            raise UsageError(f"a guide has exactly one of {', '.join(vars(self))}")
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,26 @@ class Sampling:
     """The same request and seed give the same tokens, whatever else is in the batch; null picks a random seed."""
     logprobs: int = 0
     """How many of the most likely alternatives to give for each token."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the scores of these tokens, −100 to 100."""
+    repetition_penalty: float = 1.0
+    """Divides positive scores of tokens in the prompt or the generation, and multiplies negative ones."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the score of a token for each time that it was generated, −2 to 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the scores of tokens that were generated, −2 to 2."""
+    guide: Guide | None = None
+    """Only tokens with which the completion can still become what this describes; it ends when it is complete."""
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
+
+
+EDITS = ("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty", "guide")
+"""Parameters that change scores before they are sampled from, on the host's word: one step at a time."""
+RESHAPES = ("top_k", "top_p", "min_p", "min_new_tokens", *EDITS)
+"""Parameters other than the temperature that change the distribution: trainers do not know them."""
 
 
 @dataclass(frozen=True)

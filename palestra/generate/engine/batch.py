@@ -10,6 +10,7 @@ from torch import Tensor
 from palestra.generate.engine.pages import PAGE, SCRATCH, PagePool, pages_for
 from palestra.generate.engine.request import MOST_ENDS, Alternatives, EngineJob, Sample
 from palestra.generate.engine.sampler import Needs, Settings, sample
+from palestra.generate.engine.score_edits import ScoreEdits
 from palestra.lm.layers import TRITON
 
 APART = 0x9E3779B97F4A7C15
@@ -158,9 +159,14 @@ class Burst(NamedTuple):
     """Waits for it."""
 
 
-def advance(rows: BatchRows, scores: Tensor, needs: Needs) -> DecodeStep:
-    """Sample from scores (B, V) and advance the first B rows to their next token. The host waits for nothing."""
+def advance(rows: BatchRows, scores: Tensor, needs: Needs, edits: ScoreEdits | None = None) -> DecodeStep:
+    """Sample from scores (B, V), which `edits` change first, and advance the first B rows to their next token.
+
+    The host waits for nothing.
+    """
     batch = len(scores)
+    if edits is not None:
+        edits.apply_(scores)
     if scores.is_cuda and needs.plain and TRITON:
         from palestra.generate.engine.decode_kernel import sample_and_advance
 

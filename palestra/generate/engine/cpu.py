@@ -11,6 +11,7 @@ from palestra.errors import UsageError
 from palestra.generate.engine.batch import BatchRows, DecodeStep, advance
 from palestra.generate.engine.kv_cache import Cache, DecodeAttention, PrefillAttention, Segment
 from palestra.generate.engine.sampler import Needs
+from palestra.generate.engine.score_edits import ScoreEdits
 from palestra.lm import native
 from palestra.lm.head import logits
 from palestra.lm.hf import empty_model
@@ -265,11 +266,13 @@ class Runner:
             if tensor.shape != weights[name].shape:
                 theirs = tuple(weights[name].shape)
                 raise UsageError(f"the weight {name} has shape {theirs}, expected {tuple(tensor.shape)}")
-            # The extremes tell, for they carry a NaN, and cost no copy of the weights.
-            if not torch.stack(weights[name].detach().aminmax()).to(tensor.dtype).isfinite().all():
+        new = [weights[name].detach() for name in own]
+        # The extremes tell, for they carry a NaN: no copy of the weights, and one wait for the device.
+        extremes = torch.stack([torch.stack(tensor.aminmax()).float() for tensor in new]).to(self.model.dtype)
+        for (name, tensor), fits in zip(own.items(), extremes.isfinite().all(-1).tolist(), strict=True):
+            if not fits:
                 raise UsageError(f"the weight {name} has values that are not finite in {tensor.dtype}")
-        for name, tensor in own.items():
-            tensor.copy_(weights[name].detach())
+        torch._foreach_copy_(list(own.values()), new)
         if self.tiles is not None:
             self.tiles.pack()
             self._decoder = self._decoder_of(self.tiles)
@@ -289,36 +292,38 @@ class Runner:
             offset += len(positions)
 
     @torch.inference_mode()
-    def start(self, batch: int, steps: int, longest: int, needs: Needs) -> Callable[[], DecodeStep]:
+    def start(
+        self, batch: int, steps: int, longest: int, needs: Needs, edits: ScoreEdits | None = None
+    ) -> Callable[[], DecodeStep]:
         """Sample `steps` tokens in each of the first rows; the function waits for them, (steps, B) on the host.
 
-        No row has more than `longest` cached.
+        No row has more than `longest` cached. Edits are of one step.
         """
         if self.rows is self.host:
-            output = self.burst(batch, steps, longest, needs)
+            output = self.burst(batch, steps, longest, needs, edits)
             return lambda: output
         self.rows.copy_(self.host)
-        output = self.burst(batch, steps, longest, needs)
+        output = self.burst(batch, steps, longest, needs, edits)
         self.host.copy_(self.rows)
         return lambda: DecodeStep(*(part.cpu() for part in output))
 
-    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs, edits: ScoreEdits | None = None) -> DecodeStep:
         """The same on the device, without waiting for it."""
-        done = [self.step(batch, longest + step + 1, needs) for step in range(steps)]
+        done = [self.step(batch, longest + step + 1, needs, edits) for step in range(steps)]
         return DecodeStep(*(torch.stack(parts) for parts in zip(*done, strict=True)))
 
-    def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
+    def step(self, batch: int, columns: int, needs: Needs, edits: ScoreEdits | None) -> DecodeStep:
         """One token in each of the first rows, which look at `columns` positions of the cache at most."""
         lengths, tables = self.rows.length[:batch], self.rows.tables[:batch]
         if self._decoder is not None:
             embedded, angles = F.embedding(self.rows.token[:batch], self.model.embed), self.model.rotation(lengths)
             hidden = self.model.norm(self._decoder(embedded, *doubled(*angles), lengths, tables))
-            return advance(self.rows, self._scores(hidden), needs)
+            return advance(self.rows, self._scores(hidden), needs, edits)
         if self.tiles is not None:
             self.tiles.for_decoding()
         inputs, attend = slice(self._padded(batch)), DecodeAttention(self.cache, tables, lengths, columns)
         hidden = self.model(self.rows.token[inputs], self.rows.length[inputs], attend).hidden
-        return advance(self.rows, self._scores(hidden[:batch]), needs)
+        return advance(self.rows, self._scores(hidden[:batch]), needs, edits)
 
     def _decoder_of(self, tiles: Tiles) -> native.Decoder | None:
         """What decodes in one call, where our kernels can."""

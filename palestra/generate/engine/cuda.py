@@ -21,8 +21,10 @@ from palestra.generate.engine.kv_cache import Cache, Segment
 from palestra.generate.engine.pages import PAGE
 from palestra.generate.engine.request import MOST_ALTERNATIVES
 from palestra.generate.engine.sampler import Needs
-from palestra.lm.attention import varlen
+from palestra.generate.engine.score_edits import ScoreEdits
+from palestra.lm.attention import flash_settings, varlen
 from palestra.lm.head import logits
+from palestra.lm.layers import sent
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 """Graphs are captured for these numbers of rows, then for multiples of the last; other numbers are padded."""
@@ -53,21 +55,22 @@ class CudaRunner(Runner):
         places = np.concatenate([segment.places(segment.start, segment.end) for segment in segments])
         positions = np.concatenate([np.arange(segment.start, segment.end) for segment in segments])
         inputs = torch.from_numpy(np.stack([np.asarray(tokens), positions, places]))
-        token, position, place = inputs.pin_memory().to(self.device, non_blocking=True)
+        token, position, place = sent(inputs, self.device)
         self.model(token, position, PackedPrefill(self.cache, segments, place))
 
     @torch.inference_mode()
-    def start(self, batch: int, steps: int, longest: int, needs: Needs) -> Callable[[], DecodeStep]:
-        """A burst in each of the first rows, always of the captured number of steps.
+    def start(
+        self, batch: int, steps: int, longest: int, needs: Needs, edits: ScoreEdits | None = None
+    ) -> Callable[[], DecodeStep]:
+        """A burst in each of the first rows, of the captured number of steps; with edits of one, without a graph.
 
         Everything is in the order of the stream: what a burst needs of the one before it finds on the device.
         """
         # Cheap here, and fewer graphs. Rows truncate the alternatives to what they asked for.
         needs = replace(needs, stochastic=True, greedy=True, tempered=True, top=MOST_ALTERNATIVES if needs.top else 0)
         rows = min(_bucket(batch), self.slots)
-        if (rows, needs) not in self._graphs:
+        if edits is None and (rows, needs) not in self._graphs:
             self._graphs[rows, needs] = self._captured(rows, needs)
-        graph, output = self._graphs[rows, needs]
         sent = self._sent[0]  # the burst before the last has been read
         self._sent.reverse()
         for part, new in zip(sent.parts, self.host.parts, strict=True):
@@ -75,7 +78,11 @@ class CudaRunner(Runner):
         self.host.go_on()
         for part, new in zip((self._integers, *self.rows.parts[1:]), sent.parts, strict=True):
             part.copy_(new, non_blocking=True)
-        graph.replay()
+        if edits is None:
+            graph, output = self._graphs[rows, needs]
+            graph.replay()
+        else:
+            output = self.burst(rows, steps, longest, needs, edits)
         read = [torch.empty(part[:, :batch].shape, dtype=part.dtype, pin_memory=True) for part in output]
         for part, new in zip(read, output, strict=True):
             part.copy_(new[:, :batch], non_blocking=True)
@@ -88,18 +95,18 @@ class CudaRunner(Runner):
 
         return wait
 
-    def burst(self, batch: int, steps: int, longest: int, needs: Needs) -> DecodeStep:
+    def burst(self, batch: int, steps: int, longest: int, needs: Needs, edits: ScoreEdits | None = None) -> DecodeStep:
         self.rows.follow(self._integers)
-        return super().burst(batch, steps, longest, needs)
+        return super().burst(batch, steps, longest, needs, edits)
 
-    def step(self, batch: int, columns: int, needs: Needs) -> DecodeStep:
+    def step(self, batch: int, columns: int, needs: Needs, edits: ScoreEdits | None) -> DecodeStep:
         """One token in each of the first rows."""
         tokens, lengths, tables = self.rows.token[:batch], self.rows.length[:batch], self.rows.tables[:batch]
         if self._layers is not None:
             hidden = self._layers(tokens, lengths, tables)
         else:
             hidden = self.model(tokens, lengths, KernelAttention(self.cache, tables, lengths)).hidden
-        return advance(self.rows, logits(hidden, self.model.unembed), needs)
+        return advance(self.rows, logits(hidden, self.model.unembed), needs, edits)
 
     def _captured(self, rows: int, needs: Needs) -> tuple[torch.cuda.CUDAGraph, DecodeStep]:
         """A graph of a burst. Rows are set idle for the trial run, which compiles kernels and fills caches."""
@@ -150,7 +157,7 @@ class PackedPrefill:
         self.read: Tensor | None = None
         """Where all keys lie, if some pieces begin in the middle of a sequence."""
         if any(s.start for s in segments):
-            self.read = torch.from_numpy(np.concatenate([s.places(0, s.end) for s in segments])).to(places.device)
+            self.read = sent(torch.from_numpy(np.concatenate([s.places(0, s.end) for s in segments])), places.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q (T, H, dim), k and v (T, K, dim) → (T, H, dim)."""
@@ -158,11 +165,11 @@ class PackedPrefill:
         decode_kernel.store(k, v, keys, values, self.places)
         if self.read is not None:
             k, v = (cached.flatten(0, 1)[self.read] for cached in (keys, values))
-        return varlen(q, k, v, self.queries, self.keys, *self.longest, window)
+        return varlen(q, k, v, self.queries, self.keys, *self.longest, window, **flash_settings())
 
 
 def _bounds(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return sent(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _bucket(batch: int) -> int:

@@ -17,7 +17,7 @@ from palestra.generate.engine import decode_kernel
 from palestra.generate.engine.decode_kernel import EARLY, LATE, proceed, wait
 from palestra.generate.engine.kv_cache import Cache
 from palestra.generate.engine.pages import PAGE
-from palestra.lm.layers import MLP, RMSNorm
+from palestra.lm.layers import MLP, RMSNorm, swiglu
 from palestra.lm.model import Attention, Block, Transformer
 
 SHARED = 200 * 2**10
@@ -49,6 +49,8 @@ MANY = Tiles(Tile(64, 0, 64, 4, 4), Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 
 MOST = Tiles(Tile(64, 0, 64, 4, 4), Tile(128, 64, 64, 8, 4), Tile(128, 64, 64, 8, 3), Tile(64, 128, 128, 4, 4))
 PROGRAMS = 112
 """Where a product has fewer, it is also cut along its inner dimension, into up to four parts."""
+LIBRARY = 4e9
+"""A product of this many operations, bound by arithmetic and not by launches, is left to cuBLAS."""
 ONE_COLUMNS = 4
 """Columns of a program's products where there is a single row."""
 ONE_DEPTH = 1024
@@ -180,6 +182,8 @@ def _norm(x: Tensor, added: Tensor | None, norm: nn.Module, next: int) -> Tensor
 def _gated(tile: Tile, mlp: MLP, x: Tensor, next: int) -> Tensor:
     """SiLU(gate) · up of `x`."""
     (rows, width), hidden = x.shape, mlp.down.weight.shape[1]
+    if 4 * rows * width * hidden >= LIBRARY:
+        return swiglu(F.linear(x, mlp.gate_up.weight))
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     _gate_up[triton.cdiv(hidden, tile.columns), triton.cdiv(rows, tile.rows)](
         x, mlp.gate_up.weight, out, rows, width, hidden, *tile[:3], width % tile.depth == 0, next,
@@ -189,8 +193,10 @@ def _gated(tile: Tile, mlp: MLP, x: Tensor, next: int) -> Tensor:
 
 
 def _product(tile: Tile, a: Tensor, weight: Tensor, next: int) -> Tensor:
-    """a Wᵀ in parts (splits, B, D), FP32, of which it is the sum."""
+    """a Wᵀ in parts (splits, B, D), of which it is the sum; FP32 where there are several."""
     (rows, inner), width = a.shape, len(weight)
+    if 2 * rows * inner * width >= LIBRARY:
+        return F.linear(a, weight)[None]
     grid = triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows)
     splits = max(1, min(4, round(PROGRAMS / (grid[0] * grid[1]))))
     each = triton.cdiv(triton.cdiv(inner, splits), tile.depth) * tile.depth
@@ -232,7 +238,7 @@ def _add_norm(
     if SPLITS > 0:
         total = tl.zeros([BLOCK], tl.float32)
         for split in tl.static_range(SPLITS):
-            total += tl.load(parts + (split * rows + row) * width + i, mask=inside, other=0.0)
+            total += tl.load(parts + (split * rows + row) * width + i, mask=inside, other=0.0).to(tl.float32)
         new = (values + total.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + row * width + i, new, mask=inside)
         values = new.to(tl.float32)

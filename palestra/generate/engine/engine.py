@@ -2,8 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.engine.batch import Burst, BurstOutput, Scheduler
 from palestra.generate.engine.cpu import Runner, prefill_tokens_for
+from palestra.generate.engine.guide import CompiledGuide, GuideFailed, Guides
 from palestra.generate.engine.kv_cache import Segment
 from palestra.generate.engine.pages import PAGE, PagePool
 from palestra.generate.engine.request import (
@@ -25,20 +25,21 @@ from palestra.generate.engine.request import (
     PromptTooLong,
     QueueFull,
     Sample,
-    StopEnders,
+    StopWatch,
     TokenSink,
     checked,
 )
 from palestra.generate.engine.sampler import Needs
-from palestra.generate.types import Generation, Request, Result, StopReason
+from palestra.generate.engine.score_edits import ScoreEdits
+from palestra.generate.engine.turns import Turns
+from palestra.generate.types import Generation, Guide, Request, Result, StopReason
 from palestra.lm.batch import Batch, forward
 from palestra.lm.head import logits
 from palestra.lm.hf import load_pretrained
 from palestra.lm.layers import TRITON
 from palestra.lm.model import Transformer
+from palestra.lm.moe import multiplies_groups
 
-MOST_ENDERS = 64
-"""Sets of stop strings that are remembered: anybody may send others to a server."""
 SCORED = 256
 """Tokens whose distributions `score` has in memory at a time."""
 
@@ -86,8 +87,9 @@ class Engine:
         self.version = 0
         self.failure: BaseException | None = None
         """The error that ended the engine."""
-        runner = Runner
-        if device.type == "cuda" and TRITON and not shape.sinks:  # which its kernels do not have
+        runner, moe = Runner, shape.moe
+        waits = moe is not None and not multiplies_groups(dtype, shape.width, moe.mlp)  # for the host, in every layer
+        if device.type == "cuda" and TRITON and not shape.sinks and not waits:  # its kernels have no sinks
             from palestra.generate.engine.cuda import CudaRunner as runner
         self._runner = runner(model, dtype, device, self.context, kv_bytes, max_running, self.steps)
         self.slots = self._runner.slots
@@ -97,9 +99,10 @@ class Engine:
         self._new: list[EngineJob] = []
         self._aborted: list[EngineJob] = []
         self._inbox = threading.Lock()
-        self._turns = _Turns()
+        self._turns = Turns()
         self._paused = False
-        self._enders: dict[tuple[str, ...], StopEnders] = {}
+        self._stops = None if tokenizer is None else StopWatch(tokenizer)
+        self._guides = None if tokenizer is None else Guides(tokenizer, shape.vocab or 0)
         self._in_flight: Burst | None = None
         """Started, and not yet delivered."""
         self._generated = self._prefilled = self._shared = self._preemptions = 0
@@ -131,6 +134,8 @@ class Engine:
         """Queue a request and return its id. An invalid request is refused here."""
         vocab, has_text = self.model.shape.vocab or 0, self.tokenizer is not None
         job = checked(request, sink, vocab=vocab, context=self.context, eos=self.eos, has_text=has_text)
+        if job.sampling.guide is not None:
+            job.guide = self.compile(job.sampling.guide)
         with self._inbox:
             if self.failure is not None:
                 raise EngineFailed(self.failure)
@@ -142,6 +147,12 @@ class Engine:
             self._jobs[job.id] = job
             self._new.append(job)
         return job.id
+
+    def compile(self, guide: Guide) -> CompiledGuide:
+        """Compile a guide, which may take a second; `submit` then finds it. An invalid one is refused."""
+        if self._guides is None:
+            raise UsageError("a guide needs a tokenizer, and this engine has none")
+        return self._guides.compiled(guide)
 
     def abort(self, id: str) -> None:
         """End a request at the next burst, with what it has; no effect on one that has ended."""
@@ -168,6 +179,8 @@ class Engine:
                     self._shared += sample.cached
                     if self.tokenizer is not None and sample.job.sink.streams and not sample.tokens:
                         sample.text = GrowingText(self.tokenizer, sample.job.sampling.stop)
+                    if sample.edits is None:
+                        sample.edits = sample.job.edits()
                 prefilled = self._prefill()
                 return self._decode() or prefilled
             except Exception as error:
@@ -297,6 +310,17 @@ class Engine:
             if self._jobs.get(job.id) is job:
                 self._abort(job)
 
+    def _refuse(self, job: EngineJob, error: UsageError) -> None:
+        """End a request with an error of its own."""
+        scheduler = self._scheduler
+        scheduler.withdraw(job)
+        scheduler.preempted = [sample for sample in scheduler.preempted if sample.job is not job]
+        for sample in [sample for sample in scheduler.rows if sample.job is job]:
+            self._free(sample)
+        with self._inbox:
+            del self._jobs[job.id]
+        job.sink.put(error)
+
     def _abort(self, job: EngineJob) -> None:
         self._scheduler.withdraw(job)
         scheduler = self._scheduler
@@ -305,22 +329,6 @@ class Engine:
         scheduler.preempted = [sample for sample in scheduler.preempted if sample.job is not job]
         for index in range(job.started, job.request.n):
             self._end(Sample(job, index, -1), 0, "", StopReason.ABORT)
-
-    def _watched_text(self, sample: Sample, tokens: list[int]) -> GrowingText | None:
-        """The text of a sample so far, once a stop string may end in its new tokens; until then it is not needed."""
-        stops, tokenizer = sample.job.sampling.stop, self.tokenizer
-        if not stops or tokenizer is None:
-            return None
-        if stops not in self._enders:
-            if len(self._enders) == MOST_ENDERS:
-                self._enders.clear()
-            self._enders[stops] = StopEnders(tokenizer, stops)
-        if not any(map(self._enders[stops].__getitem__, tokens)):
-            return None
-        text = GrowingText(tokenizer, stops)
-        for token in sample.tokens:
-            text.push(token, ignore_stops=True)  # none ended in them
-        return text
 
     def _prefill(self) -> bool:
         """Compute a share of the prompts, copy pages of those that others have, and start what is complete."""
@@ -372,6 +380,8 @@ class Engine:
     def _decode(self) -> bool:
         """Start sampling in all active rows, and deliver the tokens of the burst before; these too without `ahead`."""
         busy = self._in_flight is not None
+        if any(sample.edits is not None for sample in self._scheduler.rows):
+            self._settle()  # what they change depends on their last tokens
         self._give_pages()
         before, self._in_flight = self._in_flight, None
         running = [sample for sample in self._scheduler.rows if sample.active]
@@ -388,9 +398,12 @@ class Engine:
         steps = self.steps if self._runner.ahead else min(self.steps, max(sample.remaining for sample in running))
         if not self._runner.ahead and any(sample.job.sink.streams for sample in running):
             steps = 1  # somebody reads along
+        if edited := [(sample.row, sample.edits) for sample in running if sample.edits is not None]:
+            steps = 1
+        edits = ScoreEdits.of(edited, self.model.shape.vocab or 0, self._runner.device)
         longest = max(sample.cached + sample.ahead for sample in running)
         needs = Needs.of([job.sampling for job in {id(sample.job): sample.job for sample in running}.values()])
-        output = self._runner.start(len(self._scheduler.rows), steps, longest, needs)
+        output = self._runner.start(len(self._scheduler.rows), steps, longest, needs, edits)
         for sample in running:
             sample.ahead += steps
         return Burst([(sample, sample.row) for sample in running], steps, self.version, output)
@@ -419,7 +432,10 @@ class Engine:
             for place in range(0, len(tokens), each):
                 part = slice(place, place + each)
                 sample.cached += len(tokens[part])
-                self._extend(sample, burst.version, tokens[part], logprobs[part], top[part])
+                try:
+                    self._extend(sample, burst.version, tokens[part], logprobs[part], top[part])
+                except GuideFailed as error:
+                    self._refuse(sample.job, error)
                 if not sample.active:
                     break
 
@@ -429,8 +445,8 @@ class Engine:
         """Add sampled tokens to a sample and check whether it has ended."""
         since, job, text = len(sample.tokens), sample.job, ""
         count = len(tokens)
-        if sample.text is None:
-            sample.text = self._watched_text(sample, tokens)
+        if sample.text is None and self._stops is not None:
+            sample.text = self._stops.text(job.sampling.stop, sample.tokens, tokens)
         if sample.text is not None:
             for count, token in enumerate(tokens, start=1):
                 text += sample.text.push(token, ignore_stops=since + count < job.sampling.min_new_tokens)
@@ -446,6 +462,8 @@ class Engine:
         elif sample.tokens[-1] in job.ends:
             last = sample.tokens[-1]
             self._end(sample, since, text, StopReason.STOP if last in job.sampling.stop_ids else StopReason.EOS, last)
+        elif sample.edits is not None and sample.edits.completed_by(tokens[:count]):
+            self._end(sample, since, text, StopReason.STOP)
         elif sample.remaining == 0:
             self._end(sample, since, text, StopReason.LENGTH)
         elif job.sink.streams:
@@ -479,19 +497,3 @@ class Engine:
             host.stop(row)
         else:
             host.move(*move)
-
-
-class _Turns:
-    """A FIFO lock: a busy thread cannot starve the others."""
-
-    def __init__(self) -> None:
-        self._next, self._work = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        with self._next:
-            self._work.acquire()
-        try:
-            yield
-        finally:
-            self._work.release()

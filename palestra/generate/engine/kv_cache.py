@@ -14,6 +14,7 @@ from palestra.errors import UsageError
 from palestra.generate.engine.pages import PAGE, pages_for
 from palestra.lm import native
 from palestra.lm.attention import LANES, additive_mask, masked
+from palestra.lm.layers import sent
 from palestra.spec.shape import Shape
 
 
@@ -68,8 +69,7 @@ class Cache:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Give pages what others hold."""
-        device = self.keys.device
-        to, of = torch.tensor(targets, device=device), torch.tensor(sources, device=device)
+        to, of = sent(torch.tensor([targets, sources]), self.keys.device)
         for tensor in (self.keys, self.values):
             tensor[:, to] = tensor[:, of]
 

@@ -7,7 +7,9 @@ from typing import Protocol
 
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.errors import PalestraError, UsageError
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.engine.guide import CompiledGuide
+from palestra.generate.engine.score_edits import RowEdits
+from palestra.generate.types import EDITS, Chunk, Generation, Request, Result, Sampling, StopReason
 
 
 class StopStrings:
@@ -93,6 +95,33 @@ class GrowingText:
         return text
 
 
+MOST_ENDERS = 64
+"""Sets of stop strings that are remembered: anybody may send others to a server."""
+
+
+class StopWatch:
+    """Begins to follow a text once one of its stop strings may end; until then its text is not needed."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._enders: dict[tuple[str, ...], StopEnders] = {}
+
+    def text(self, stops: tuple[str, ...], before: Sequence[int], tokens: Sequence[int]) -> GrowingText | None:
+        """The text of the tokens `before`, in which no stop string ended, if one may end in the new `tokens`."""
+        if not stops:
+            return None
+        if stops not in self._enders:
+            if len(self._enders) == MOST_ENDERS:
+                self._enders.clear()
+            self._enders[stops] = StopEnders(self._tokenizer, stops)
+        if not any(map(self._enders[stops].__getitem__, tokens)):
+            return None
+        text = GrowingText(self._tokenizer, stops)
+        for token in before:
+            text.push(token, ignore_stops=True)
+        return text
+
+
 MOST_ENDS = 16
 """How many end tokens a request can have."""
 MOST_ALTERNATIVES = 20
@@ -101,6 +130,8 @@ MOST_STOPS, LONGEST_STOP = 16, 1000
 """How many stop strings a request can have, and of how many characters each: all are looked for after every token."""
 COLDEST, HOTTEST = 1e-4, 1e4
 """Temperatures other than 0 that FP32 scores can be divided by."""
+MOST_BIASED, MOST_BIAS = 1024, 100
+"""How many tokens a logit_bias can have, and how large it can be."""
 LEAST_TOP_P = 1e-6
 """Far below the probability of the most likely token in any vocabulary, which is always kept."""
 
@@ -166,6 +197,7 @@ class EngineJob:
     """New tokens of a generation at most."""
     key: int
     """Hash of the prompt."""
+    guide: CompiledGuide | None = None
     started: int = 0
     """How many of the n samples have been given a row."""
     generations: dict[int, Generation] = field(default_factory=dict)
@@ -174,6 +206,11 @@ class EngineJob:
     @property
     def sampling(self) -> Sampling:
         return self.request.sampling
+
+    def edits(self) -> RowEdits | None:
+        """What changes the scores of a new sample; None where nothing does."""
+        guide = None if self.guide is None else self.guide.start(self.ends)
+        return RowEdits(self.request, guide) if self.sampling.given(EDITS) else None
 
     def same_prompt(self, other: "EngineJob") -> bool:
         """Whether both have the same prompt."""
@@ -197,6 +234,8 @@ class Sample:
     """A sample with the same prompt, whose last page is copied when it has been computed."""
     text: GrowingText | None = None
     """Where it is wanted as it grows."""
+    edits: RowEdits | None = None
+    """What changes its scores, where the request asks for that; a function of its tokens."""
     cached: int = 0
     """How many tokens have their keys and values in its pages, or get them from the samples it shares them with."""
     active: bool = False
@@ -248,10 +287,12 @@ def checked(
         )
     if not prompt:
         raise UsageError("the prompt is empty: it needs at least one token, such as the one that begins a text")
-    for token in (*prompt, *sampling.stop_ids):
+    bias = sampling.logit_bias or {}
+    for token in (*prompt, *sampling.stop_ids, *bias):
         if not 0 <= token < vocab:
             raise UsageError(f"token {token} is not in the model's vocabulary of {vocab}")
     heat = sampling.temperature
+    repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     limits = {
         "n": (request.n, "at least 1", request.n >= 1),
         "temperature": (heat, f"0, or {COLDEST:g} to {HOTTEST:g}", heat == 0 or COLDEST <= heat <= HOTTEST),
@@ -261,7 +302,12 @@ def checked(
         "max_new_tokens": (sampling.max_new_tokens, "at least 1", sampling.max_new_tokens >= 1),
         "min_new_tokens": (sampling.min_new_tokens, "0 or more", sampling.min_new_tokens >= 0),
         "logprobs": (sampling.logprobs, f"0 to {MOST_ALTERNATIVES}", 0 <= sampling.logprobs <= MOST_ALTERNATIVES),
+        "repetition_penalty": (repetition, "0.01 to 100", 0.01 <= repetition <= 100),
+        "frequency_penalty": (frequency, "−2 to 2", -2 <= frequency <= 2),
+        "presence_penalty": (presence, "−2 to 2", -2 <= presence <= 2),
     }
+    for token, value in bias.items():
+        limits[f"logit_bias[{token}]"] = (value, f"−{MOST_BIAS} to {MOST_BIAS}", -MOST_BIAS <= value <= MOST_BIAS)
     for name, (value, expected, right) in limits.items():
         if not right:
             raise UsageError(f"{name} = {value!r}: expected {expected}")
@@ -277,6 +323,10 @@ def checked(
             raise UsageError(f"a stop string has {len(stop)} characters: expected at most {LONGEST_STOP}")
     if sampling.stop and not has_text:
         raise UsageError("stop strings need a tokenizer, and this engine has none: give stop_ids")
+    if len(bias) > MOST_BIASED:
+        raise UsageError(f"logit_bias has {len(bias)} tokens: expected at most {MOST_BIASED}")
+    if sampling.guide is not None and sampling.min_new_tokens:
+        raise UsageError("min_new_tokens: a guide says where a completion may end: leave it out")
     limit = min(sampling.max_new_tokens, context - len(prompt))
     # No more than there can be, and a number that fits the rows' tensors.
     request = replace(request, sampling=replace(sampling, min_new_tokens=min(sampling.min_new_tokens, limit)))

@@ -8,6 +8,7 @@ from palestra.errors import PalestraError
 from palestra.generate.client import UNANSWERED, UNSENT
 from palestra.generate.engine.request import MOST_ALTERNATIVES, Alternatives, EngineJob
 from palestra.generate.remote.generator import Choice, Dialect, RemoteGenerator
+from palestra.generate.types import EDITS
 
 RESETS, RESET_SECONDS = 20, 0.25
 """Attempts to empty a prefix cache whose blocks are still held, and seconds between two."""
@@ -44,6 +45,11 @@ class Vllm(Dialect):
             # One more than asked for: the sampled token takes a place.
             "logprobs": min(sampling.logprobs + 1, MOST_ALTERNATIVES) if sampling.logprobs else 0,
             "detokenize": bool(sampling.stop),
+            "logit_bias": sampling.logit_bias,
+            "repetition_penalty": sampling.repetition_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "structured_outputs": None if sampling.guide is None else vars(sampling.guide),
         }
         body = {"request_id": job.id, "token_ids": list(job.request.prompt), "sampling_params": params}
         # Salted by the version, no prompt is continued from keys and values that other weights have cached.
@@ -104,8 +110,8 @@ class Sglang(Dialect):
     expected = "an SGLang server"
     groups = False
 
-    fixed = ("top_k", "top_p", "min_p")
-    fixed_because = "SGLang's log-probabilities are of the distribution before it, which cannot be trained on"
+    fixed = ("top_k", "top_p", "min_p", *EDITS)
+    fixed_because = "SGLang's log-probabilities are not known to be of the distribution after it, which is trained on"
 
     def call(self, job: EngineJob, index: int, before: list[int], version: int, *, stream: bool) -> tuple[str, Any]:
         sampling = job.sampling
@@ -155,7 +161,9 @@ class OpenAi(Dialect):
     """Any server of OpenAI's `/v1/completions` with the model's tokenizer: text alone, for evaluation."""
 
     expected = "a server of OpenAI's /v1/completions"
-    fixed = ("top_k", "min_p", "min_new_tokens", "stop_ids", "ignore_eos", "logprobs")
+    fixed = (
+        "top_k", "min_p", "min_new_tokens", "stop_ids", "ignore_eos", "logprobs", "repetition_penalty", "guide",
+    )  # fmt: skip
     fixed_because = "not in OpenAI's protocol"
     # A completion may be asked for twice: nothing is trained on it, and rate limits are of a minute.
     again = (*UNSENT, *UNANSWERED)
@@ -170,6 +178,8 @@ class OpenAi(Dialect):
         body: dict[str, Any] = {"model": self.model, "prompt": list(job.request.prompt), "n": job.request.n}
         body |= {"max_tokens": job.limit, "temperature": sampling.temperature, "top_p": sampling.top_p}
         body |= {"seed": job.seed % 2**31, "stop": list(sampling.stop) or None}
+        for name in sampling.given(("logit_bias", "frequency_penalty", "presence_penalty")):
+            body[name] = getattr(sampling, name)
         return "/v1/completions", body
 
     def choices(self, data: Any) -> list[Choice]:

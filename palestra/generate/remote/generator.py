@@ -17,11 +17,10 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.generate.client import UNANSWERED, UNSENT, HttpGenerator
 from palestra.generate.engine.request import Alternatives, EngineJob, GrowingText, checked
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.types import Chunk, Generation, Request, Result, StopReason
 from palestra.lm.hf import DamagedModel, described, exported, save_weights
 from palestra.spec.shape import Shape
 
-DEFAULTS = Sampling()
 WAITS = (0.1, 0.3, 1.0, 3.0)
 """Seconds between attempts to reach a server: one that is gone has failed its requests after five."""
 
@@ -272,8 +271,7 @@ class RemoteGenerator(HttpGenerator):
         await self._command(method, path, **options)
 
     def _begin(self, request: Request) -> EngineJob:
-        given = [name for name in self.dialect.fixed if getattr(request.sampling, name) != getattr(DEFAULTS, name)]
-        if given:
+        if given := request.sampling.given(self.dialect.fixed):
             raise UsageError(f"{', '.join(given)}: {self.dialect.fixed_because}: leave it out")
         sizes = {"vocab": self._vocab, "context": self._context, "eos": self._eos}
         job = checked(request, _Nowhere(), has_text=True, **sizes)
@@ -359,7 +357,8 @@ class _Sample:
             self.versions = choice.versions[: len(self.tokens)]
         if self._reason is None and choice.finish is not None:
             ends = {"abort": StopReason.ABORT, "length": StopReason.LENGTH}
-            self._reason = ends.get(choice.finish, StopReason.EOS)  # an end token that only the server knows
+            # A guide that is complete, or an end token that only the server knows.
+            self._reason = ends.get(choice.finish, StopReason.EOS if sampling.guide is None else StopReason.STOP)
         if self.ended:
             self._text.finish()
 

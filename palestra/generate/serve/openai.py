@@ -1,5 +1,6 @@
 """OpenAI's JSON: its completion requests as requests for the engine, and results as its responses."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from palestra.data.tokenizers import Detokenizer, Tokenizer
 from palestra.generate import client as wire
 from palestra.generate.engine.request import LONGEST_STOP, MOST_STOPS, Alternatives
-from palestra.generate.types import Chunk, Generation, Request, Result, Sampling, StopReason
+from palestra.generate.types import Chunk, Generation, Guide, Request, Result, Sampling, StopReason
 
 # Accepted and without effect: none of these changes what is generated.
 HARMLESS = frozenset({
@@ -18,9 +19,8 @@ HARMLESS = frozenset({
 })  # fmt: skip
 # Would change what is generated: accepted at the value that changes nothing, refused by name at any other.
 UNSUPPORTED: dict[str, Any] = {
-    "audio": None, "best_of": 1, "frequency_penalty": 0, "function_call": "none", "functions": [],
-    "logit_bias": {}, "modalities": ["text"], "presence_penalty": 0, "reasoning_effort": None, "repetition_penalty": 1,
-    "response_format": {"type": "text"}, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
+    "audio": None, "best_of": 1, "function_call": "none", "functions": [], "modalities": ["text"],
+    "reasoning_effort": None, "suffix": "", "tool_choice": "none", "tools": [], "verbosity": None,
     "web_search_options": None,
 }  # fmt: skip
 # What a chat template gets from the server itself.
@@ -53,6 +53,44 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchema(wire.StrictBody):
+    """A schema as OpenAI has it. It is always followed, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    of_json: Annotated[dict[str, Any], Field(alias="schema", default_factory=dict)]
+    strict: bool | None = None
+
+
+class ResponseFormat(wire.StrictBody):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def guide(self) -> Guide | None:
+        """What it asks for."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, "response_format: json_schema is missing", param="response_format")
+        if self.type == "text" or self.json_schema is None:
+            return None if self.type == "text" else Guide(json={"type": "object"})
+        return Guide(json=self.json_schema.of_json)
+
+
+class StructuredOutputs(wire.GuideBody):
+    """vLLM's way to ask for it, and for more; the schema may be JSON in a string."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_a_guide(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value not in (None, False)}
+        if isinstance(given.get("json"), str):
+            given["json"] = json.loads(given["json"])
+        return {**given, "json": {"type": "object"}} if given.pop("json_object", False) else given
+
+
 class Options(BaseModel):
     """What chat and plain completions have in common. A null is as good as leaving the field out."""
 
@@ -69,6 +107,10 @@ class Options(BaseModel):
     ) = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logit_bias: wire.LogitBias | None = None
+    frequency_penalty: wire.Penalty = 0.0
+    presence_penalty: wire.Penalty = 0.0
+    response_format: ResponseFormat | None = None
     # Beyond OpenAI's, under the names that vLLM gave them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     min_p: wire.MinP = 0.0
@@ -76,6 +118,8 @@ class Options(BaseModel):
     stop_token_ids: list[wire.TokenId] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    repetition_penalty: wire.Repetition = 1.0
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -97,6 +141,12 @@ class Options(BaseModel):
         """Whether a stream ends with a count of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    def _guide(self) -> Guide | None:
+        asked = [form.guide() for form in (self.response_format, self.structured_outputs) if form is not None]
+        if len(asked) > 1 and None not in asked:
+            raise ApiError(400, "response_format and structured_outputs: give one of them", param="structured_outputs")
+        return next(filter(None, asked), None)
+
     def _sampling(self, max_new_tokens: int, alternatives: int) -> Sampling:
         return Sampling(
             temperature=self.temperature,
@@ -110,6 +160,11 @@ class Options(BaseModel):
             ignore_eos=self.ignore_eos,
             seed=self.seed,
             logprobs=alternatives,
+            logit_bias=self.logit_bias,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            guide=self._guide(),
         )
 
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,6 +43,8 @@ MAX_BODY_BYTES = 4 << 20
 MAX_CONCURRENT = 1024
 HEADER_SECONDS = 10.0
 """How long the headers of a request may take to come."""
+STALL_SECONDS = 60.0
+"""How long a client may read nothing of its response."""
 # How long requests may run after a stop signal before they are aborted.
 GRACE_SECONDS = 5.0
 
@@ -265,7 +267,7 @@ def serve_engine(
     """
     if engine.tokenizer is None:
         raise UsageError(f"{name} has no tokenizer, which a server of text needs: put its tokenizer.json in its folder")
-    with _bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
+    with bound(host, port) as listening, LocalGenerator(engine, drive="thread") as generator:
         app = create_app(
             generator,
             engine.tokenizer,
@@ -290,11 +292,13 @@ def serve_engine(
             open_to = f"warning: anyone who can reach {host} port {port} can use this model"
             print(f"{open_to}. Give --api-key or PALESTRA_API_KEY.", file=sys.stderr)
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 (Ctrl-C stops)", flush=True)
-        _Server(config, app.state.service).run(sockets=[listening])
+        StoppingServer(config, app.state.service.abort_all).run(sockets=[listening])
 
 
 class PromptHeaders(H11Protocol):
-    """HTTP with a deadline for the headers: a connection that never completes them would stay open forever."""
+    """HTTP with deadlines: a connection that never completes its headers, or never reads, would stay open forever."""
+
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -307,13 +311,28 @@ class PromptHeaders(H11Protocol):
         elif self._late.cancelled():
             self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALL_SECONDS, self.transport.abort)  # `close` waits for what is unread
 
-class _Server(uvicorn.Server):
-    """A server that ends its requests when it must stop."""
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._late.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+
+class StoppingServer(uvicorn.Server):
+    """A server that ends its requests, with `abort`, when it must stop."""
+
+    def __init__(self, config: uvicorn.Config, abort: Callable[[], Awaitable[None]]):
         super().__init__(config)
-        self._service = service
+        self._abort = abort
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop for a signal, and at once for a second Ctrl-C. It is not raised again: stopping is not a failure."""
@@ -330,11 +349,11 @@ class _Server(uvicorn.Server):
 
     async def _end_requests(self) -> None:
         await asyncio.sleep(GRACE_SECONDS)
-        await self._service.abort_all()
+        await self._abort()
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A listening socket."""
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -362,10 +381,10 @@ def _explain_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: HttpRequest, error: RequestValidationError) -> Response:
-        return gate.error_response(_invalid(error.errors()))
+        return gate.error_response(invalid_body(error.errors()))
 
 
-def _invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+def invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first field that is wrong, and what it should be; a union has a problem for each of its types."""
     first = problems[0]
     if first["type"] == "json_invalid":
