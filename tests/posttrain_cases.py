@@ -32,6 +32,7 @@ def answer(
     versions: Sequence[int] | None = None,
     tokens: Sequence[int] | None = None,
     turns: tuple[tuple[int, int], ...] = (),
+    turn_rewards: tuple[float, ...] = (),
 ) -> Trajectory:
     """A prompt of so many tokens, then tokens with these log-probabilities; None is a token of a tool."""
     drawn = [x is not None for x in logprobs]
@@ -46,6 +47,7 @@ def answer(
         stop_reason=stop,
         completion="",
         turns=turns,
+        turn_rewards=turn_rewards,
     )
 
 
@@ -64,21 +66,30 @@ def random_groups(seed: int, sizes: Sequence[int] = (4, 3, 1, 2, 4), vocab: int 
     """
     draw = np.random.default_rng(seed)
 
+    luck = np.random.default_rng([seed, 2])
+
     def one(place: int) -> Trajectory:
         logprobs: list[float | None] = []
+        turns: list[tuple[int, int]] = []
         for turn in range(draw.integers(1, 3)):
             if turn:
                 logprobs += [None] * int(draw.integers(1, 3))
+            begin = len(logprobs)
             logprobs += [float(np.float32(-x)) for x in draw.exponential(1.5, draw.integers(1, MAX_NEW_TOKENS))]
+            turns.append((begin, len(logprobs)))
         logprobs += [None] * int(draw.integers(0, 2))
         if place == 0:
             logprobs[0] = float("nan")
         if place == 1:
-            logprobs = []
+            logprobs, turns = [], []
+        reward, prompt = float(draw.choice([0.0, 0.5, 1.0])), int(draw.integers(1, 4))
+        early = [float(part) for part in luck.choice([0.0, 0.25, -0.5], max(0, len(turns) - 1))]
         return answer(
             logprobs,
-            float(draw.choice([0.0, 0.5, 1.0])),
-            prompt=int(draw.integers(1, 4)),
+            reward,
+            prompt=prompt,
+            turns=tuple((prompt + begin, prompt + end) for begin, end in turns),
+            turn_rewards=(*early, reward - sum(early)) if turns and place % 3 else (),
             stop="length" if draw.random() < 0.3 or place == 1 else "eos",
             versions=sorted(draw.integers(0, 4, len(logprobs)).tolist()),
             tokens=draw.integers(3, vocab, len(logprobs)).tolist(),

@@ -23,6 +23,11 @@ class Row:
     behavior: list[float]
     cut_off: bool
     length: int
+    """Of its last turn."""
+    turn_of: list[int]
+    """The turn of each trained token."""
+    turn_rewards: list[float]
+    """Of each turn; they add up to the reward."""
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
@@ -38,7 +43,9 @@ def rows_of(groups: Sequence[Group]) -> list[Row]:
                     [start + i for i in at],
                     [t.logprobs[i] for i in at],
                     t.stop_reason == "length",
-                    sum(t.loss_mask),
+                    sum(t.loss_mask[slice(*t.turns[-1])] if t.turns else t.loss_mask),
+                    [next((k for k, (begin, end) in enumerate(t.turns) if begin <= i < end), 0) for i in at],
+                    [*t.turn_rewards] or [0.0] * (len(t.turns) - 1) + [t.reward],
                 )
             )
             start += len(t.tokens)
@@ -288,6 +295,49 @@ def _with_lam(rows, now, values, rewards, lam) -> float:
     return -total / tokens(rows)
 
 
+def follows(row: Row, turn: int, discount: float) -> float:
+    """The discounted rewards from a turn on; 0 after the last one."""
+    return sum(discount ** (j - turn) * r for j, r in enumerate(row.turn_rewards) if j >= turn)
+
+
+def turn_grpo(rows, now, held, **_):
+    """GRPO with an advantage for every turn: its return against those of the group at the same turn; γ = 0.5."""
+    total = 0.0
+    for row in rows:
+        for i, mu, k in zip(row.at, row.behavior, row.turn_of, strict=True):
+            others = [follows(other, k, 0.5) for other in rows if other.group == row.group]
+            spread = std(others) if len(others) > 1 else 0.0
+            a = (follows(row, k, 0.5) - np.mean(others)) / (spread + EPS) if max(others) > min(others) else 0.0
+            total += surrogate(np.exp(now[i] - mu), a, 0.2, 0.2)
+    return -total / tokens(rows)
+
+
+def trajectory_rloo(rows, now, held, *, max_new_tokens, **_):
+    """RLOO of the discounted sum of the turns' rewards; γ = 0.5."""
+    total = 0.0
+    for place, row in enumerate(rows):
+        others = [follows(r, 0, 0.5) for j, r in enumerate(rows) if r.group == row.group and j != place]
+        a = follows(row, 0, 0.5) - np.mean(others) if others else 0.0
+        total += sum(np.exp(now[i] - mu) * a for i, mu in zip(row.at, row.behavior, strict=True))
+    return -total / (len(rows) * max_new_tokens)
+
+
+def turn_ppo(rows, now, held, *, values, **_):
+    """PPO with GAE over turns, γ = 0.5 and λ = 0.25; the value before a turn is that of its first trained token."""
+    total = 0.0
+    for row in rows:
+        before = [0.0] * (len(row.turn_rewards) + 1)
+        for i, k in reversed(list(zip(row.at, row.turn_of, strict=True))):
+            before[k] = values[i]
+        advantages, following = {}, 0.0
+        for k in reversed(range(len(row.turn_rewards))):
+            following = row.turn_rewards[k] + 0.5 * before[k + 1] - before[k] + 0.5 * 0.25 * following
+            advantages[k] = following
+        for i, mu, k in zip(row.at, row.behavior, row.turn_of, strict=True):
+            total += surrogate(np.exp(now[i] - mu), advantages[k], 0.2, 0.2)
+    return -total / tokens(rows)
+
+
 PPO = {"preset": "ppo", "scale": "none", "std": "population"}
 VARIANTS = {
     "areal_grpo": (
@@ -314,6 +364,17 @@ VARIANTS = {
     ),
     "prime_rl": ({"preset": "dppo", "log_ratio_penalty": 1e-3}, prime_rl),
     "vapo": ({**PPO, "reward_norm": "group", "critic": {"lam": 0.4, "lam_strategy": "length"}}, vapo),
+    "turn_grpo": (
+        {
+            "preset": "grpo",
+            "kl": {"where": "none"},
+            "aggregation": "token",
+            "turns": {"credit": "turn", "discount": 0.5},
+        },
+        turn_grpo,
+    ),
+    "trajectory_rloo": ({"preset": "rloo", "turns": {"discount": 0.5}}, trajectory_rloo),
+    "turn_ppo": ({**PPO, "turns": {"credit": "turn", "discount": 0.5, "lam": 0.25}}, turn_ppo),
     "position": ({**PPO, "reward_norm": "batch", "critic": {"lam": 0.5, "lam_strategy": "position"}}, position),
 }
 """What is no preset of ours and can be said: its record, its formula."""

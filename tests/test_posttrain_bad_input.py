@@ -35,6 +35,20 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wrong_arg": ({"tasks": use("arithmetic", args={"digits": "two"})}, "args.digits.*valid integer"),
     "unknown_split": ({"tasks": use("arithmetic", split="dev")}, "split.*expected one of train, test"),
+    "unknown_game": ({"tasks": use("textarena:Chss-v0")}, r"textarena has no 'Chss-v0'. Did you mean 'Chess-v0'\?"),
+    "game_without_its_workflow": (
+        {"tasks": use("textarena:Nim-v0")},
+        "rollout.workflow.*expected name: environment, because textarena:Nim-v0 is played and not answered",
+    ),
+    "credit_of_turns_in_a_sequence": (
+        {"algorithm": {"preset": "gspo", "turns": {"credit": "turn"}}},
+        "algorithm.turns.credit.*expected trajectory, because `ratio: sequence`",
+    ),
+    "lambda_of_turns_nobody_uses": (
+        {"algorithm": {"preset": "grpo", "turns": {"lam": 0.5}}},
+        "algorithm.turns.lam.*expected 1, or `credit: turn` with `baseline: critic`",
+    ),
+    "no_tools": ({"rollout__workflow": {"name": "tools", "tools": []}}, "tools.*expected at least one, or servers"),
     "no_class": ({"tasks": use("posttrain_tasks:Numbers")}, "posttrain_tasks has no class 'Numbers'"),
     "no_task": ({"tasks": {"train": []}}, "tasks.train"),
     "same_name_twice": ({"tasks": {"train": [{"task": TASK}] * 2}}, "two tasks are called 'Letters'"),

@@ -13,16 +13,17 @@ from tiny_server import CONTEXT, KEY, TOKENIZER, serving, tiny_engine
 
 from palestra.data.chat import encode_chat, end_of_turn
 from palestra.data.tokenizers import Tokenizer
+from palestra.errors import UsageError
 from palestra.generate.client import HttpGenerator
 from palestra.generate.local import LocalGenerator
 from palestra.generate.types import Generator, Request, Result, Sampling
 from palestra.lm.batch import Batch
 from palestra.lm.engine import logprobs
-from palestra.rollout.episode import Episode, encode_problem
+from palestra.rollout.episode import Episode, Starter, encode_problem
 from palestra.rollout.types import Trajectory
 from palestra.rollout.workflows import multi_turn
 from palestra.spec.kinds.posttrain import MultiTurnSpec
-from palestra.tasks.task import Completion, Problem, Status, Verdict
+from palestra.tasks.task import Completion, Problem, Status, Verdict, make_task
 
 PLAIN = Problem("sums/train/1", "What is 2 plus 3?")
 CHAT = Problem("sums/train/1", ({"role": "user", "content": "What is 2 plus 3?"},))
@@ -259,3 +260,23 @@ def test_failure_of_one_sample_ends_the_others() -> None:
 def test_request_that_was_aborted_is_not_tried_again() -> None:
     found = roll(replace(episode(Scripted(TOKENIZER, lambda p, _: ""), never), samples=1))
     assert [(one.stop_reason, one.turns, one.sampled) for one in found] == [("abort", (), 0)]
+
+
+@pytest.mark.parametrize("changed", [{"top_k": 5}, {"logit_bias": {3: 1.0}, "presence_penalty": 0.5}])
+def test_sampling_that_the_trainer_cannot_reproduce_is_refused_by_name_where_it_trains(changed: dict[str, Any]) -> None:
+    starter = Starter(
+        tasks={PLAIN.task: make_task("countdown")},
+        workflow=multi_turn(spec()),
+        generator=Scripted(TOKENIZER, lambda prompt, index: "a"),
+        verify=never,
+        tokenizer=TOKENIZER,
+        sampling=Sampling(max_new_tokens=12, **changed),
+        samples=2,
+        seed=0,
+        context=CONTEXT,
+        max_prompt=CONTEXT,
+    )
+    with pytest.raises(UsageError, match=f"{', '.join(changed)}: the trainer computes log-probabilities"):
+        roll(starter.episode(PLAIN, 0))
+    trajectories, _ = rolled(local, never, PLAIN, sampling=changed)  # an evaluation may ask for it
+    assert len(trajectories) == 3

@@ -17,6 +17,17 @@ EPS = 1e-6
 """Added to standard deviations. One that is not larger is that of equal rewards, and is not divided by."""
 
 
+class Turns(NamedTuple):
+    """The turns of packed trajectories."""
+
+    of_token: Tensor
+    """(T) the number of each sampled token's turn."""
+    rewards: Tensor
+    """(T) a turn's reward on its last token; that of the last turn is what is missing to the trajectory's reward."""
+    counts: Tensor
+    """(B)."""
+
+
 class Advantages(NamedTuple):
     """0 where a token is not trained."""
 
@@ -35,24 +46,34 @@ def token_advantages(
     *,
     token_rewards: Tensor | None = None,
     values: Tensor | None = None,
+    turns: Turns | None = None,
 ) -> Advantages:
     """From rewards (B), group ids (B), and of each token its sequence (T) and whether it is trained (T).
 
     `token_rewards` (T) are added, such as a KL penalty: an advantage is then of what follows the token. `values` (T)
     are a value model's before each token. A group may have any size and lie anywhere; one of a single completion has
-    advantage 0.
+    advantage 0. `turns` are needed where the algorithm tells them apart.
     """
     zeros = torch.zeros(len(trained), dtype=torch.float64, device=trained.device)
     index = trained.nonzero()[:, 0]
     if not len(index):
         return Advantages(zeros, zeros)
+    table = None if turns is None else _turn_rewards(rewards.double(), sequence_ids, turns)
+    if table is not None:
+        discounts = algorithm.turns.discount ** torch.arange(table.shape[1], device=table.device)
+        rewards = (table * discounts).sum(1)
     rewards, places = _normalized_rewards(algorithm, rewards.double(), groups), sequence_ids[index]
     last = torch.ones_like(places, dtype=torch.bool)
     last[:-1] = places[:-1] != places[1:]
     per_token = torch.where(last, rewards[places], 0.0)
     if token_rewards is not None:
         per_token = per_token + token_rewards[index].double()
-    if algorithm.critic is not None:
+    if table is not None and turns is not None and algorithm.turns.credit == "turn":
+        own = None if token_rewards is None else token_rewards[index].double()
+        known = None if values is None else values[index].double()
+        at = places * table.shape[1] + turns.of_token[index].long()
+        advantages, returns = _by_turns(algorithm, table, turns.counts.long(), groups, at, own, known)
+    elif algorithm.critic is not None:
         assert values is not None  # `with_advantages` refuses a batch without them
         counts = torch.bincount(places, minlength=len(rewards))[places]
         advantages, returns = _with_critic(algorithm.critic, per_token, values[index].double(), last, counts)
@@ -66,6 +87,66 @@ def token_advantages(
     if algorithm.ratio == "sequence":  # a completion has one ratio, so it has one advantage
         advantages = sequence_means(advantages, places, len(rewards))[places]
     return Advantages(zeros.index_copy(0, index, advantages), zeros.index_copy(0, index, returns))
+
+
+def _turn_rewards(rewards: Tensor, sequence_ids: Tensor, turns: Turns) -> Tensor:
+    """The rewards (B, K) of all turns, 0 after the last."""
+    most, last = int(turns.counts.max()), turns.counts.long() - 1
+    table = rewards.new_zeros(len(rewards) * most)
+    table = table.index_add(0, sequence_ids * most + turns.of_token.long(), turns.rewards.double()).view(-1, most)
+    rows = torch.arange(len(rewards), device=rewards.device)
+    table[rows, last] = 0.0
+    table[rows, last] = rewards - table.sum(1)
+    return table
+
+
+def _by_turns(
+    algorithm: AlgorithmSpec,
+    table: Tensor,
+    counts: Tensor,
+    groups: Tensor,
+    at: Tensor,
+    token_rewards: Tensor | None,
+    values: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns (N) of trainable tokens, equal within a turn; `at` (N) are their turns in `table` (B, K).
+
+    A return is the discounted sum of the rewards from a turn on. Its baseline and scale are over the same turn of all
+    trajectories of the group, where one that has ended has the return 0.
+    """
+    if token_rewards is not None:
+        table = table.view(-1).index_add(0, at, token_rewards).view_as(table)
+    steps = torch.arange(table.shape[1], device=table.device)
+    there, last = steps < counts[:, None], steps == counts[:, None] - 1
+    gamma = algorithm.turns.discount
+    if algorithm.critic is not None:
+        assert values is not None  # `with_advantages` refuses a batch without them
+        before = values.new_zeros(table.numel()).index_copy(0, at.flip(0), values.flip(0)).view_as(table)  # the first
+        following = torch.cat((before[:, 1:], before.new_zeros(len(before), 1)), 1)
+        rows = (part.T for part in (table, before, following))
+        never, lam = torch.zeros_like(last.T), algorithm.turns.lam
+        estimated = gae(*rows, terminated=last.T, truncated=never, valid=there.T, gamma=gamma, lam=lam)
+        advantages, returns = (part.T.reshape(-1)[at] for part in estimated)
+        return advantages, returns
+    never = torch.zeros_like(last.T)
+    following = discounted_returns(table.T, terminated=last.T, truncated=never, gamma=gamma).T.reshape(-1)
+    if algorithm.baseline in ("none", "batch"):
+        returns = following[at]
+        centered = algorithm.baseline == "batch" and algorithm.scale != "batch_std"
+        return returns - returns.mean() if centered else returns, returns
+    # The same turn of a group's trajectories is a group.
+    ids = (groups.long()[:, None] * table.shape[1] + steps).reshape(-1)
+    loo = algorithm.baseline == "leave_one_out"
+    centred = leave_one_out(following, ids) if loo else group_normalize(following, ids, scale="none")
+    whole = there.reshape(-1)
+    if algorithm.scale in ("batch_std", "advantage_std"):
+        of = (following if algorithm.scale == "batch_std" else centred)[whole]
+        deviation = of.std(correction=min(_correction(algorithm), len(of) - 1)).expand_as(following)
+    elif algorithm.scale == "group_std":
+        deviation = group_std(following, ids, correction=_correction(algorithm))
+    else:
+        deviation = torch.zeros_like(following)
+    return (centred / torch.where(deviation > EPS, deviation + EPS, 1.0))[at], following[at]
 
 
 def sequence_means(values: Tensor, places: Tensor, sequences: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from palestra.lm.batch import Batch
-from palestra.posttrain.advantages import overlong_penalty, sequence_means, token_advantages
+from palestra.posttrain.advantages import Turns, overlong_penalty, sequence_means, token_advantages
 from palestra.rl import kl
 from palestra.rl.losses import LOG_RATIO_LIMIT, second_moment_mask
 from palestra.rollout.types import Group, Trajectory
@@ -25,8 +25,10 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
 
     The loss mask is 1 for tokens that the model sampled and that are trained on. Per token: `behavior`, the
     log-probability with which it was sampled, and `versions`. Per sequence: `reward`; `group`, counted from 0;
-    `truncated`, 1 if the last generation was; `turn_tokens`, its length; and `unscored`, how many of its tokens have a
-    non-finite log-probability and are not trained on.
+    `truncated`, 1 if the last generation was; `turn_tokens`, its length; `turns`, how many; `unscored`, how many of its
+    tokens have a non-finite log-probability and are not trained on; and `episode`, counted from 0: rows of one follow
+    each other. Where the algorithm tells turns apart, per token also `turn`, its number, and `turn_reward`, on a turn's
+    last token.
     """
     every = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
     if not every:
@@ -36,6 +38,7 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
     sampled, scored = _flat((t.loss_mask for _, t in every), bool), np.isfinite(logprobs)
     left_out = np.repeat([algorithm.truncated.type == "mask" and cut for cut in truncated], lengths)
     starts = np.cumsum([0, *lengths[:-1]])
+    turns = _turn_columns([t for _, t in every]) if algorithm.needs_turns else {}
     return Batch.flat(
         _flat((t.tokens for _, t in every), np.int64),
         lengths,
@@ -43,15 +46,32 @@ def pack(groups: Sequence[Group], algorithm: AlgorithmSpec) -> Batch:
         per_token={
             "behavior": np.where(scored, logprobs, 0.0),
             "versions": _flat((t.versions for _, t in every), np.float32),
+            **turns,
         },
         per_sequence={
             "reward": [t.reward for _, t in every],
             "group": [number for number, _ in every],
             "truncated": truncated,
             "turn_tokens": [_last_turn(t) for _, t in every],
+            "turns": [max(1, len(t.turns)) for _, t in every],
+            "episode": np.cumsum([t.row == 0 for _, t in every]) - 1,
             "unscored": np.add.reduceat(sampled & ~scored, starts, dtype=np.int64),
         },
     )
+
+
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """The turn of each token, and the reward of a turn, except the last, on its last token."""
+    numbers, rewards = [], []
+    for t in trajectories:
+        number, reward = np.zeros(len(t.tokens), np.float32), np.zeros(len(t.tokens), np.float32)
+        for turn, (begin, end) in enumerate(t.turns):
+            number[begin:end] = turn
+            if turn < len(t.turns) - 1 and t.turn_rewards:
+                reward[end - 1] = t.turn_rewards[turn]
+        numbers.append(number)
+        rewards.append(reward)
+    return {"turn": np.concatenate(numbers), "turn_reward": np.concatenate(rewards)}
 
 
 def _flat(values: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
@@ -85,16 +105,18 @@ def with_advantages(
         if needs and numbers is None:
             raise ValueError(f"{algorithm.preset} with these settings needs `{name}`, one number per token")
     trained, behavior, places = batch.loss_mask > 0, batch.per_token["behavior"], batch.sequence_ids
+    episodes, first = batch.per_sequence["episode"].long(), _first_rows(batch)
     now = behavior if anchor is None else anchor
     anchored = now if algorithm.anchor == "recomputed" else behavior
     advantages, returns = token_advantages(
         algorithm,
-        _shaped_rewards(batch, algorithm, max_new_tokens),
-        batch.per_sequence["group"],
-        places,
+        _shaped_rewards(batch, algorithm, max_new_tokens)[first],
+        batch.per_sequence["group"][first],
+        episodes[places],
         trained,
         token_rewards=_kl_rewards(algorithm.kl, anchored, reference),
         values=values,
+        turns=_turns(batch, algorithm),
     )
     added = {"anchor": anchored, "advantages": advantages.to(behavior.dtype), "weights": _weights(batch, algorithm)}
     if reference is not None:
@@ -129,17 +151,17 @@ def informative(batch: Batch, algorithm: AlgorithmSpec) -> Batch:
 def denominator(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int) -> float:
     """The divisor of the sum of a (mini)batch's losses.
 
-    Tokens, sequences and prompts count if anything of them is trained. The constant counts all sequences: it must not
-    depend on their contents. At least 1, so that an empty sum stays 0.
+    Tokens, episodes and prompts count if anything of them is trained. The constant counts all episodes: it must not
+    depend on their contents. At least 1, so that an empty sum stays 0. An episode of several rows is one completion.
     """
     trained = batch.loss_mask > 0
     if algorithm.aggregation == "token":
         return max(1.0, float(trained.sum()))
     if algorithm.aggregation == "constant":
-        return float(len(batch) * max_new_tokens)
+        return float(len(_first_rows(batch)) * max_new_tokens)
     sequences = torch.unique(batch.sequence_ids[trained])
     if algorithm.aggregation == "sequence":
-        return max(1.0, float(len(sequences)))
+        return max(1.0, float(len(torch.unique(batch.per_sequence["episode"][sequences]))))
     return max(1.0, float(len(torch.unique(batch.per_sequence["group"][sequences]))))
 
 
@@ -176,6 +198,12 @@ def _shaped_rewards(batch: Batch, algorithm: AlgorithmSpec, max_new_tokens: int)
     return rewards + overlong_penalty(algorithm.truncated, tokens, truncated, max_new_tokens)
 
 
+def _turns(batch: Batch, algorithm: AlgorithmSpec) -> Turns | None:
+    if not algorithm.needs_turns:
+        return None
+    return Turns(batch.per_token["turn"], batch.per_token["turn_reward"], batch.per_sequence["turns"])
+
+
 def _kl_rewards(spec: KlSpec, logprobs: Tensor, reference: Tensor | None) -> Tensor | None:
     """The KL penalty of each token (T)."""
     if spec.where != "reward" or reference is None:
@@ -187,11 +215,15 @@ def _weights(batch: Batch, algorithm: AlgorithmSpec) -> Tensor:
     """The weight of each token's loss (T) in the sum that `denominator` divides."""
     if algorithm.aggregation in ("token", "constant"):
         return batch.loss_mask
-    owners = batch.sequence_ids
-    if algorithm.aggregation == "prompt":
-        owners = batch.per_sequence["group"].long()[owners]
+    owners = batch.per_sequence["group" if algorithm.aggregation == "prompt" else "episode"].long()[batch.sequence_ids]
     tokens = batch.loss_mask.new_zeros(int(owners.max()) + 1).index_add(0, owners, batch.loss_mask)
     return batch.loss_mask / tokens.clamp_min(1)[owners]
+
+
+def _first_rows(batch: Batch) -> Tensor:
+    """The index of the first row of each episode: an episode of several rows has one reward and one baseline."""
+    episodes = batch.per_sequence["episode"]
+    return torch.cat((torch.ones_like(episodes[:1], dtype=torch.bool), episodes[1:] != episodes[:-1])).nonzero()[:, 0]
 
 
 def _last_turn(trajectory: Trajectory) -> int:

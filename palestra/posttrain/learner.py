@@ -99,7 +99,9 @@ class Learner:
         """The batch with its rewards permuted across completions: a negative control."""
         order = permutation(len(batch), stream_key(self.seed, "control", step))
         rewards = batch.per_sequence["reward"][order.tolist()]
-        return replace(batch, per_sequence={**batch.per_sequence, "reward": rewards})
+        # A shuffled reward belongs to no turn: all of it is the last one's.
+        per_token = {name: 0 * column if name == "turn_reward" else column for name, column in batch.per_token.items()}
+        return replace(batch, per_token=per_token, per_sequence={**batch.per_sequence, "reward": rewards})
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> list[Batch]:
         """The batch split by prompts, which are shuffled every epoch."""

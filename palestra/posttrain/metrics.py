@@ -32,15 +32,15 @@ SHOWN = 4
 def group_metrics(taken: Sequence[Group], filtered: Sequence[Group], version: int) -> dict[str, float]:
     """Rewards of all completions, filtered or not; lengths and staleness of those that are trained on."""
     everything = [*taken, *filtered]
-    completions = [t for group in everything for t in group.trajectories]
+    completions = [t for group in everything for t in group.episodes]
     trained = [t for group in taken for t in group.trajectories]
     row = {
         "reward": fmean(t.reward for t in completions),
         "reward_std": pstdev(t.reward for t in completions),
-        "reward_trained": fmean(t.reward for t in trained),
+        "reward_trained": fmean(t.reward for group in taken for t in group.episodes),
         "groups/no_variance": fmean(_spread(group) <= SAME for group in everything),
         "groups/all_correct": fmean(_all(group, Status.CORRECT) for group in everything),
-        "groups/partial": fmean(len(group.trajectories) < group.asked for group in everything),
+        "groups/partial": fmean(len(group.episodes) < group.asked for group in everything),
         "length": fmean(t.sampled for t in trained),
         "length_max": float(max(t.sampled for t in trained)),
         "truncated": fmean(t.stop_reason == "length" for t in completions),
@@ -49,7 +49,7 @@ def group_metrics(taken: Sequence[Group], filtered: Sequence[Group], version: in
     }
     row |= {f"status/{status}": fmean(t.verdict.status == status for t in completions) for status in Status}
     for task in sorted({group.problem.task for group in everything}):
-        of_task = [t.reward for group in everything if group.problem.task == task for t in group.trajectories]
+        of_task = [t.reward for group in everything if group.problem.task == task for t in group.episodes]
         row[f"reward/{task}"] = fmean(of_task)
     for part in sorted({part for t in completions for part in t.verdict.parts}):
         row[f"part/{part}"] = fmean(t.verdict.parts[part] for t in completions if part in t.verdict.parts)
@@ -80,7 +80,7 @@ def equal_rewards(groups: Sequence[Group]) -> str | None:
 
 def _pass_rates(groups: Sequence[Group]) -> dict[str, float]:
     """The share of prompts with a correct completion, of those with whole groups."""
-    whole = [group for group in groups if len(group.trajectories) == group.asked and group.asked > 1]
+    whole = [group for group in groups if len(group.episodes) == group.asked and group.asked > 1]
     if not whole:
         return {}
     solved = fmean(any(t.verdict.status == Status.CORRECT for t in group.trajectories) for group in whole)

@@ -1,17 +1,19 @@
 """The interface of a workflow: prompt tokens, seeds, the generator, the verifier, and the growing transcript."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from palestra.data.chat import encode_chat
 from palestra.data.mixture import stream_key
 from palestra.data.tokenizers import Tokenizer
 from palestra.errors import UsageError
-from palestra.generate.types import Generation, Generator, Request, Sampling, StopReason
+from palestra.generate.types import RESHAPES, Generation, Generator, Request, Sampling, StopReason
 from palestra.rollout.types import Trajectory
 from palestra.tasks.task import Completion, Problem, Task, Verdict
 
+Result = TypeVar("Result")
 Verify = Callable[[Problem, Completion], Verdict | Awaitable[Verdict]]
 """The verdict on a completion, at once or to be awaited."""
 
@@ -33,11 +35,18 @@ class Episode:
     tokenizer: Tokenizer
     context: int
     """The most tokens that the model reads."""
+    trained: bool = False
+    """Whether its trajectories are trained on."""
 
     async def generate(
         self, prompt: tuple[int, ...], *, n: int = 1, turn: int = 0, sample: int = 0
     ) -> tuple[Generation, ...]:
         """Continue from tokens; each pair of `turn` and `sample` has a seed of its own."""
+        if self.trained and (given := self.sampling.given(RESHAPES)):
+            raise UsageError(
+                f"{', '.join(given)}: the trainer computes log-probabilities at the rollout's temperature alone, and "
+                "would train on another distribution than was sampled from: leave it out"
+            )
         limit = min(self.sampling.max_new_tokens, self.context - len(prompt))
         seed = stream_key(self.seed, "turn", turn, sample) >> 1
         sampling = replace(self.sampling, seed=seed, max_new_tokens=limit)
@@ -111,6 +120,7 @@ class Starter:
             verify=self.verify,
             tokenizer=self.tokenizer,
             context=self.context,
+            trained=True,
         )
 
 
@@ -172,7 +182,12 @@ async def sampled(episode: Episode, go_on: Callable[[int, Generation], Awaitable
     `go_on` gets the number of a sample and its first turn. Where one fails the others are cancelled.
     """
     first = await episode.generate(episode.prompt, n=episode.samples)
-    tasks = [asyncio.ensure_future(go_on(sample, generation)) for sample, generation in enumerate(first)]
+    return await together(go_on(sample, generation) for sample, generation in enumerate(first))
+
+
+async def together(work: Iterable[Awaitable[Result]]) -> list[Result]:
+    """The results of all; where one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -112,7 +112,7 @@ class Executor:
             self._attempts.pop(group.number, None)
         self.totals["trained"] += len(taken)
         for group in sorted([*taken, *filtered], key=lambda group: group.number):
-            self.prompts.observe(group.problem, [t.verdict.score for t in group.trajectories])
+            self.prompts.observe(group.problem, [t.verdict.score for t in group.episodes])
         return taken, sorted(filtered, key=lambda group: group.number)
 
     def admit(self) -> None:

@@ -18,7 +18,7 @@ from palestra.runs.checkpoint import metas
 from palestra.runs.run import open_run
 from palestra.runs.session import Session
 from palestra.tasks.task import Problem, Status, Verdict
-from palestra.track.sinks import JsonlSink, json_line
+from palestra.track.sinks import JsonlSink, json_line, long_line
 
 if TYPE_CHECKING:
     from palestra.lm.batch import Batch
@@ -40,7 +40,7 @@ class RolloutRecord:
 
     group: Group
     fate: str
-    """trained or filtered."""
+    """trained, filtered, or recorded by a gateway that does not train."""
     step: int
     """The step that trained on it, or before which it was filtered."""
     advantages: tuple[tuple[float, ...], ...] = ()
@@ -57,7 +57,7 @@ class Recording:
 
     def __init__(self, session: Session):
         # Without a checkpoint to resume from the run starts over, and its rollouts with it.
-        self._sink = JsonlSink(session.path / FILE, append=bool(metas(session.path)))
+        self._sink = JsonlSink(session.path / FILE, append=bool(metas(session.path)), line=long_line)
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._last: Future[None] | None = None
         session.follow(FILE, self._flush)
@@ -178,7 +178,7 @@ def read(path: Path) -> list[Group]:
 
 def replay(path: Path) -> Iterator[tuple[int, list[Group]]]:
     """The batches that were trained on: each step with its groups, in order."""
-    trained = (record for record in scan(path) if record.fate == "trained")
+    trained = (record for record in scan(path) if record.fate != "filtered")
     for step, records in groupby(trained, key=lambda record: record.step):
         yield step, [record.group for record in records]
 
@@ -275,7 +275,7 @@ def find_rollouts(ref: str, root: Path, seed: int, steps: int) -> Path:
         path = sessions.get(seed, next(iter(sessions.values()), path)) / FILE
         if not path.exists():
             raise UsageError(f"rollout.replay: {ref} has no rollouts: there is no {path}")
-    last = next((record.step for record in newest(path) if record.fate == "trained"), 0)
+    last = next((record.step for record in newest(path) if record.fate != "filtered"), 0)
     if last < steps:
         raise UsageError(
             f"rollout.replay: {path} has rollouts of {last} steps, and train.steps is {steps}: lower it, or replay a "
@@ -311,6 +311,7 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
         "versions": np.asarray(trajectory.versions, np.int64),
         "verdict": [verdict[name] for name in VERDICT],
         "turns": [list(turn) for turn in trajectory.turns],
+        "turn_rewards": list(trajectory.turn_rewards),
     }
 
 
@@ -335,6 +336,8 @@ def _trajectory(state: dict[str, Any]) -> Trajectory:
         stop_reason=state["stop_reason"],
         completion=state["completion"],
         turns=tuple((begin, end) for begin, end in state["turns"]),
+        turn_rewards=tuple(state.get("turn_rewards", ())),  # earlier versions did not have them
+        row=state.get("row", 0),  # earlier versions had one row an episode
     )
 
 

@@ -1,4 +1,4 @@
-"""The tools `calculator` and `python`, and the workflow in which a model calls them.
+"""The tools `calculator` and `python`, those of MCP servers, and the workflow in which a model calls them.
 
 A call is the tool's name as a tag around its input: `<calculator>12*34</calculator>`, `<python>print(2**8)</python>`.
 At the closing tag the tool runs, and `<result>408</result>` is appended for the model to read. The text after the last
@@ -129,9 +129,9 @@ def _python() -> Tool:
 
     async def run(code: str) -> str:
         done = await asyncio.to_thread(sandbox.run_program, code, timeout=SECONDS)
-        output, last = _shortened(done.stdout.strip()), done.stderr.strip().rpartition("\n")[2]
+        output, last = shortened(done.stdout.strip()), done.stderr.strip().rpartition("\n")[2]
         errors = {
-            "error": _shortened(last) or f"it ended with code {done.code}",
+            "error": shortened(last) or f"it ended with code {done.code}",
             "timeout": f"it ran for more than {SECONDS:g} seconds",
             "output": "it wrote too much",
             "killed": "it was killed, as for using too much memory",
@@ -142,10 +142,12 @@ def _python() -> Tool:
     return run
 
 
-def _shortened(text: str) -> str:
-    if len(text) <= LONGEST_RESULT:
+def shortened(text: str, limit: int = LONGEST_RESULT) -> str:
+    """Head and tail of a text with more characters than the limit, and between them how many are left out."""
+    if len(text) <= limit:
         return text
-    return f"{text[: LONGEST_RESULT // 2]} … {text[-LONGEST_RESULT // 2 :]}"
+    head, tail = limit - limit // 2, limit // 2
+    return f"{text[:head]} [… {len(text) - head - tail} characters left out …] {text[-tail:]}"
 
 
 NOTHING = Generation((), (), (), StopReason.LENGTH, "")
@@ -154,17 +156,25 @@ NOTHING = Generation((), (), (), StopReason.LENGTH, "")
 def tools(spec: ToolsSpec) -> Workflow:
     """The workflow of a spec. Results are read, not trained on; the verdict is on the answer alone."""
     available = make_tools(spec.tools)
-    closing: dict[str | int | None, str] = {f"</{name}>": name for name in spec.tools}  # tools by their stop string
+    servers = None
+    if spec.mcp:
+        from palestra.rollout.mcp import McpServers
+
+        servers = McpServers(spec.mcp)
+        if twice := sorted(available.keys() & servers.tools.keys()):
+            raise UsageError(f"rollout.workflow.mcp: a server has a tool that is called {twice[0]!r}, as one of ours")
+        available |= {name: _bounded(tool) for name, tool in servers.tools.items()}
+    closing: dict[str | int | None, str] = {f"</{name}>": name for name in available}  # tools by their stop string
 
     async def workflow(episode: Episode) -> list[Trajectory]:
-        _check_alphabet(episode.tokenizer, spec.tools)
+        _check_alphabet(episode.tokenizer, [*available])
         own, limit = episode.sampling.stop, episode.sampling.max_new_tokens
         every = (*own, *map(str, closing))
 
         async def go_on(sample: int, part: Generation) -> Trajectory:
             transcript, calls, turn = Transcript.of(episode.prompt), 0, 0
             while calls < spec.calls and part.stop_reason == StopReason.STOP:
-                tool, begun = closing.get(part.stop_match), _begun(part.text or "", spec.tools)
+                tool, begun = closing.get(part.stop_match), _begun(part.text or "", [*available])
                 left = limit - transcript.sampled - len(part.tokens)
                 if tool is not None and begun in (tool, None):
                     transcript, calls = transcript.with_sampled(part), calls + 1
@@ -194,7 +204,16 @@ def tools(spec: ToolsSpec) -> Workflow:
 
         return await sampled(_sampling(episode, every, limit), go_on)
 
+    if servers is not None:
+        weakref.finalize(workflow, servers.close)
     return workflow
+
+
+def _bounded(tool: Tool) -> Tool:
+    async def run(text: str) -> str:
+        return shortened(await tool(text))
+
+    return run
 
 
 def _sampling(episode: Episode, stop: tuple[str, ...], limit: int) -> Episode:

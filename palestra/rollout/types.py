@@ -28,6 +28,10 @@ class Trajectory:
     """The text after the prompt, for people."""
     turns: tuple[tuple[int, int], ...] = ()
     """Begin and end of each turn of the model."""
+    turn_rewards: tuple[float, ...] = ()
+    """The reward of each turn, of which `reward` is the sum; empty where only the whole has one."""
+    row: int = 0
+    """Its place among the rows of one episode, which follow each other and share the reward; most have one."""
 
     @property
     def sampled(self) -> int:
@@ -61,5 +65,10 @@ class Group:
         return min((t.oldest for t in self.trajectories if t.sampled), default=self.version)
 
     @property
+    def episodes(self) -> tuple[Trajectory, ...]:
+        """The first row of each episode, which has its end."""
+        return tuple(t for t in self.trajectories if t.row == 0)
+
+    @property
     def rewards(self) -> tuple[float, ...]:
-        return tuple(t.reward for t in self.trajectories)
+        return tuple(t.reward for t in self.episodes)

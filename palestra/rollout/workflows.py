@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from palestra.data.chat import Message, render
@@ -10,8 +11,9 @@ from palestra.errors import UsageError
 from palestra.generate.types import Generation, StopReason
 from palestra.rollout.episode import Episode, Transcript, Workflow, sampled, trajectory
 from palestra.rollout.types import Trajectory
+from palestra.runs.run import ROOT
 from palestra.spec.imports import load_named
-from palestra.spec.kinds.posttrain import MultiTurnSpec, ToolsSpec, WorkflowSpec
+from palestra.spec.kinds.posttrain import AgentSpec, EnvironmentSpec, MultiTurnSpec, ToolsSpec, WorkflowSpec
 from palestra.tasks.task import Problem, Status
 
 
@@ -22,8 +24,8 @@ async def single_turn(episode: Episode) -> list[Trajectory]:
     return [trajectory(episode.prompt, *pair) for pair in zip(completions, verdicts, strict=True)]
 
 
-def make_workflow(spec: WorkflowSpec) -> Workflow:
-    """The workflow of a spec."""
+def make_workflow(spec: WorkflowSpec, root: Path = Path(ROOT)) -> Workflow:
+    """The workflow of a spec; `root` is the folder of runs."""
     if spec.name == "custom":
         return load_named(spec.function, "rollout.workflow.function")
     if isinstance(spec, MultiTurnSpec):
@@ -32,6 +34,14 @@ def make_workflow(spec: WorkflowSpec) -> Workflow:
         from palestra.rollout.tools import tools
 
         return tools(spec)
+    if isinstance(spec, EnvironmentSpec):
+        from palestra.rollout.environment import environment
+
+        return environment(spec, root)
+    if isinstance(spec, AgentSpec):
+        from palestra.rollout.agents.agent import agent  # needs the extra `serve`
+
+        return agent(spec)
     return single_turn
 
 

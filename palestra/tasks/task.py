@@ -107,17 +107,17 @@ class TaskArgs(Model):
     """Strings that end a completion; null takes the task's own."""
 
 
-Args = TypeVar("Args", bound=TaskArgs)
+GivenArgs = TypeVar("GivenArgs", bound=TaskArgs)
 
 
-class Task(ABC, Generic[Args]):
+class Task(ABC, Generic[GivenArgs]):
     """Rows, how a row becomes a prompt, and how a completion is verified.
 
     `verify` depends on its arguments alone: an `isolated` task is constructed again from its args in a worker process,
     which is killed where a completion makes it hang.
     """
 
-    Args: ClassVar[type[TaskArgs]]
+    Args: ClassVar[type[TaskArgs]] = TaskArgs
     """The type of its args."""
     splits: ClassVar[tuple[str, ...]] = ("train", "test")
     """The splits there are; `train` is for training alone."""
@@ -125,8 +125,14 @@ class Task(ABC, Generic[Args]):
     """Whether verification can hang or crash."""
     stop: ClassVar[tuple[str, ...]] = ()
     """Strings that end a completion, unless the args say otherwise."""
+    workflow: ClassVar[str | None] = None
+    """The workflow that it needs; None for any."""
+    named: ClassVar[str] = ""
+    """The arg that follows the name of a source: of `reasoning_gym:<task>` it is `task`."""
+    extra: ClassVar[str] = ""
+    """The extra that it needs."""
 
-    def __init__(self, args: Args, name: str):
+    def __init__(self, args: GivenArgs, name: str):
         self.args, self.name = args, name
 
     @property
@@ -146,6 +152,11 @@ class Task(ABC, Generic[Args]):
     @abstractmethod
     def verify(self, problem: Problem, completion: Completion) -> Verdict:
         """Whether a completion is correct."""
+
+    @classmethod
+    def names(cls) -> Mapping[str, str]:
+        """What may follow the name of a source, each with what it needs besides its extra; empty for anything."""
+        return {}
 
     def warm_up(self) -> None:
         """Load what verification needs; a worker calls it once, before the first completion's clock starts."""
@@ -172,14 +183,32 @@ TASKS: dict[str, str] = {
 }
 """Built-in tasks. Others come from the entry points `palestra.tasks`, or are named as `module:Class`."""
 
+SOURCES: dict[str, str] = {
+    "reasoning_gym": TASKS["reasoning_gym"],
+    "textarena": "palestra.tasks.environments.textarena:TextArena",
+    "gymnasium": "palestra.tasks.environments.gymnasium:Gymnasium",
+    "openenv": "palestra.tasks.environments.openenv:OpenEnv",
+    "environment": "palestra.tasks.environments.environment:OwnEnvironment",
+}
+"""Sources of many tasks, each named as `<source>:<name>`."""
+
 
 def task_type(name: str) -> type[Task]:
-    """The class of a task: a built-in one, an installed one, or `module:Class`."""
-    known = TASKS | _installed()
+    """The class of a task: a built-in one, an installed one, `<source>:<name>` or `module:Class`."""
+    source, _, rest = name.partition(":")
+    if rest and source in SOURCES:
+        cls = load_named(SOURCES[source], "task", "class")
+        if (listed := cls.names()) and rest not in listed and ":" not in rest:
+            hint = did_you_mean(rest, listed, f"`palestra tasks --search {source}` lists them")
+            raise UsageError(f"{source} has no {rest!r}. {hint}")
+        return cls
+    known = TASKS | installed()
     reference = name if ":" in name else known.get(name)
     if reference is None:
-        names = f"The tasks are: {', '.join(sorted(known))}; your own is named as 'module:Class'"
-        raise UsageError(f"unknown task {name!r}. {did_you_mean(name, known)} {names}".replace("  ", " "))
+        names = f"The tasks are: {', '.join(sorted(known))}, {', '.join(f'{s}:…' for s in SOURCES)}"
+        hint = did_you_mean(name, [*known, *SOURCES])
+        names += "; your own is named as 'module:Class', and `palestra tasks` lists all"
+        raise UsageError(f"unknown task {name!r}. {hint} {names}".replace("  ", " "))
     loaded = load_named(reference, "task", "class")
     if not (isinstance(loaded, type) and issubclass(loaded, Task)):
         raise UsageError(f"the task {name!r} is {reference}, which is not a subclass of palestra.tasks.task.Task")
@@ -189,11 +218,18 @@ def task_type(name: str) -> type[Task]:
 def make_task(task: str, args: Mapping[str, Any] | None = None, name: str | None = None) -> Task:
     """A task with its args, called `name` in this run."""
     cls = task_type(task)
-    return cls(cls.Args.model_validate(dict(args or {})), name or task)
+    return cls(cls.Args.model_validate(task_args(task, args or {})), name or task)
+
+
+def task_args(task: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The args with the one that the task's name says."""
+    source, _, rest = task.partition(":")
+    return {task_type(task).named: rest, **args} if rest and source in SOURCES else dict(args)
 
 
 @cache
-def _installed() -> dict[str, str]:
+def installed() -> dict[str, str]:
+    """Tasks of other packages, by their entry points."""
     from importlib.metadata import entry_points  # here, because our own tasks need not wait for a walk of all packages
 
     return {point.name: point.value for point in entry_points(group="palestra.tasks")}

@@ -8,9 +8,6 @@ import ast
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -22,6 +19,7 @@ from pydantic import Field
 
 from palestra.errors import MissingExtra, UsageError, did_you_mean
 from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
+from palestra.work.pool import Pool, TaskFailed
 
 HELD_OUT_PART = 10
 """One problem in ten, by a hash of the question, is held out."""
@@ -52,6 +50,19 @@ class ReasoningGym(Task[ReasoningGymArgs]):
 
     Args = ReasoningGymArgs
     isolated = True  # its scorers parse and compute what the model wrote
+    named, extra = "task", "reasoning-gym"
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Its tasks, read from the text of its modules: importing it takes seconds."""
+        found = find_spec("reasoning_gym")
+        if found is None or found.origin is None:
+            raise MissingExtra("the task reasoning_gym", "reasoning-gym")
+        modules = sorted(Path(found.origin).parent.rglob("*.py"))
+        texts = (text for path in modules if "register_dataset(" in (text := path.read_text()))
+        named = (re.findall(r'^DATASET_NAME = "(\w+)"|^register_dataset\(\s*"(\w+)"', text, re.M) for text in texts)
+        listed = dict.fromkeys(sorted(a or b for pairs in named for a, b in pairs), "")
+        return listed | {"composite": "the tasks that it mixes, as `config: {datasets: …}`"}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -108,17 +119,21 @@ class ReasoningGym(Task[ReasoningGymArgs]):
 
 
 @cache
+def _maker() -> Pool:
+    """The process that makes problems: importing the package takes seconds, once."""
+    return Pool(1, name="reasoning_gym", env={"PYTHONHASHSEED": "0"})
+
+
+@cache
 def _entries(task: str, seed: int, size: int, config: str) -> list[dict[str, Any]]:
     """Question, answer and entry of all problems, made in another process."""
     if find_spec("reasoning_gym") is None:
         raise MissingExtra("the task reasoning_gym", "reasoning-gym")
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "entries.json"  # a file, because the package prints
-        command = [sys.executable, "-W", "ignore", "-m", __name__, task, str(seed), str(size), config, str(to)]
-        done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True)
-        if done.returncode:
-            raise UsageError(f"reasoning_gym cannot make problems of {task!r}: {done.stderr.strip()[-2000:]}")
-        return json.loads(to.read_text())
+    made = _maker().submit(_made_entries, task, seed, size, config, log=Path(os.devnull))  # the package prints
+    try:
+        return made.result()
+    except TaskFailed as error:
+        raise UsageError(f"reasoning_gym cannot make problems of {task!r}: {error.message}") from error
 
 
 def _dataset(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
@@ -141,21 +156,16 @@ def _literal(value: Any) -> Any:
         return repr(value)
 
 
-def _write_entries(task: str, seed: str, size: str, config: str, to: str) -> None:
+def _made_entries(task: str, seed: int, size: int, config: str) -> list[dict[str, Any]]:
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         names = f"It has: {', '.join(sorted(DATASETS))}"
-        sys.exit(f"it has no such task. {did_you_mean(task, DATASETS)} {names}".replace("  ", " "))
+        raise UsageError(f"it has no such task. {did_you_mean(task, DATASETS)} {names}".replace("  ", " "))
     try:
-        made = _dataset(task, int(seed), int(size), json.loads(config))
+        made = _dataset(task, seed, size, json.loads(config))
         # From the first on, because some sample each from a generator that they keep.
-        entries = [made[number] for number in range(int(size))]
+        entries = [made[number] for number in range(size)]
     except (AssertionError, TypeError, ValueError) as error:  # how its tasks refuse a config
-        sys.exit(f"{type(error).__name__}: {error}")
-    rows = [{"question": e["question"], "answer": e["answer"], "entry": repr(_literal(e))} for e in entries]
-    Path(to).write_text(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    _write_entries(*sys.argv[1:])
+        raise UsageError(f"{type(error).__name__}: {error}") from error
+    return [{"question": e["question"], "answer": e["answer"], "entry": repr(_literal(e))} for e in entries]

@@ -1,0 +1,245 @@
+"""Agents as programs: a command per episode, or a function in worker processes; none outlives this process."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from palestra.errors import PalestraError, UsageError
+from palestra.spec.imports import OBJECT
+from palestra.spec.kinds.posttrain import AgentSpec
+from palestra.work import guard
+
+OUTPUT_BYTES = 1 << 20
+"""Of what a command prints; the rest is read and dropped."""
+BOOT = """
+import json, sys
+descriptor, name, sys.path = json.loads(sys.argv.pop())
+from palestra.rollout.agents.worker import main
+main(descriptor, name)
+"""
+
+
+class ProgramFailed(PalestraError):
+    """An agent ended with an error or was killed."""
+
+
+class Programs(Protocol):
+    """Runs agents."""
+
+    async def ready(self) -> None:
+        """Wait until an agent can start at once."""
+        ...
+
+    async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
+        """Run one agent to its end; its answer, if it has given one. Cancelling it kills it."""
+        ...
+
+    def close(self) -> None:
+        """End all of them."""
+        ...
+
+
+def make_programs(spec: AgentSpec) -> Programs:
+    """What runs the agents of a spec."""
+    return Commands(spec.command, spec.answer == "output") if spec.command else Functions(spec)
+
+
+class Guarded:
+    """Process groups that are killed when this process is gone, even by SIGKILL."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def add(self, pid: int) -> None:
+        """A group that has started."""
+        self._tell(f"+{pid}")
+
+    def kill(self, pid: int) -> None:
+        """Kill a group, or what is left of it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        self._tell(f"-{pid}")
+
+    def close(self) -> None:
+        """Groups that are left are killed."""
+        self._guard.communicate()
+
+    def _tell(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError, ValueError):
+            self._guard.stdin.write(f"{line}\n".encode())
+            self._guard.stdin.flush()
+
+
+class Commands:
+    """A process per agent."""
+
+    def __init__(self, command: list[str], output: bool):
+        """With `output` what it prints is its answer."""
+        self._command, self._output, self._groups = command, output, Guarded()
+
+    async def ready(self) -> None: ...
+
+    async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": key,
+            "PALESTRA_URL": url,
+            "PALESTRA_PROBLEM": json.dumps(problem),
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, env=environment, start_new_session=True, **pipes
+            )
+        except OSError as error:
+            raise ProgramFailed(f"cannot start {self._command[0]}: {error.strerror or error}") from error
+        self._groups.add(process.pid)
+        try:
+            reading = asyncio.gather(_head(process.stdout), _tail(process.stderr))
+            code = await process.wait()
+            self._groups.kill(process.pid)  # what it left running would hold its pipes open
+            printed, complaint = await reading
+        finally:
+            self._groups.kill(process.pid)
+        if code != 0:
+            raise ProgramFailed(f"the agent {_death(code)}{f': {complaint}' if complaint else ''}")
+        return printed.decode(errors="replace").strip() if self._output else None
+
+    def close(self) -> None:
+        self._groups.close()
+
+
+async def _head(stream: asyncio.StreamReader | None) -> bytes:
+    """The beginning of what is printed; all of it is read, so that nobody waits."""
+    kept = b""
+    while stream is not None and (data := await stream.read(1 << 16)):
+        kept += data[: OUTPUT_BYTES - len(kept)]
+    return kept
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> str:
+    """The last line of what is printed."""
+    kept = b""
+    while stream is not None and (data := await stream.read(1 << 16)):
+        kept = (kept + data)[-2000:]
+    return kept.decode(errors="replace").strip().rpartition("\n")[2][-300:]
+
+
+def _death(code: int) -> str:
+    return f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+class Functions:
+    """Worker processes that take agents in turn; one that dies fails its agents, and the next agent starts another."""
+
+    def __init__(self, spec: AgentSpec):
+        assert spec.function is not None
+        if spec.function.startswith(OBJECT):
+            raise UsageError("rollout.workflow.function: an agent runs in a process of its own: name it as module:name")
+        self._name, self._groups = spec.function, Guarded()
+        self._workers: deque[Worker | None] = deque([None] * spec.processes)
+
+    async def ready(self) -> None:
+        await self._next().loaded.wait()
+
+    async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
+        worker = self._next()
+        self._workers.rotate(-1)
+        return await worker.run({"problem": problem, "url": url, "key": key})
+
+    def _next(self) -> "Worker":
+        worker = self._workers[0]
+        if worker is None or not worker.alive:
+            worker = self._workers[0] = Worker(self._name, self._groups)
+        return worker
+
+    def close(self) -> None:
+        for worker in self._workers:
+            if worker is not None:
+                worker.close()
+        self._groups.close()
+
+
+class Worker:
+    """A worker process, and the agents it runs."""
+
+    def __init__(self, name: str, groups: Guarded):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argument = json.dumps([theirs.fileno(), name, [os.getcwd(), *map(str, sys.path)]])
+            command = [sys.executable, "-P", "-c", BOOT, argument]
+            fds = [theirs.fileno()]
+            self._process = subprocess.Popen(command, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
+        ours.setblocking(False)
+        self._groups, self._socket = groups, ours
+        groups.add(self._process.pid)
+        self.loaded = asyncio.Event()
+        """Set when it has imported the function, or is gone."""
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._next = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._early: list[bytes] = []  # what is sent before the connection is open
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take another agent."""
+        return not self._reading.done() and self._process.poll() is None
+
+    async def run(self, job: Mapping[str, Any]) -> str | None:
+        """Run one agent."""
+        number, self._next = self._next, self._next + 1
+        self._waiting[number] = done = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"id": number, **job})
+            result = await done
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            del self._waiting[number]
+        if "error" in result:
+            raise ProgramFailed(f"the agent raised {result['error']}")
+        return result["answer"]
+
+    def close(self) -> None:
+        self._groups.kill(self._process.pid)
+        self._process.wait()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        if self._writer is None:
+            self._early.append(line)
+        else:
+            self._writer.write(line)
+
+    async def _read(self) -> None:
+        """Hand out results until the worker is gone; then fail what waits."""
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 26)
+        for line in self._early:
+            self._writer.write(line)
+        with suppress(ConnectionError):
+            while line := await reader.readline():
+                result = json.loads(line)
+                self.loaded.set()
+                if (waiting := self._waiting.get(result["id"])) is not None and not waiting.done():
+                    waiting.set_result(result)
+        self.loaded.set()
+        self._groups.kill(self._process.pid)
+        code = await asyncio.to_thread(self._process.wait)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ProgramFailed(f"the worker of the agent {_death(code)}"))

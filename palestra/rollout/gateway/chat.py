@@ -1,0 +1,121 @@
+"""OpenAI's chat completions with tools."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from palestra.generate.serve.gate import DONE, event
+from palestra.generate.serve.openai import ApiError, ChatBody
+from palestra.generate.serve.openai import Reply as ChatReply
+from palestra.generate.types import Result
+from palestra.rollout.gateway.calls import Call
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply, called, text_of, tool, with_calls
+
+CHOICES = (None, "auto", "none")
+
+
+class Named(BaseModel):
+    """A call or a tool of OpenAI's, of which only the function matters."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _has_name(self) -> "Named":
+        if not isinstance(self.function.get("name"), str):
+            raise ApiError(400, "a function has no name")
+        return self
+
+
+class ToolMessage(BaseModel):
+    """A message, with what it calls and what it answers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[Named] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def characters(self) -> int:
+        """The length of its text."""
+        return len(text_of(self.content, "text"))
+
+    def message(self) -> Message:
+        """For the chat template."""
+        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": role, "content": text_of(self.content, "text")}
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        made = [
+            called(call.id, call.function["name"], call.function.get("arguments")) for call in self.tool_calls or ()
+        ]
+        return next(with_calls([message, *made]))
+
+
+class ToolChatBody(ChatBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ToolMessage], Field(min_length=1)]  # type: ignore[assignment]
+    tools: list[Named] = Field(default=[])
+    tool_choice: Any = None
+
+    def conversation(self, context: int) -> Conversation:
+        check_choice(self.tool_choice)
+        about = [one.function for one in self.tools] if self.tool_choice != "none" else []
+        tools = [tool(one["name"], one.get("description"), one.get("parameters")) for one in about]
+        messages = tuple(message.message() for message in self.messages)
+        sampling = self.sampling(context)
+        return Conversation(messages, tuple(tools), sampling, self.n, self.stream, self.chat_template_kwargs)
+
+    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+        answer = self._reply(exchange)
+        made = tuple(replace(reply.generation, text=reply.text) for reply in replies)
+        response = answer.whole([Result(exchange.id, exchange.request.prompt, made)])
+        for choice, reply in zip(response["choices"], replies, strict=True):
+            if reply.calls:
+                choice["message"] |= {"content": reply.text or None, "tool_calls": [_call(one) for one in reply.calls]}
+                choice["finish_reason"] = "tool_calls"
+        return response
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        answer, tokens, counts = self._reply(exchange), 0, [0] * self.n
+        for data in answer.opening():
+            yield event(data)
+        async for piece in exchange.pieces():
+            index, tokens = piece.chunk.index, tokens + len(piece.chunk.tokens)
+            part = answer.part(0, replace(piece.chunk, text=piece.text))
+            if part is None and not piece.calls:
+                continue
+            part = part or answer.part(0, replace(piece.chunk, text=" "))
+            assert part is not None
+            (choice,) = part["choices"]
+            if piece.calls:
+                before = counts[index]
+                counts[index] += len(piece.calls)
+                calls = [{"index": before + place, **_call(one)} for place, one in enumerate(piece.calls)]
+                choice["delta"] = ({"content": piece.text} if piece.text else {}) | {"tool_calls": calls}
+            if counts[index] and choice["finish_reason"] is not None:
+                choice["finish_reason"] = "tool_calls"
+            yield event(part)
+        for data in answer.closing(tokens):
+            yield event(data)
+        yield DONE
+
+    def _reply(self, exchange: Exchange) -> ChatReply:
+        id = f"chatcmpl-{exchange.id}"
+        return ChatReply(self, id, exchange.created, exchange.model, exchange.tokenizer, (exchange.request,))
+
+
+def check_choice(choice: Any) -> None:
+    """Refuse what would have to constrain sampling."""
+    if choice not in CHOICES:
+        raise ApiError(400, f"tool_choice {choice!r} is not supported: leave it out, or say auto or none")
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,156 @@
+"""Anthropic's messages with tools."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.generate import client as wire
+from palestra.generate.serve.openai import ApiError
+from palestra.generate.types import Generation, Sampling, StopReason
+from palestra.rollout.gateway.dialect import (
+    Conversation,
+    Exchange,
+    Message,
+    Reply,
+    called,
+    named_event,
+    text_of,
+    tool,
+    with_calls,
+)
+
+FINISH = {StopReason.EOS: "end_turn", StopReason.STOP: "stop_sequence", StopReason.LENGTH: "max_tokens"}
+
+
+class Tool(BaseModel):
+    """A tool."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] = {}
+
+
+class Turn(BaseModel):
+    """A message; results of tools are blocks of the user's."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+    def messages(self) -> Iterator[Message]:
+        """For the chat template: a text and its calls as one message, every result as its own."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[dict[str, Any]] = []
+        calls: list[Message] = []
+        for block in self.content:
+            match block.get("type"), self.role:
+                case "tool_use", "assistant":
+                    calls.append(called(str(block.get("id")), str(block.get("name")), block.get("input")))
+                case "tool_result", "user":
+                    content = text_of(block.get("content"), "text")
+                    yield {"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id"))}
+                case "thinking" | "redacted_thinking", _:
+                    continue
+                case _:
+                    texts.append(block)
+        if texts or calls:
+            yield from with_calls([{"role": self.role, "content": text_of(texts, "text")}, *calls])
+
+
+class MessagesBody(BaseModel):
+    """`POST /v1/messages`; of what is not listed here nothing changes what is sampled."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    max_tokens: wire.Count
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[Tool] = []
+    tool_choice: dict[str, Any] | None = None
+    stop_sequences: list[wire.StopString] = []
+    temperature: wire.Temperature = 1.0
+    top_p: wire.TopP = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    stream: bool = False
+
+    def conversation(self, context: int) -> Conversation:
+        choice = (self.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise ApiError(400, f"tool_choice {choice!r} is not supported: leave it out, or say auto or none")
+        system = text_of(self.system, "text")
+        start = [{"role": "system", "content": system}] if system else []
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or None,
+            max_new_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences),
+        )
+        tools = tuple(tool(one.name, one.description, one.input_schema) for one in self.tools)
+        messages = (message for turn in self.messages for message in turn.messages())
+        return Conversation((*start, *messages), tools if choice == "auto" else (), sampling, stream=self.stream)
+
+    def whole(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+        (reply,), (read, written) = replies, exchange.usage(replies)
+        content: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.input)} for call in reply.calls
+        ]
+        about = _finish(reply.generation, bool(reply.calls))
+        usage = {"input_tokens": read, "output_tokens": written}
+        return {**self._head(exchange), "content": content, **about, "usage": usage}
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        read = len(exchange.request.prompt)
+        start = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {"input_tokens": read, "output_tokens": 0}
+        yield named_event({"type": "message_start", "message": {**self._head(exchange), **start, "usage": usage}})
+        index, writing, calls = 0, False, False
+
+        def block(about: dict[str, Any], delta: dict[str, Any] | None) -> Iterator[bytes]:
+            yield named_event({"type": "content_block_start", "index": index, "content_block": about})
+            if delta is not None:
+                yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
+
+        async for piece in exchange.pieces():
+            if piece.text:
+                delta = {"type": "text_delta", "text": piece.text}
+                if writing:
+                    yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
+                else:
+                    for data in block({"type": "text", "text": ""}, delta):
+                        yield data
+                writing = True
+            for call in piece.calls:
+                if writing:
+                    yield named_event({"type": "content_block_stop", "index": index})
+                    index, writing = index + 1, False
+                about = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                for data in block(about, {"type": "input_json_delta", "partial_json": call.arguments}):
+                    yield data
+                yield named_event({"type": "content_block_stop", "index": index})
+                index, calls = index + 1, True
+        if writing:
+            yield named_event({"type": "content_block_stop", "index": index})
+        replies = await exchange.replies()
+        about = _finish(replies[0].generation, calls)
+        written = {"output_tokens": exchange.usage(replies)[1]}
+        yield named_event({"type": "message_delta", "delta": about, "usage": written})
+        yield named_event({"type": "message_stop"})
+
+    def _head(self, exchange: Exchange) -> dict[str, Any]:
+        return {"id": f"msg_{exchange.id}", "type": "message", "role": "assistant", "model": exchange.model}
+
+
+def _finish(generation: Generation, calls: bool) -> dict[str, Any]:
+    reason = "tool_use" if calls else FINISH.get(generation.stop_reason, "end_turn")
+    match = generation.stop_match if isinstance(generation.stop_match, str) and not calls else None
+    return {"stop_reason": reason, "stop_sequence": match}
+
+
+def _object(value: Any) -> Any:
+    """Anthropic's inputs are objects."""
+    return value if isinstance(value, dict) else {"input": value}

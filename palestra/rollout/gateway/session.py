@@ -1,0 +1,356 @@
+"""A session: one key, one tree of turns. Each turn's prompt begins with the turn before it, token for token."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from palestra.data.chat import encode_after, encode_chat
+from palestra.data.mixture import stream_key
+from palestra.data.tokenizers import Tokenizer
+from palestra.errors import UsageError
+from palestra.generate.serve.openai import ApiError
+from palestra.generate.types import EDITS, GROUP, Chunk, Generation, Generator, Request, Result, Sampling
+from palestra.rollout.episode import Transcript
+from palestra.rollout.gateway.calls import Format, format_of
+from palestra.rollout.gateway.dialect import Conversation, Exchange, Message, Reply
+from palestra.rollout.types import Trajectory
+from palestra.rollout.workflows import following
+from palestra.tasks.task import Verdict
+
+AT_ONCE = 64
+"""Requests of one session in flight."""
+REMEMBERED = 64
+"""Exchanges that a client may ask for again."""
+LONG = 50_000
+"""Characters from which on a conversation is encoded beside the event loop."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A node of the tree: what the model sampled after a prompt."""
+
+    parent: "Turn | None"
+    prompt: tuple[int, ...]
+    generation: Generation
+    messages: tuple[Message, ...]
+    """The conversation up to and with this turn."""
+    tools: tuple[Mapping[str, Any], ...]
+    response: str
+    """The id of the response it was sent with."""
+    delivered: bool = False
+    """Whether the client has got it: what a program never saw is not trained on."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that the next prompt must begin with."""
+        return self.prompt + self.generation.tokens
+
+
+class Source(Protocol):
+    """The half of a `Generator` that a session needs."""
+
+    async def generate(self, request: Request) -> Result: ...
+
+    def stream(self, request: Request) -> AsyncGenerator[Chunk, None]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may use; None is no limit."""
+
+    turns: int | None = None
+    tokens: int | None = None
+    """Sampled tokens of all turns."""
+
+
+class Session:
+    """What one program says to the model. Its methods are called in the gateway's loop."""
+
+    def __init__(
+        self,
+        key: str,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        context: int,
+        model: str,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        limits: Limits | None = None,
+        format: Format | None = None,
+    ):
+        """With `sampling` its temperature and length are those of every request, as training must know them; without,
+        the client's own. With `seed` all samples depend on it and on the prompts alone."""
+        self.key, self.tokenizer, self.context, self.model = key, tokenizer, context, model
+        self.limits = limits or Limits()
+        self.turns: list[Turn] = []
+        self.reward: float | None = None
+        self.answer: str | None = None
+        self.ended: Literal["call", "idle", "closed"] | None = None
+        self.limited = False
+        """Whether a request was refused because a limit was reached."""
+        self.retokenized = 0
+        """Tokens of earlier turns that a later prompt of theirs does not begin with."""
+        self.used = time.monotonic()
+        self.over = asyncio.Event()
+        """Set when it has ended."""
+        self._source, self._sampling, self._seed = source, sampling, seed
+        self._format: Format = format or format_of(tokenizer)
+        self._known: dict[bytes, Turn] = {}
+        self._asked: Counter[str] = Counter()
+        self._running: set[asyncio.Task[list[Reply]]] = set()
+        self._exchanges: OrderedDict[str, Exchange] = OrderedDict()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is at the engine."""
+        return bool(self._running)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled."""
+        return sum(len(turn.generation.tokens) for turn in self.turns)
+
+    @property
+    def last(self) -> Turn | None:
+        """The last turn that the program has got."""
+        return next((turn for turn in reversed(self.turns) if turn.delivered), None)
+
+    @property
+    def forks(self) -> int:
+        """Branches beyond the first."""
+        return max(0, len(self.branches()) - 1)
+
+    def check_open(self) -> None:
+        """Refuse a call once the session has ended."""
+        if self.ended is not None:
+            raise ApiError(410, "This session has ended: nothing can be added to it", code="session_ended")
+
+    async def exchange(self, conversation: Conversation, body: str, retry: bool) -> Exchange:
+        """Send a request to the engine. One that an SDK sends again, with the same body, is not sampled again."""
+        self.check_open()
+        self.used = time.monotonic()
+        if retry and (before := self._exchanges.get(body)) is not None and not _failed(before):
+            return before
+        if len(self._running) >= AT_ONCE:
+            raise ApiError(429, f"This session already has {AT_ONCE} requests in flight", kind="rate_limit_error")
+        conversation, parent, prompt = await self._prompt(conversation)
+        exchange = self._started(conversation, parent, prompt)
+        self._exchanges[body] = exchange
+        while len(self._exchanges) > REMEMBERED:
+            self._exchanges.popitem(last=False)
+        return exchange
+
+    def deliver(self, exchange: Exchange) -> None:
+        """The client has got the response."""
+        self.used = time.monotonic()
+        for turn in self.turns:
+            if turn.response == exchange.id:
+                turn.delivered = True
+
+    def end(self, why: Literal["call", "idle", "closed"]) -> None:
+        """Nothing comes after this; what runs is aborted."""
+        if self.ended is None:
+            self.ended = why
+            self.over.set()
+            for task in self._running:
+                task.cancel()
+
+    async def _prompt(self, conversation: Conversation) -> tuple[Conversation, Turn | None, tuple[int, ...]]:
+        """The whole conversation, the turn that it continues, and its prompt."""
+        messages, root = list(conversation.messages), _root(conversation)
+        if conversation.previous is not None:
+            earlier = next((turn for turn in self.turns if turn.response == conversation.previous), None)
+            if earlier is None:
+                raise ApiError(404, f"There is no response {conversation.previous!r} in this session")
+            before = earlier.messages
+            if messages and messages[0]["role"] == before[0]["role"] == "system":  # instructions are said each time
+                before, messages = (messages[0], *before[1:]), messages[1:]
+            messages = [*before, *messages]
+            conversation = replace(conversation, messages=tuple(messages), previous=None)
+        parent, place = None, 0
+        for index, digest in enumerate(_digests(root, messages), 1):
+            if digest in self._known and index < len(messages):
+                parent, place = self._known[digest], index
+        if conversation.characters > LONG:
+            parent, prompt = await asyncio.to_thread(_encoded, self.tokenizer, conversation, parent, place)
+        else:
+            parent, prompt = _encoded(self.tokenizer, conversation, parent, place)
+        if parent is not None:
+            before = parent.tokens
+            same = next((i for i, pair in enumerate(zip(before, prompt, strict=False)) if pair[0] != pair[1]), None)
+            self.retokenized += len(before) - min(len(before) if same is None else same, len(prompt))
+        return conversation, parent, prompt
+
+    def _started(self, conversation: Conversation, parent: Turn | None, prompt: tuple[int, ...]) -> Exchange:
+        asked, fixed = conversation.sampling, self._sampling
+        room = self.context - len(prompt)
+        if room < 1:
+            self.limited = True
+            message = f"the prompt has {len(prompt)} tokens, and the context is {self.context}"
+            raise ApiError(400, message, code="context_length_exceeded")
+        left = min(room, asked.max_new_tokens, room if fixed is None else fixed.max_new_tokens)
+        if self.limits.tokens is not None:
+            left = min(left, self.limits.tokens - self.sampled)
+        turns = len(self.turns) + len(self._running) + conversation.n
+        if left < 1 or (self.limits.turns is not None and turns > self.limits.turns):
+            self.limited = True
+            raise ApiError(400, "This session has used all its turns or tokens", code="session_limit")
+        mark = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+        number, self._asked[mark] = self._asked[mark], self._asked[mark] + 1
+        sampling = replace(asked, max_new_tokens=left)
+        if fixed is not None:
+            if changed := asked.given(EDITS):
+                raise ApiError(400, f"{changed[0]}: completions that are trained on are sampled without it")
+            sampling = replace(fixed, max_new_tokens=left, stop=asked.stop, logprobs=asked.logprobs)
+        if self._seed is not None:
+            sampling = replace(sampling, seed=stream_key(self._seed, mark, number) >> 1)
+        exchange = Exchange(
+            conversation,
+            Request(prompt, sampling, conversation.n),
+            mark=f"{mark} {number}",
+            model=self.model,
+            tokenizer=self.tokenizer,
+            format=self._format if conversation.tools else None,
+        )
+        exchange.task = asyncio.create_task(self._sample(exchange, parent))
+        self._running.add(exchange.task)
+        exchange.task.add_done_callback(self._settle)
+        return exchange
+
+    async def _sample(self, exchange: Exchange, parent: Turn | None) -> list[Reply]:
+        conversation, root = exchange.conversation, _root(exchange.conversation)
+        if conversation.stream:
+            async with aclosing(self._source.stream(exchange.request)) as chunks:
+                async for chunk in chunks:
+                    exchange.add(chunk)
+            result = exchange.result()
+        else:
+            result = await self._source.generate(exchange.request)
+        replies = [exchange.reply(index, made) for index, made in enumerate(result.generations)]
+        for reply in replies:
+            messages = (*conversation.messages, reply.message)
+            turn = Turn(parent, exchange.request.prompt, reply.generation, messages, conversation.tools, exchange.id)
+            self.turns.append(turn)
+            *_, digest = _digests(root, messages)
+            self._known.setdefault(digest, turn)
+        return replies
+
+    def _settle(self, task: "asyncio.Task[list[Reply]]") -> None:
+        self._running.discard(task)
+        self.used = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # whoever waits for it has it; nobody may
+
+    def branches(self) -> list[list[Turn]]:
+        """The tree's paths from a first prompt to a last turn that was delivered; first the one with the last turn."""
+        inner = {id(turn.parent) for turn in self.turns if turn.delivered}
+        leaves = [turn for turn in self.turns if turn.delivered and id(turn) not in inner]
+        return [list(_path(leaf)) for leaf in sorted(leaves, key=lambda leaf: leaf is not self.last)]
+
+    def trajectories(
+        self, verdict: Verdict, reward: float, rows: Literal["branches", "turns"], stop_reason: str | None = None
+    ) -> list[Trajectory]:
+        """The tree as rows that share a reward; every turn is trained in one of them, the first that has it."""
+        paths = self.branches()
+        if rows == "turns":
+            delivered = {id(turn): turn for path in paths for turn in reversed(path)}
+            paths = [[turn] for turn in delivered.values()]
+        trained: set[int] = set()
+        made = []
+        for row, path in enumerate(paths):
+            transcript = Transcript.of(path[0].prompt)
+            for turn in path:
+                transcript = transcript.with_context(turn.prompt[len(transcript.tokens) :])
+                if id(turn) in trained:
+                    transcript = transcript.with_context(turn.generation.tokens)
+                else:
+                    transcript = transcript.with_sampled(turn.generation)
+                trained.add(id(turn))
+            why = stop_reason or str(path[-1].generation.stop_reason)
+            done = transcript.trajectory(len(path[0].prompt), verdict, reward, why, self.tokenizer)
+            made.append(replace(done, row=row))
+        return made
+
+
+def _path(leaf: Turn) -> Iterator[Turn]:
+    if leaf.parent is not None:
+        yield from _path(leaf.parent)
+    yield leaf
+
+
+def _failed(exchange: Exchange) -> bool:
+    task = exchange.task
+    return task is None or (task.done() and (task.cancelled() or task.exception() is not None))
+
+
+def _root(conversation: Conversation) -> bytes:
+    return json.dumps([conversation.tools, conversation.variables], sort_keys=True, default=str).encode()
+
+
+def _digests(root: bytes, messages: Any) -> Iterator[bytes]:
+    """A digest of each beginning of a conversation. Ids of calls do not matter, nor what a client leaves out."""
+    digest = hashlib.blake2b(root).digest()
+    for message in messages:
+        calls = [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls", ())]
+        text = json.dumps([message["role"], message["content"], calls], sort_keys=True)
+        digest = hashlib.blake2b(digest + text.encode()).digest()
+        yield digest
+
+
+def _encoded(
+    tokenizer: Tokenizer, conversation: Conversation, turn: Turn | None, place: int
+) -> tuple[Turn | None, tuple[int, ...]]:
+    """The turn that is continued and the prompt: its stored tokens, then what the template writes after it.
+
+    Without a turn, or where the template renders its beginning differently once more follows, all is rendered.
+    """
+    messages, tools = conversation.messages, list(conversation.tools) or None
+    if turn is not None:
+        with suppress(UsageError):
+            new = messages[place:]
+            after = encode_after(tokenizer, messages[: place - 1], new, tools=tools, **conversation.variables)
+            return turn, turn.tokens + following(turn.generation.tokens, tuple(after), tokenizer)
+    settings: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **conversation.variables}
+    return None, tuple(encode_chat(tokenizer, messages, **settings).tokens)
+
+
+class FromLoop:
+    """A generator that belongs to another event loop, with that loop's group."""
+
+    def __init__(self, generator: Generator, loop: asyncio.AbstractEventLoop):
+        self._generator, self._loop, self._group = generator, loop, GROUP.get()
+
+    async def generate(self, request: Request) -> Result:
+        async def there() -> Result:
+            GROUP.set(self._group)
+            return await self._generator.generate(request)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), self._loop))
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        here, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk | None]()
+        put: Callable[[Chunk | None], Any] = lambda chunk: here.call_soon_threadsafe(queue.put_nowait, chunk)  # noqa: E731
+
+        async def there() -> None:
+            GROUP.set(self._group)
+            try:
+                async with aclosing(self._generator.stream(request)) as chunks:
+                    async for chunk in chunks:
+                        put(chunk)
+            finally:
+                put(None)
+
+        running = asyncio.run_coroutine_threadsafe(there(), self._loop)
+        try:
+            while (chunk := await queue.get()) is not None:
+                yield chunk
+            await asyncio.wrap_future(running)
+        finally:
+            running.cancel()
