@@ -6,9 +6,14 @@
 Files of ARC easy, PIQA and LAMBADA (core_eval under PALESTRA_DATA), and one in the columns of HellaSwag, made from the
 sentences of WikiText-2, because HellaSwag itself is not there. `ours` is what `palestra eval --likelihood` does,
 `model` is `--model palestra` in lm-eval, `hf` is `--model hf` in lm-eval with the fastest of some batch sizes, by a
-short trial. All take turns in one process and have their weights loaded; the best round of each counts, by the clock
-and by the seconds that its threads computed, which mean something on a busy machine too. Nothing is bootstrapped. A
-JSON line for each file, then a table. On a machine that others use too, OMP_WAIT_POLICY=passive keeps threads from
+short trial. All take turns in one process; the best round of each counts, by the clock and by the seconds that its
+threads computed, which mean something on a busy machine too.
+
+Counted is everything from the file to the scores: reading the rows, prompts, tokens, the model, metrics. Not counted,
+for none of them, are imports, weights and lm-eval's list of tasks, which are there before, the list of installed
+packages that lm-eval makes at the end (seconds), and the bootstrap of standard errors.
+Documents with an answer that does not fit in the context, for which lm-eval stops, are left out of all, and counted.
+A JSON line for each file, then a table. On a machine that others use too, OMP_WAIT_POLICY=passive keeps threads from
 spinning while they wait for each other.
 """
 
@@ -22,18 +27,20 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from palestra.evaluate.likelihood import likelihood_outcome, score_set
+from palestra.errors import UsageError
+from palestra.evaluate.likelihood import encode_item, likelihood_outcome, score_set
 from palestra.evaluate.likelihood_data import load_choices
 from palestra.lm_eval import PalestraLM
 from palestra.spec.kinds.evaluate import LikelihoodUse
@@ -46,7 +53,7 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arc_easy": ("core_eval/arc_easy.jsonl", {"doc_to_text": "{{query}}\nAnswer:", **COLUMNS}, CHOICE),
     "piqa": ("core_eval/piqa.jsonl", {"doc_to_text": "{{query}}Answer:", **COLUMNS}, CHOICE),
     "lambada": ("core_eval/lambada_openai.jsonl", {"doc_to_text": "context", "doc_to_target": "continuation"}, CLOZE),
-    "hellaswag": ("hellaswag.jsonl", {}, {}),
+    "hellaswag": ("", {}, {}),
 }
 """The file of a task, how its rows are read, and what lm-eval measures."""
 
@@ -66,15 +73,16 @@ def main() -> None:
     bos = given.bos == "true"
     mine = PalestraLM(str(given.model), dtype="float32", device="cpu", add_bos_token=bos)
     theirs = HFLM(pretrained=str(given.model), dtype="float32", device="cpu", add_bos_token=bos, batch_size=1)
-    rows = []
+    rows, left_out = [], {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hellaswag_like(2000)))
         for name in given.tasks:
+            left_out[name] = write_rows(folder, name, mine, bos)
             write_task(folder, name)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         for name in given.tasks:
-            rows.append(compare(folder, name, manager, mine, theirs, bos, given))
+            row = compare(folder, name, manager, mine, theirs, bos, given)
+            rows.append({**row, "left_out_of_file": left_out[name]})
             print(json.dumps(rows[-1]), flush=True)
     print_table(rows)
 
@@ -83,8 +91,7 @@ def compare(
     folder: Path, name: str, manager: TaskManager, mine: PalestraLM, theirs: HFLM, bos: bool, given: argparse.Namespace
 ) -> dict[str, Any]:
     """The scores of one file three times, and how fast each was."""
-    use = LikelihoodUse(path=str(path_of(folder, name)), items=given.limit, border="lm_eval", by="character", bos=bos)
-    use = use.model_copy(update=TASKS[name][1] if name != "lambada" else {})
+    use = usage(folder / f"{name}.jsonl", name, bos).model_copy(update={"items": given.limit})
 
     def by_rows() -> dict[str, float]:
         choices = load_choices(use, seed=0)
@@ -96,9 +103,10 @@ def compare(
         return {"acc": sum(bool(row.written) for row in scored) / len(scored), "perplexity": math.exp(nats)}
 
     def by_lm_eval(model: LM, limit: int | None = given.limit) -> dict[str, float]:
-        found = simple_evaluate(
-            model, tasks=[f"local_{name}"], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
-        )
+        loaded = manager.load([f"local_{name}"])
+        for task in loaded["tasks"].values():
+            task.set_config(key="num_fewshot", value=0)
+        found = evaluate(model, loaded, limit=limit, bootstrap_iters=0, log_samples=False)
         results = found["results"][f"local_{name}"]
         return {
             key.partition(",")[0]: value for key, value in results.items() if key.endswith(",none") and "err" not in key
@@ -134,13 +142,32 @@ def timed(work: Callable[[], dict[str, float]]) -> tuple[float, float, dict[str,
     return time.perf_counter() - start[0], time.process_time() - start[1], result
 
 
-def path_of(folder: Path, name: str) -> Path:
-    return folder / "hellaswag.jsonl" if name == "hellaswag" else DATA / TASKS[name][0]
+def usage(path: Path, name: str, bos: bool) -> LikelihoodUse:
+    """How our rows are scored as lm-eval's are."""
+    use = LikelihoodUse(path=str(path), border="lm_eval", by="character", bos=bos)
+    return use.model_copy(update=TASKS[name][1] if name != "lambada" else {})
+
+
+def write_rows(folder: Path, name: str, mine: PalestraLM, bos: bool) -> int:
+    """The rows that all read; returns how many are left out, because an answer does not fit in the context."""
+    path = folder / f"{name}.jsonl"
+    if name == "hellaswag":
+        lines = [json.dumps(row) + "\n" for row in hellaswag_like(2000)]
+    else:
+        lines = [line + "\n" for line in (DATA / TASKS[name][0]).read_text().split("\n") if line]
+    path.write_text("".join(lines))
+    fitting = []
+    for line, item in zip(lines, load_choices(usage(path, name, bos), seed=0).items, strict=True):
+        with suppress(UsageError):
+            encode_item(mine.tokenizer, item, mine.model.shape.context, "lm_eval", bos)
+            fitting.append(line)
+    path.write_text("".join(fitting))
+    return len(lines) - len(fitting)
 
 
 def write_task(folder: Path, name: str) -> None:
     """The task as lm-eval reads it; HellaSwag is lm-eval's own, over another file."""
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path_of(folder, name))}}}
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}}}
     data |= {"dataset_name": None, "test_split": "test", "validation_split": None, "training_split": None}
     own = Path(lm_eval_tasks.__file__).parent / "hellaswag" / "hellaswag.yaml"
     _, columns, measured = TASKS[name]

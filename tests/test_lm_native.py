@@ -353,3 +353,45 @@ def test_a_step_of_all_layers_equals_the_model_in_float64(more, threads):
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(keys.double(), cache.keys, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(values.double(), cache.values, atol=2e-5, rtol=2e-5)
+
+
+@needs_compiler
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 16), (8, 4, 8), (9, 3, 64), (6, 1, 5)]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([None, 1, 7, 100]),
+    st.booleans(),
+    st.sampled_from([1, 3]),
+    st.integers(0, 10**6),
+)
+def test_sequences_that_share_beginnings_attend_as_in_float64(sizes, dtype, window, sinks, threads, seed):
+    heads, kv, dim = sizes
+    numbers = torch.Generator().manual_seed(seed)
+    one, two, three = torch.randint(1, 150, (3,), generator=numbers).tolist()
+    # Tokens lie one, two, three; the second sequence begins with some of the first, the third with some of both.
+    part, more = one // 2 + 1, two // 2 + 1
+    ranges = [(0, one), (0, part), (one, two), (0, part), (one, more), (one + two, three)]
+    bounds = [(0, 1, one), (1, 3, 1 + two // 3), (3, 6, three)]
+    whole = drawn(one + two + three, heads + 2 * kv, dim, dtype=dtype, seed=seed)
+    q, k, v = whole.split([heads, kv, kv], dim=1)
+    logits = drawn(heads, dtype=dtype, seed=seed + 1) if sinks else None
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found = native.attend_tree(q, k, v, torch.tensor(ranges), torch.tensor(bounds), window, logits)
+    torch.set_num_threads(before)
+
+    for first, last, asked in bounds:
+        tokens = torch.cat([torch.arange(start, start + count) for start, count in ranges[first:last]])
+        own = torch.arange(len(tokens))[-asked:]
+        behind = own[:, None] - torch.arange(len(tokens))
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        keys, values = (t[tokens].double().repeat_interleave(heads // kv, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[tokens[own]].double(), keys) / dim**0.5
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if logits is not None:
+            scores = torch.cat([scores, logits.double()[:, None, None].expand(-1, len(own), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(tokens)]
+        expected = torch.einsum("hqk,khd->qhd", weights, values)
+        torch.testing.assert_close(found[tokens[own]].double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_cases import VARIANTS, gradients, make
 
+from palestra.lm import native
 from palestra.lm.attention import Shared, TreeAttention, shared, spread
-from palestra.lm.batch import Batch, forward, score
+from palestra.lm.batch import Batch, forward, read_states, score
 
 
 def groups(prompts: int, answers: int, prompt: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -83,36 +84,47 @@ def test_scores_and_gradients_are_those_of_whole_sequences(variant, longest):
         torch.testing.assert_close(gradient, gradients(model, [whole(batch)])[name], rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "experts"])
-@given(seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(seed=st.integers(0, 10**6), alone=st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_trees_of_sequences_attend_as_whole_sequences_do(variant, seed):
+def test_trees_of_sequences_attend_as_whole_sequences_do(variant, seed, alone):
     rng = random.Random(seed)
     texts: list[list[int]] = []
     for _ in range(rng.randint(2, 8)):
         texts += groups(1, rng.randint(1, 5), rng.randint(1, 9), 9, seed=rng.randrange(99))
     # Beginnings of beginnings, and sequences that begin another one, as options in order have them.
     texts += [[*text[: rng.randint(1, len(text))], rng.randrange(3)] for text in texts for _ in range(2)]
-    batch, model = Batch.pack(sorted(texts)), make(VARIANTS[variant]).double()
-    model.dtype = torch.float64
+    batch, model = Batch.pack(sorted(texts)), make(VARIANTS[variant])
     assert batch.shared is not None
+    exact = copy.deepcopy(model).double()
+    exact.dtype = torch.float64
+
+    asked = torch.tensor(rng.choices(range(len(batch.tokens)), k=rng.randint(1, 40)))
+
+    found = read_states(model, whole(batch) if alone else batch, asked)
 
     with torch.no_grad():
-        found, expected = forward(model, batch, tree=True), forward(model, whole(batch))
+        expected = forward(exact, whole(batch)).hidden[asked]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
-    torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-9, atol=1e-11)
 
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+def test_every_token_that_is_computed_attends_once():
+    texts = sorted([*groups(2, 4, 30, 3), [1, 2, 3], [1, 2, 3], [1, 2, 3, 4]])
+    batch = Batch.pack(texts)
+    assert batch.shared is not None
 
-def test_rows_of_a_tree_hold_what_is_cheapest_together():
-    answers, few = groups(2, 4, 30, 3), groups(1, 200, 100, 20)
-    for texts, most, least in ((answers, 1, 0.45), (few, 10, 0.45)):
-        batch = Batch.pack(sorted(texts))
-        assert batch.shared is not None
-        tree = TreeAttention(batch.lengths, batch.shared)
-        rows = sum(len(index) for index, *_ in tree._blocks)
-        cells = sum(seen.size for *_, seen in tree._blocks)
-        assert rows >= most
-        assert cells < least * sum(length**2 for length in batch.lengths)
+    tree = TreeAttention(batch.lengths, batch.shared, torch.tensor([5, 7]), last=3)
+
+    def asked(bounds: list[list[int]]) -> list[int]:
+        ends = [(sum(tree._ranges[end - 1].tolist()), count) for _, end, count in bounds]
+        return [token for end, count in ends for token in range(end - count, end)]
+
+    assert asked(tree._bounds.tolist()) == list(range(len(batch.shared.first)))
+    assert len(tree._bounds) < len(texts)  # one of the equal ones is enough
+    last = asked(tree._last_bounds.tolist())
+    assert {5, 7} <= set(last)
+    assert len(last) < len(batch.shared.first) / 2  # only up to the end of a sequence
 
 
 def test_prompts_that_are_predicted_too_get_every_answers_gradient():

@@ -226,7 +226,7 @@ async def _answered(
             episode.context,
         )
         return EvaluationRecord(*known, answers=())
-    trajectories = await workflow(episode)
+    trajectories = [one for one in await workflow(episode) if one.row == 0]
     if len(trajectories) != episode.samples:
         raise PalestraError(
             f"{name}: the workflow returned {len(trajectories)} of {episode.samples} completions; an evaluation needs "

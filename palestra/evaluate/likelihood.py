@@ -17,7 +17,7 @@ from palestra.data.tokenizers import Tokenizer
 from palestra.errors import PalestraError, UsageError
 from palestra.evaluate.likelihood_data import Choices, Item, Option, Texts
 from palestra.evaluate.records import Estimate, estimate, estimated
-from palestra.lm.batch import Batch, forward
+from palestra.lm.batch import Batch, read_states
 from palestra.lm.head import chunk_rows, logits
 from palestra.lm.model import Transformer
 from palestra.spec.kinds.evaluate import LikelihoodUse
@@ -135,7 +135,12 @@ Border = Literal["answer", "common", "lm_eval"]
 
 
 def encode_item(
-    tokenizer: Tokenizer, item: Item, context: int, border: Border = "answer", bos: bool | None = None
+    tokenizer: Tokenizer,
+    item: Item,
+    context: int,
+    border: Border = "answer",
+    bos: bool | None = None,
+    known: Mapping[str, list[int]] | None = None,
 ) -> list[EncodedChoice]:
     """The options of an item as tokens, at most `context` each.
 
@@ -149,11 +154,11 @@ def encode_item(
     each is scored, also of an answer that another one begins with, where CORE would take the mean of nothing.
 
     What is too long is truncated at its beginning, but keeps the tokens that begin every text. With the border
-    `lm_eval` it is as `encode_pairs` has it. `bos` is that of `beginning`.
+    `lm_eval` it is as `encode_pairs` has it. `bos` is that of `beginning`; `known` are texts whose tokens are there.
     """
     begins = beginning(tokenizer, bos)
     if border == "lm_eval":
-        return encode_pairs(tokenizer, [(option.context, option.answer) for option in item.options], context, begins)
+        return encode_pairs(tokenizer, _pairs([item]), context, begins, known=known)
     whole = [_tokenized(tokenizer, option, begins) for option in item.options]
     if border == "common" and item.choice:
         sequences = [tokens for tokens, _ in whole]
@@ -181,7 +186,12 @@ def beginning(tokenizer: Tokenizer, bos: bool | None) -> tuple[int, ...]:
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], context: int, begins: Sequence[int], specials: bool = False
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    context: int,
+    begins: Sequence[int],
+    specials: bool = False,
+    known: Mapping[str, list[int]] | None = None,
 ) -> list[EncodedChoice]:
     """Contexts with continuations as lm-eval tokenizes and truncates them.
 
@@ -189,9 +199,8 @@ def encode_pairs(
     last token need not fit, because it is not read, and what is too long loses its beginning, BOS too. After no context
     at all, BOS or EOS is read. With `specials`, strings like `<|im_end|>` mean their tokens.
     """
-    texts = list(dict.fromkeys(text for pair in pairs for text in (pair[0].rstrip(), "".join(pair))))
-    encoded = dict(zip(texts, tokenizer.encode_all(texts), strict=True))
-    marked = (text for text in texts if specials and any(special in text for special in tokenizer.special_strings))
+    encoded = _texts(tokenizer, pairs) if known is None else dict(known)
+    marked = (text for text in encoded if specials and any(special in text for special in tokenizer.special_strings))
     encoded |= {text: tokenizer.encode(text, specials=True) for text in marked}
     results = []
     for before, after in pairs:
@@ -207,6 +216,16 @@ def encode_pairs(
             raise UsageError(f"an answer of {len(tokens) - count} tokens does not fit in a context of {context}")
         results.append(EncodedChoice(tokens[surplus:], count - surplus, surplus > 0))
     return results
+
+
+def _pairs(items: Iterable[Item]) -> list[tuple[str, str]]:
+    return [(option.context, option.answer) for item in items for option in item.options]
+
+
+def _texts(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> dict[str, list[int]]:
+    """The tokens of contexts alone and with their continuations; all in one call, which shares them between cores."""
+    texts = list(dict.fromkeys(text for pair in pairs for text in (pair[0].rstrip(), "".join(pair))))
+    return dict(zip(texts, tokenizer.encode_all(texts), strict=True))
 
 
 def score_set(
@@ -318,10 +337,12 @@ def naming(where: str) -> Iterator[None]:
 
 
 def _score_items(model: Transformer, tokenizer: Tokenizer, choices: Choices, numbers: range) -> list[ScoredChoice]:
-    items, encoded = [choices.items[number] for number in numbers], []
+    items, encoded, use = [choices.items[number] for number in numbers], [], choices.use
+    with naming(choices.label):
+        known = _texts(tokenizer, _pairs(items)) if use.border == "lm_eval" else None
     for number, item in zip(numbers, items, strict=True):
         with naming(f"{choices.label}, item {number}"):
-            encoded.append(encode_item(tokenizer, item, model.shape.context, choices.use.border, choices.use.bos))
+            encoded.append(encode_item(tokenizer, item, model.shape.context, use.border, use.bos, known))
     results = []
     scores = iter(score_sequences(model, [option for options in encoded for option in options]))
     for number, item, options in zip(numbers, items, encoded, strict=True):
@@ -364,7 +385,7 @@ def score_sequences(model: Transformer, sequences: Sequence[EncodedChoice]) -> l
         rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, scored, strict=True)])
         targets = torch.tensor([token for one in some for token in one.tokens[one.start :]])
         device = model.embed.device
-        hidden = forward(model, batch.to(device), tree=True).hidden[torch.from_numpy(rows).to(device)]
+        hidden = read_states(model, batch.to(device), torch.from_numpy(rows).to(device))
         logprobs, greedy = _predicted(model, hidden, targets.to(device))
         bounds = zip(part, logprobs.cpu().double().split(scored), greedy.cpu().split(scored), strict=True)
         for place, of_tokens, best in bounds:

@@ -104,7 +104,8 @@ def load_texts(use: TextUse) -> Texts:
 def load_choices(use: LikelihoodUse, seed: int) -> Choices:
     """Read the rows of a file; few-shot examples are sampled from the other rows, by the seed."""
     rows = load_rows(use.path, default=use.path, files=(f"{use.label}.*", "*.jsonl", "*.parquet"))
-    read = [_read(use, row, f"{use.path}, row {number}") for number, row in enumerate(rows, 1)]
+    needed = rows if use.shots else rows[: use.items]
+    read = [_read(use, row, f"{use.path}, row {number}") for number, row in enumerate(needed, 1)]
     if not read:
         raise UsageError(f"{use.path} has no rows")
     if use.shots >= len(read):
@@ -112,7 +113,7 @@ def load_choices(use: LikelihoodUse, seed: int) -> Choices:
     if len({item.choice for item in read}) > 1:
         raise UsageError(f"{use.path} has rows with several answers and rows with one: score them as two files")
     items = [_with_shots(read, index, use.shots, seed) for index in range(min(use.items or len(read), len(read)))]
-    return Choices(use, tuple(items), len(read))
+    return Choices(use, tuple(items), len(rows))
 
 
 def _with_shots(read: Sequence[Item], index: int, shots: int, seed: int) -> Item:

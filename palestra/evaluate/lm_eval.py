@@ -33,7 +33,8 @@ TOGETHER = 1024
 """Completions between two looks at whether to go on."""
 BOOTSTRAP = 1000
 """Resamples for the standard errors that have no closed form; lm-eval's own default takes a minute for each."""
-SAMPLERS = ("temperature", "top_p", "top_k", "min_p")
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+SAMPLERS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
 READ = {"until", "max_gen_toks", "do_sample", *SAMPLERS}
 
 

@@ -5,7 +5,8 @@ norms and gates then see every such token once; attention alone sees whole seque
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palestra.lm.layers import wide
+from palestra.lm import native
+from palestra.lm.layers import sent, wide
 
 WORTH = 0.2
 """The share of tokens that must be spared: handing them out to attention costs as much as 0.14 (docs/log.md)."""
@@ -29,7 +31,7 @@ class Shared(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Shared":
         """The same on a device."""
-        return Shared(*(part.to(device, non_blocking=True) for part in self))
+        return Shared(*(sent(part, device) for part in self))
 
 
 def shared(tokens: np.ndarray, lengths: Sequence[int]) -> Shared | None:
@@ -100,7 +102,7 @@ class PackedAttention:
     def __init__(self, cu_seqlens: Tensor, lengths: list[int], shared: Shared | None = None):
         """With `shared`, queries, keys and values are of the tokens that are computed, and so is the result."""
         self.cu_seqlens, self.lengths, self.shared = cu_seqlens, lengths, shared
-        self.longest = max(lengths)
+        self.longest, self.flash = max(lengths), flash_settings() if cu_seqlens.is_cuda else {}
         self.rows = len(lengths) if len(set(lengths)) == 1 else None
         """How many sequences, where all have the same length and are a rectangle."""
 
@@ -121,7 +123,7 @@ class PackedAttention:
         if self.rows is not None:
             q, k, v = (t.unflatten(0, (self.rows, -1)).transpose(1, 2) for t in (q, k, v))
             return causal(q, k, v, window, sinks).transpose(1, 2).flatten(0, 1)
-        return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window)
+        return varlen(q, k, v, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, window, **self.flash)
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
         pieces = []
@@ -149,7 +151,7 @@ class PackedAttention:
         for group in self._alike:
             columns = np.arange(lengths[group[-1]])
             index = starts[group, None] + np.where(columns < lengths[group, None], columns, 0)
-            buckets.append(torch.from_numpy(index).to(device))
+            buckets.append(sent(torch.from_numpy(index), device))
         return buckets if self.shared is None else [self.shared.place[index] for index in buckets]
 
     @cached_property
@@ -162,7 +164,7 @@ class PackedAttention:
             offset += longest * len(group)
         starts = np.cumsum(lengths) - lengths
         back = torch.from_numpy(np.repeat(begins - starts, lengths) + np.arange(lengths.sum()))
-        back = back.to(self.cu_seqlens.device)
+        back = sent(back, self.cu_seqlens.device)
         return back if self.shared is None else back[self.shared.first]
 
 
@@ -177,94 +179,39 @@ def alike(lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 class TreeAttention:
-    """Attention of the tokens that are computed of a batch, on the CPU and without gradients.
+    """Attention of the tokens that are computed of a batch, by our kernel: on the CPU and without gradients.
 
-    Sequences that begin alike lie in one row, each of their tokens once: a context with several answers attends once,
-    and its keys and values are read once.
+    Sequences that begin alike read the same keys and values, and nothing is padded.
     """
 
-    def __init__(self, lengths: Sequence[int], shared: Shared):
-        sizes, first = np.asarray(lengths), shared.first.numpy()
-        starts, own = np.cumsum(sizes) - sizes, np.zeros(sum(lengths), np.int64)
-        own[first] = 1
-        common = sizes - np.add.reduceat(own, starts)
-        rows = [_Row.of(group, sizes, starts, common) for group in _together(sizes, common)]
-        back, offset = np.zeros(len(own), np.int64), 0
-        self._blocks: list[tuple[Tensor, np.ndarray, np.ndarray]] = []
-        """Of rows of similar length: which computed token stands where, its place in its sequence, what it sees."""
-        for group in alike([len(row.tokens) for row in rows]):
-            longest = len(rows[group[-1]].tokens)
-            tokens, places = (np.zeros((len(group), longest), np.int64) for _ in range(2))
-            seen = np.zeros((len(group), longest, longest), bool)
-            for number, row in enumerate(rows[place] for place in group):
-                count = len(row.tokens)
-                tokens[number, :count], places[number, :count] = row.tokens, row.places
-                seen[number, :count, :count] = row.seen
-                seen[number, count:, 0] = True  # padding, which sees something and is not seen
-                back[row.tokens] = offset + longest * number + np.arange(count)
-            offset += longest * len(group)
-            self._blocks.append((shared.place[torch.from_numpy(tokens)], places, seen))
-        self._back = torch.from_numpy(back[first])
-        self._masks: dict[int | None, list[Tensor]] = {}
+    def __init__(self, lengths: Sequence[int], shared: Shared | None, wanted: Tensor, last: int):
+        """In the layer `last`, only the computed tokens `wanted` (in order) need a result."""
+        sizes = np.asarray(lengths)
+        starts, place = np.cumsum(sizes) - sizes, np.arange(sizes.sum())
+        own = np.ones(len(place), bool)
+        if shared is not None:
+            own, place = np.isin(place, shared.first.numpy()), shared.place.numpy()
+        # A range ends where the next token lies elsewhere, and where a sequence's own tokens begin.
+        edge = np.concatenate([[True], (np.diff(place) != 1) | (own[1:] != own[:-1])])
+        edge[starts] = True
+        begins = np.flatnonzero(edge)
+        ranges = np.stack([place[begins], np.diff(begins, append=len(place))], axis=1)
+        bounds = np.searchsorted(begins, np.stack([starts, starts + sizes], axis=1))
+        bounds = bounds[own[starts + sizes - 1]]  # without sequences that others begin with, which have no queries
+        first, own_tokens = ranges[bounds[:, 1] - 1].T
+        some = np.append(wanted.numpy(), len(place))  # the first at or after the first of its own
+        spared = np.minimum(some[np.searchsorted(some[:-1], first)] - first, own_tokens)
+        self._last, self._ranges = last, torch.from_numpy(ranges)
+        self._bounds, self._last_bounds = (
+            torch.from_numpy(np.column_stack([bounds, asked])) for asked in (own_tokens, own_tokens - spared)
+        )
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """q (U, H, dim), k and v (U, K, dim) → (U, H, dim)."""
-        pieces = []
-        for (index, *_), mask in zip(self._blocks, self._mask(window), strict=True):
-            # (rows, heads, longest, dim)
-            row_q, row_k, row_v = (
-                t.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2) for t in (q, k, v)
-            )
-            pieces.append(masked(row_q, row_k, row_v, mask.to(q.dtype), sinks).transpose(1, 2).flatten(0, 1))
-        return torch.cat(pieces).index_select(0, self._back)
-
-    def _mask(self, window: int | None) -> list[Tensor]:
-        """(rows, 1, longest, longest) of each block: 0 where a token is seen, −inf elsewhere."""
-        if window not in self._masks:
-            masks = self._masks[window] = []
-            for _, places, seen in self._blocks:
-                near = seen if window is None else seen & (places[:, :, None] - places[:, None] < window)
-                masks.append(torch.zeros(near.shape).masked_fill_(torch.from_numpy(~near), float("-inf"))[:, None])
-        return self._masks[window]
-
-
-class _Row(NamedTuple):
-    """Sequences that begin alike: all tokens of the first, then of each other those that are its own."""
-
-    tokens: np.ndarray
-    """Where they lie in the batch."""
-    places: np.ndarray
-    """Where each lies in its sequence."""
-    seen: np.ndarray
-    """(tokens, tokens): whether the first attends to the second."""
-
-    @staticmethod
-    def of(group: range, sizes: np.ndarray, starts: np.ndarray, common: np.ndarray) -> "_Row":
-        begins = np.array([0, *common[group[1:]]])
-        parts = [np.arange(begin, sizes[number]) for begin, number in zip(begins, group, strict=True)]
-        places, counts = np.concatenate(parts), [len(part) for part in parts]
-        # A token of an earlier sequence is seen as far as all up to this one begin as that one does.
-        reach = np.zeros((len(group), len(group)), np.int64)
-        for later in range(len(group)):
-            reach[later, later] = sizes[group[later]]
-            reach[later, :later] = np.minimum.accumulate(begins[1 : later + 1][::-1])[::-1]
-        seen = (places[:, None] >= places) & (places < reach.repeat(counts, 0).repeat(counts, 1))
-        tokens = np.concatenate([starts[number] + part for number, part in zip(group, parts, strict=True)])
-        return _Row(tokens, places, seen)
-
-
-def _together(sizes: np.ndarray, common: np.ndarray) -> list[range]:
-    """Neighbors that are cheapest in one row: n sequences in a row of T tokens cost T² / n each."""
-    groups, start, tokens = [], 0, int(sizes[0])
-    for number in range(1, len(sizes)):
-        more = tokens + int(sizes[number] - common[number])
-        if more**2 - tokens**2 > min(tokens**2 / (number - start), int(sizes[number]) ** 2):
-            groups.append(range(start, number))
-            start, more = number, int(sizes[number])
-        tokens = more
-    return [*groups, range(start, len(sizes))]
+        bounds = self._last_bounds if layer == self._last else self._bounds
+        return native.attend_tree(q, k, v, self._ranges, bounds, window, sinks)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
@@ -356,13 +303,22 @@ def _scale(q: Tensor) -> float:
     return q.shape[-1] ** -0.5
 
 
+@cache
+def flash_settings() -> dict[str, Any]:
+    """What tells some versions of torch's flash attention that heads may share keys: asked for outside of a graph."""
+    from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler, 6 s on a slow core
+
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
 def varlen(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_q: int, longest_k: int, window: int | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, longest_q: int, longest_k: int, window: int | None,
+    **settings: Any,
+) -> Tensor:  # fmt: skip
     """Flash attention of sequences end to end, whose queries are the last tokens of their keys."""
-    from torch.nn.attention.varlen import varlen_attn  # flash attention inside torch
+    from torch.nn.attention.varlen import varlen_attn
 
     back = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, queries, keys, longest_q, longest_k, window_size=(back, 0))
+    out = varlen_attn(q, k, v, queries, keys, longest_q, longest_k, window_size=(back, 0), **settings)
     assert isinstance(out, Tensor)  # a pair only where the normalizers are asked for
     return out

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.lm import native
 from palestra.lm.attention import PackedAttention, Shared, TreeAttention, shared, spread
 from palestra.lm.head import token_logprobs
+from palestra.lm.layers import sent
 from palestra.lm.model import Attend, ModelOutput, Transformer
 
 
@@ -32,13 +35,14 @@ class Batch:
     """Further arrays (B), such as rewards."""
     predicted: Tensor = field(init=False, repr=False, compare=False)
     """Which tokens have a loss weight; kept, because looking for them on a GPU would wait for it."""
-    shared: Shared | None = field(init=False, repr=False, compare=False)
-    """What sequences begin with alike, where that is worth sparing; kept for the same reason."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "predicted", self.loss_mask.nonzero()[:, 0])
-        on_host = self.tokens.device.type == "cpu"
-        object.__setattr__(self, "shared", shared(self.tokens.numpy(), self.lengths) if on_host else None)
+
+    @cached_property
+    def shared(self) -> Shared | None:
+        """What sequences begin with alike, where that is worth sparing; looked for on the host alone."""
+        return shared(self.tokens.numpy(), self.lengths) if self.tokens.device.type == "cpu" else None
 
     @classmethod
     def pack(
@@ -91,18 +95,19 @@ class Batch:
     @property
     def cu_seqlens(self) -> Tensor:
         """Bounds of the sequences (B + 1), int32 on the batch's device."""
-        return torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)).to(self.tokens.device)
+        return sent(torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)), self.tokens.device)
 
     @property
     def positions(self) -> Tensor:
         """(T): each token's place in its sequence."""
         places = np.concatenate([np.arange(n) for n in self.lengths])
-        return torch.from_numpy(places).to(self.tokens.device)
+        return sent(torch.from_numpy(places), self.tokens.device)
 
     @property
     def sequence_ids(self) -> Tensor:
         """(T): which sequence a token belongs to."""
-        return torch.from_numpy(np.repeat(np.arange(len(self.lengths)), self.lengths)).to(self.tokens.device)
+        owners = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return sent(torch.from_numpy(owners), self.tokens.device)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on a device."""
@@ -110,10 +115,10 @@ class Batch:
             return self
         moved = copy(self)
         for name in ("tokens", "loss_mask", "predicted"):
-            object.__setattr__(moved, name, getattr(self, name).to(device, non_blocking=True))
-        object.__setattr__(moved, "shared", None if self.shared is None else self.shared.to(device))
+            object.__setattr__(moved, name, sent(getattr(self, name), device))
+        vars(moved)["shared"] = None if self.shared is None else self.shared.to(device)
         for name in ("per_token", "per_sequence"):
-            arrays = {key: t.to(device, non_blocking=True) for key, t in getattr(self, name).items()}
+            arrays = {key: sent(t, device) for key, t in getattr(self, name).items()}
             object.__setattr__(moved, name, arrays)
         return moved
 
@@ -162,9 +167,25 @@ class Scored:
     """Router logits (L, T, E) of a mixture of experts."""
 
 
-def forward(model: Transformer, batch: Batch, *, tree: bool = False) -> ModelOutput:
-    """Hidden states of a packed batch; with `tree` shared beginnings attend once, where that is implemented."""
-    output, shared, count = _computed(model, batch, tree=tree)
+@torch.no_grad()
+def read_states(model: Transformer, batch: Batch, asked: Tensor) -> Tensor:
+    """The hidden states (N, D) of some tokens of a packed batch, to read: by our own attention where there is a kernel.
+
+    They differ from those of `forward`, with which one trains, by rounding.
+    """
+    if model.layout is not None or not native.available(batch.tokens.new_empty(1, dtype=model.dtype)):
+        return forward(model, batch).hidden[asked]
+    shared, tokens, positions = _inputs(model, batch)
+    wanted, back = (asked if shared is None else shared.place[asked]).unique(return_inverse=True)
+    attend = TreeAttention(batch.lengths, shared, wanted, len(model.layers) - 1)
+    if model.shape.moe is not None:  # its routers count all tokens
+        return model(tokens, positions, attend).hidden[asked]
+    return model(tokens, positions, attend, wanted).hidden[back]
+
+
+def forward(model: Transformer, batch: Batch) -> ModelOutput:
+    """Hidden states of a packed batch."""
+    output, shared, count = _computed(model, batch)
     if model.layout is not None:
         output = output._replace(hidden=model.layout.all_tokens(output.hidden, count))
     return output if shared is None else output._replace(hidden=spread(output.hidden, shared.place))
@@ -190,29 +211,31 @@ def score(model: Transformer, batch: Batch, *, temperature: float = 1.0, entropy
     return Scored(logprobs, entropies, hidden, output.router)
 
 
-def _computed(model: Transformer, batch: Batch, *, tree: bool = False) -> tuple[ModelOutput, Shared | None, int]:
+def _computed(model: Transformer, batch: Batch) -> tuple[ModelOutput, Shared | None, int]:
     """The output for the tokens that are computed, but with the router logits of all; and how many these are."""
-    output, shared, count = run_layers(model, batch, tree=tree), _shared(model, batch), computed(model, batch)
+    output, shared, count = run_layers(model, batch), _shared(model, batch), computed(model, batch)
     if model.layout is not None and output.router is not None:
         router = model.layout.all_tokens(output.router.transpose(0, 1), count).transpose(0, 1)
         output = output._replace(router=router)
     return output, shared, count
 
 
-def run_layers(model: Transformer, batch: Batch, *, tree: bool = False) -> ModelOutput:
+def run_layers(model: Transformer, batch: Batch) -> ModelOutput:
     """The output for the tokens that are computed; where they are spread over ranks, for this rank's."""
-    shared, layout, count = _shared(model, batch), model.layout, computed(model, batch)
-    attend: Attend
-    if tree and shared is not None and not batch.tokens.is_cuda and not torch.is_grad_enabled():
-        attend = TreeAttention(batch.lengths, shared)
-    else:
-        attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
-    tokens, positions = batch.tokens, batch.positions
-    if shared is not None:
-        tokens, positions = tokens[shared.first], positions[shared.first]
+    layout, count = model.layout, computed(model, batch)
+    shared, tokens, positions = _inputs(model, batch)
+    attend: Attend = PackedAttention(batch.cu_seqlens, batch.lengths, shared)
     if layout is not None:
         attend, tokens, positions = layout.attend(attend, count), layout.own(tokens), layout.own(positions)
     return model(tokens, positions, attend)
+
+
+def _inputs(model: Transformer, batch: Batch) -> tuple[Shared | None, Tensor, Tensor]:
+    """The tokens that are computed, and their positions."""
+    shared = _shared(model, batch)
+    if shared is None:
+        return None, batch.tokens, batch.positions
+    return shared, batch.tokens[shared.first], batch.positions[shared.first]
 
 
 def computed(model: Transformer, batch: Batch) -> int:

@@ -23,7 +23,8 @@ from palestra.data.tokenizers import Tokenizer, character_tokenizer, train_bpe
 from palestra.errors import UsageError
 from palestra.lm.hf import written_whole
 from palestra.spec.kinds.lm import ChatData, PretrainData
-from palestra.spec.lm import BpeSpec, LmData, Source, TextSource
+from palestra.spec.lm import BpeSpec
+from palestra.spec.mixture import LmData, Source, TextSource
 
 Item = TypeVar("Item")
 Made = tuple[Dataset[Item], list[TokenStore], np.ndarray]

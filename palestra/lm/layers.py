@@ -16,6 +16,13 @@ TRITON = find_spec("triton") is not None
 """Whether GPUs have our own kernels; it comes with torch for most of them. Otherwise torch's operations do the work."""
 
 
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The same on a device; a copy from memory that is not pinned would wait for all that the device has to do."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter that tensor parallelism splits; any other as it is.
 
@@ -123,7 +130,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def _fused(x: Tensor) -> bool:
     """Whether one kernel stands in for several: while generating on a GPU, where launches are what costs."""
-    return x.is_cuda and TRITON and torch.is_inference_mode_enabled()
+    # torch.compile fuses by itself, and some versions cannot trace the last question.
+    return x.is_cuda and TRITON and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def bilinear(gate_up: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class Attention(nn.Module):
         self.query_scale = None if scalar is None else (shape.dim / scalar) ** 0.5
         """What makes of `attend`'s division by √dim another one."""
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """(T, D) → (T, D)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """(T, D) → (T, D), or (N, D) for the N tokens that are wanted."""
         qk, v = self.qkv(x).unflatten(-1, (-1, self.dim)).split([self.heads + self.kv, self.kv], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = self._normalized(qk, self.q_norm, self.k_norm)
@@ -82,7 +82,8 @@ class Attention(nn.Module):
         q, k = qk.split([self.heads, self.kv], dim=1)
         q = q if self.query_scale is None else q * self.query_scale
         sinks = {} if self.sinks is None else {"sinks": local(self.sinks)}
-        return self.o(attend(self.layer, q, k, v, self.window, **sinks).flatten(1))
+        attended = attend(self.layer, q, k, v, self.window, **sinks).flatten(1)
+        return self.o(attended if wanted is None else attended[wanted])
 
     def _normalized(self, qk: Tensor, q_norm: nn.Module, k_norm: nn.Module) -> Tensor:
         """Queries and keys (T, H + K, dim), each head for itself or all together."""
@@ -109,9 +110,12 @@ class Block(nn.Module):
         else:
             self.mlp = MoE(shape.width, shape.moe, biases=shape.biases)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """The new residual stream, and the router's logits (T, E) where there are experts."""
-        x = x + self.attn_out_norm(self.attn(self.attn_norm(x), cos, sin, attend))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The new residual stream, of the tokens that are wanted, and the router's logits where there are experts."""
+        attended = self.attn(self.attn_norm(x), cos, sin, attend, wanted)
+        x = (x if wanted is None else x[wanted]) + self.attn_out_norm(attended)
         h = self.mlp_norm(x)
         out, router = self.mlp(h) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
         return x + self.mlp_out_norm(out), router
@@ -177,8 +181,11 @@ class Transformer(nn.Module):
         """The matrix (V, D) whose rows score the next token."""
         return self.embed if self.head is None else self.head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
-        """Tokens and their positions in their sequences (T) → hidden states (T, D)."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> ModelOutput:
+        """Tokens and their positions in their sequences (T) → hidden states (T, D).
+
+        With `wanted`, numbers of some of the tokens, theirs alone: the last layer then computes no others.
+        """
         layers, x, before = self.part or Part(range(len(self.layers)), None, None)
         x = self._embedded(tokens, positions) if x is None else x
         angles = {local: self.rotation(positions, local) for local in {*map(self.shape.local_rope, layers)}}
@@ -190,7 +197,7 @@ class Transformer(nn.Module):
             if torch.is_grad_enabled() and self.checkpointing(layer):
                 x, router = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
             else:
-                x, router = block(x, cos, sin, attend)
+                x, router = block(x, cos, sin, attend, wanted if layer == len(self.layers) - 1 else None)
             routers.append(router)
         x = self.norm(x) if layers.stop == len(self.layers) else x
         return ModelOutput(x, None if self.shape.moe is None else torch.stack(routers))

@@ -82,8 +82,7 @@ class MoE(nn.Module):
     def apply_experts(self, rows: Tensor, ends: Tensor, *parameters: Tensor) -> Tensor:
         """The experts with these matrices and biases, as `stacked` gives them, on their rows."""
         gate_up, down, *biases = (parameter.to(rows.dtype) for parameter in parameters)
-        # The kernel wants rows of a multiple of 16 bytes. It takes the bounds from the device: nothing waits for them.
-        if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and self.spec.mlp % 8 == 0:
+        if rows.is_cuda and multiplies_groups(rows.dtype, rows.shape[1], self.spec.mlp):
             return grouped(rows, ends, gate_up, down, self.gate, *biases)
         pieces, start = [rows[:0]], 0
         for end, *expert in zip(ends.tolist(), *(stack.unbind() for stack in (gate_up, down, *biases)), strict=True):
@@ -101,6 +100,14 @@ class MoE(nn.Module):
     ) -> Tensor:
         """One expert of all rows (N, D)."""
         return F.linear(self.gate(F.linear(x, first, bias)), second, out_bias)
+
+
+def multiplies_groups(dtype: torch.dtype, width: int, mlp: int) -> bool:
+    """Whether a GPU has a kernel for experts of these sizes, which takes the bounds from the device: nothing waits.
+
+    It wants rows of a multiple of 16 bytes.
+    """
+    return dtype == torch.bfloat16 and width % 8 == 0 and mlp % 8 == 0
 
 
 def stacked(experts: Any) -> list[Tensor]:

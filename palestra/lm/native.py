@@ -42,6 +42,7 @@ KERNELS = {
     "gate": "p p ii",
     "gate_backward": "p p p ii",
     "attend": "p p p p p p i iiii i i",
+    "tree": "p p p p p p p iii iii i i",
 }
 """What each takes: pointers, integers, floats; and at last how many threads may help."""
 SINGLE = {"draw": "p i p p p p p ii", "product": "p p p iii", "decode": "p p p p p p p f i"}
@@ -145,6 +146,23 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Ten
     (_, page, kv, dim), (batch, across) = keys.shape, (len(lengths), tables.stride(0))
     out, q = torch.zeros(q.shape, dtype=q.dtype), q.contiguous()
     _call("attend", q, keys, values, lengths, tables, out, across, q.shape[1], kv, dim, page, window or 0, batch)
+    return out
+
+
+def attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, bounds: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention of q (T, H, dim) over k and v (T, K, dim), of sequences that share beginnings.
+
+    With (a, b, n) = `bounds[s]`, sequence s has the tokens of `ranges[a:b]`, (first, count) each, one after the other.
+    The last n, all of its last range, attend to those up to themselves; the result has nothing for the others. `sinks`
+    (H) are scores of keys without values.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype)
+    q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in (q, k, v))
+    logits = 0 if sinks is None else sinks.float().contiguous()
+    apart = (t.stride(0) for t in (q, k, v))
+    _call("tree", q, k, v, logits, ranges, bounds, out, *apart, *q.shape[1:2], *k.shape[1:], window or 0, len(bounds))
     return out
 
 

@@ -135,11 +135,12 @@ template <class T> static void norm_backward(const T* grads, Rows<T> x, const fl
 template <class T> static void turn(Rows<T> x, const float* cos, const float* sin, float sign, T* out, int64_t rows,
                                     int64_t width, int threads) {
     shared_out(rows, width, threads, [=](int64_t begin, int64_t end, int) {
-        int64_t half = width / 2;
+        int64_t half = width / 2, token = begin / x.inner, head = begin % x.inner;
         for (int64_t row = begin; row < end; row++) {
-            const T* from = x[row];
+            const T* from = x.data + token * x.by_outer + head * x.by_inner;
             T* to = out + row * width;
-            const float *c = cos + row / x.inner * width, *s = sin + row / x.inner * width;
+            const float *c = cos + token * width, *s = sin + token * width;
+            if (++head == x.inner) head = 0, token++;
             #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 float first = wide(from[i]), second = wide(from[i + half]);
@@ -208,7 +209,19 @@ constexpr int LANES = 4;
 #endif
 constexpr int PANEL = 16, PARTS = PANEL / LANES, TILE = 4, HEIGHT = 64;
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float Four __attribute__((vector_size(16), aligned(4)));
+
+// The same e^x of all lanes at once, for x ≤ 0.
+static inline Vector exponentials(Vector x) {
+    x = x < -87.0f ? Vector{} - 87.0f : x;
+    Vector whole = x * 1.44269504f + 12582912.0f, n = whole - 12582912.0f;
+    Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f, p = Vector{} + 1.9875691500e-4f;
+    for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = p * r + next;
+    p = p * r * r + r + 1.0f;
+    return p * (Vector)(((Integers)whole + 127) << 23);
+}
 
 // sum + a · b, rounded once: left to itself GCC rounds twice in some loops and once in others (for Sapphire Rapids it
 // does without fused instructions where they form a chain), and a row would have other bits with other rows beside it.
@@ -376,6 +389,110 @@ template <class T> static void attend(const T* q, int64_t q_apart, const T* keys
     });
 }
 
+// Attention of sequences over themselves, where tokens that several begin with lie in memory once. Sequence s has the
+// tokens of the ranges from bounds[s][0] up to bounds[s][1], (first, count) each; its last bounds[s][2] are queries, which
+// are of the last range. A vector has LANES queries, which read the same key: none is idle but at the end, whatever a
+// head's dimension. A query sees the last `window` (0: all) up to itself; `sinks`, where there are any, are scores of keys
+// without values.
+template <class T> static void tree(const T* q, const T* k, const T* v, const float* sinks, const int64_t* ranges,
+                                    const int64_t* bounds, T* out, int64_t q_apart, int64_t k_apart, int64_t v_apart,
+                                    int64_t heads, int64_t kv, int64_t dim, int64_t window, int64_t sequences,
+                                    int threads) {
+    constexpr int64_t KEYS = 64;
+    constexpr int WIDE = 8;
+    const Vector least = Vector{} - 1e30f;  // e to its power is 0 beside any score's
+    struct Unit { int64_t sequence, head, lane; };
+    std::vector<Unit> units;
+    int64_t group = heads / kv, longest = 0, reach = window ? window : int64_t(1) << 30;
+    for (int64_t s = 0; s < sequences; s++) {
+        int64_t length = 0;
+        for (int64_t r = bounds[3 * s]; r < bounds[3 * s + 1]; r++) length += ranges[2 * r + 1];
+        longest = std::max(longest, length);
+        for (int64_t head = 0; head < kv; head++)
+            for (int64_t lane = 0; lane < bounds[3 * s + 2] * group; lane += LANES) units.push_back({s, head, lane});
+    }
+    shared_out(int64_t(units.size()), longest * dim * LANES, threads, [&](int64_t begin, int64_t end, int) {
+        static thread_local std::vector<float> memory;
+        memory.resize(size_t(2 * (longest + WIDE) + 2 * LANES) * dim + (KEYS + 1) * LANES);
+        float* scores = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) / 4 & (LANES - 1));  // aligned
+        float *queries = scores + KEYS * LANES, *sums = queries + LANES * dim, *keys = sums + LANES * dim;
+        float *values = keys + (longest + WIDE) * dim, scale = 1.0f / std::sqrt(float(dim));
+        Vector *rows = reinterpret_cast<Vector*>(scores), *parts = reinterpret_cast<Vector*>(sums);
+        int64_t length = 0, asked = 0, start = 0;
+        for (int64_t u = begin; u < end; u++) {
+            auto [sequence, head, lane] = units[u];
+            if (u == begin || sequence != units[u - 1].sequence || head != units[u - 1].head) {
+                length = 0;
+                for (int64_t r = bounds[3 * sequence]; r < bounds[3 * sequence + 1]; r++) {
+                    start = ranges[2 * r] + ranges[2 * r + 1];
+                    for (int64_t t = ranges[2 * r]; t < start; t++, length++) {
+                        load(keys + length * dim, k + t * k_apart + head * dim, int(dim));
+                        load(values + length * dim, v + t * v_apart + head * dim, int(dim));
+                    }
+                }
+                asked = bounds[3 * sequence + 2];
+                start -= asked;
+            }
+            // Lanes are the heads of the first query's group, then those of the next; some of the last are left over.
+            int64_t lanes = std::min<int64_t>(LANES, asked * group - lane), nearest = length - asked + lane / group;
+            int64_t from[LANES], to[LANES];
+            Integers position;
+            Vector most = least, total = {};
+            for (int64_t i = 0, token = lane / group, g = lane % group; i < LANES; i++) {
+                int64_t t = i < lanes ? token : lane / group, h = head * group + (i < lanes ? g : 0);
+                position[i] = int(length - asked + t);
+                from[i] = (start + t) * q_apart + h * dim;
+                to[i] = ((start + t) * heads + h) * dim;
+                if (sinks) most[i] = sinks[h], total[i] = 1.0f;
+                if (++g == group) g = 0, token++;
+            }
+            for (int64_t d = 0; d < dim; d++)
+                for (int64_t i = 0; i < LANES; i++) queries[d * LANES + i] = wide(q[from[i] + d]) * scale;
+            std::fill_n(sums, LANES * dim, 0.0f);
+            int64_t last = position[lanes - 1] + 1, first = window ? std::max<int64_t>(0, nearest - window + 1) : 0;
+            for (int64_t at = first, n; at < last; at += n) {
+                n = std::min(KEYS, last - at);
+                for (int64_t j = 0; j < n; j += WIDE) {  // maybe beyond n: what comes of that is not read
+                    Vector dots[WIDE] = {};
+                    for (int64_t d = 0; d < dim; d++) {
+                        Vector query = *reinterpret_cast<const Vector*>(queries + d * LANES);
+                        #pragma GCC unroll 8
+                        for (int p = 0; p < WIDE; p++) dots[p] = fused(query, keys[(at + j + p) * dim + d], dots[p]);
+                    }
+                    #pragma GCC unroll 8
+                    for (int p = 0; p < WIDE; p++) rows[j + p] = dots[p];
+                }
+                for (int64_t j = std::max<int64_t>(0, window ? 0 : nearest + 1 - at); j < n; j++)
+                    rows[j] = (position < int(at + j)) | (position >= int(at + j + reach)) ? least : rows[j];
+                Vector top = most;
+                for (int64_t j = 0; j < n; j++) top = rows[j] > top ? rows[j] : top;
+                Vector shrink = exponentials(most - top);
+                total *= shrink;
+                for (int64_t j = 0; j < n; j++) total += rows[j] = exponentials(rows[j] - top);
+                most = top;
+                auto weigh = [&](int64_t d, auto count) {
+                    constexpr int COUNT = decltype(count)::value;
+                    Vector sum[COUNT];
+                    #pragma GCC unroll 8
+                    for (int p = 0; p < COUNT; p++) sum[p] = parts[d + p] * shrink;
+                    for (int64_t j = 0; j < n; j++)
+                        #pragma GCC unroll 8
+                        for (int p = 0; p < COUNT; p++) sum[p] = fused(rows[j], values[(at + j) * dim + d + p], sum[p]);
+                    #pragma GCC unroll 8
+                    for (int p = 0; p < COUNT; p++) parts[d + p] = sum[p];
+                };
+                int64_t d = 0;
+                for (; d + WIDE <= dim; d += WIDE) weigh(d, std::integral_constant<int, WIDE>());
+                for (; d < dim; d++) weigh(d, std::integral_constant<int, 1>());
+            }
+            Vector share = 1.0f / total;
+            for (int64_t d = 0; d < dim; d++) parts[d] *= share;
+            for (int64_t i = 0; i < lanes; i++)
+                for (int64_t d = 0; d < dim; d++) put(out[to[i] + d], sums[d * LANES + i]);
+        }
+    });
+}
+
 // The next token of each of `rows` sequences, all layers: x (rows, width) becomes the last hidden states, before their
 // norm. Angles are (rows, dim); row r has lengths[r] tokens cached, in the pages tables[r]. The dimension of a head is a
 // multiple of 16.
@@ -508,6 +625,12 @@ extern "C" void draw_fp32(const float* scores, int64_t apart, const float* heats
                                   int64_t window, int64_t rows, int threads) {                                        \
         attend<T>(q, heads * dim, keys, values, lengths, tables, out, across, heads, kv, dim, page, window, rows,     \
                   threads);                                                                                           \
+    }                                                                                                                 \
+    extern "C" void tree_##NAME(T* q, T* k, T* v, float* sinks, int64_t* ranges, int64_t* bounds, T* out,             \
+                                int64_t q_apart, int64_t k_apart, int64_t v_apart, int64_t heads, int64_t kv,         \
+                                int64_t dim, int64_t window, int64_t sequences, int threads) {                        \
+        tree<T>(q, k, v, sinks, ranges, bounds, out, q_apart, k_apart, v_apart, heads, kv, dim, window, sequences,    \
+                threads);                                                                                             \
     }
 
 KERNELS(float, fp32)
