@@ -18,7 +18,7 @@ from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import Exploration, ExplorationNoise, QNet
-from palestra.control.optim import FlatNet, Trained, clip_norm, compiled, copied, pace, restore, together
+from palestra.control.optim import FlatNet, Trained, clip_norm, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import quantile_loss
 from palestra.rl.schedules import value
@@ -48,7 +48,7 @@ class DQN(OffPolicy):
         # Updates in one graph: a divisor of those made at once, and of those between two copies of the network.
         most, made = together(parts.spec), self.spec.updates_at_once(self.episodes.num_envs)
         self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compile else 1
-        self._update = compiled(self.update, parts.compile)
+        self._update = parts.compiled(self.update)
 
     @classmethod
     def actor(cls, spec: ControlSpec, obs_shape: tuple[int, ...], head: ActionHead) -> QNet:

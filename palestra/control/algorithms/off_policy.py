@@ -15,7 +15,7 @@ from palestra.control.episodes import Episodes
 from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import check_bounds
-from palestra.control.optim import BETA1, FlatNet, compiled, copied, no_denormals, pace, products, restore
+from palestra.control.optim import BETA1, FlatNet, copied, no_denormals, pace, products, restore
 from palestra.errors import UsageError
 from palestra.rl.losses import td_target, twin_loss
 from palestra.rl.schedules import value
@@ -149,8 +149,8 @@ class TwinCritics(OffPolicy):
         check_bounds(self.head, self.spec.name)
         self.beta1 = getattr(self.spec, "beta1", BETA1)
         self.actors = FlatNet(self.net)  # the parameters of the network that acts are views of its vector
-        self._update = compiled(self.update, parts.compile)
-        self._update_critics = compiled(self.update_critics, parts.compile)
+        self._update = parts.compiled(self.update, kept=1)
+        self._update_critics = parts.compiled(self.update_critics, kept=1)
 
     @abstractmethod
     def inputs(self, updates: int, progress: float) -> Inputs:

@@ -19,7 +19,7 @@ from palestra.control.collector import Collector, Rollout
 from palestra.control.episodes import WholeEpisodes
 from palestra.control.memory.storage import SumTree
 from palestra.control.nets.actor_critic import ActorCritic, Recurrent
-from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, compiled, no_denormals, scheduled
+from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, no_denormals, scheduled
 from palestra.errors import UsageError
 from palestra.rl.returns import gae
 from palestra.spec.kinds.control import SelfImitationSpec
@@ -79,7 +79,7 @@ class OnPolicy(Algorithm):
         self.start = self.memory
         """The same before the last rollout."""
         # A loop over the steps would be compiled as one graph of all of them: minutes.
-        self._update = compiled(self.update, parts.compile and self.compiles and not self.recurrent)
+        self._update = parts.compiled(self.update, self.compiles and not self.recurrent)
         wanted = getattr(self.spec, "self_imitation", None)
         self.imitation = None if wanted is None else SelfImitation(self, wanted, parts)
 
@@ -229,7 +229,7 @@ class SelfImitation:
         self.tree = SumTree(spec.buffer)
         self.size = self.head = 0
         self.most = 1.0  # the largest (R - V)₊ seen: new steps begin with it
-        self._update = compiled(self.update, parts.compile)
+        self._update = parts.compiled(self.update)
 
     def add(self, rollout: Rollout, rewards: Tensor, next_values: Tensor, valid: Tensor | None) -> None:
         """Remember the episodes that ended in a rollout; `rewards` are as they are learned from."""
