@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,11 @@ def digits(prompt: str, completion: str, **row: Any) -> float:
     return sum(map(str.isdigit, completion)) / max(1, len(completion))
 
 
-def measured(spec: dict[str, Any], root: Path) -> tuple[dict[str, float], list[float]]:
+def measured(
+    spec: dict[str, Any], root: Path, reward: Callable[..., float] | None = digits
+) -> tuple[dict[str, float], list[float]]:
     """Medians of a run's steps, and what must be equal."""
-    run = palestra.run(spec, root=root, quiet=True, reward=digits)
+    run = palestra.run(spec, root=root, quiet=True, reward=reward)
     rows = [row for row in run.metrics() if "time/train" in row]
     steps = rows[WARM_UP:]
     seconds = [sum(row.get(name, 0.0) for name in TIMES) for row in steps]

@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from palestra.rollout.episode import Episode, trajectory
 from palestra.rollout.types import Trajectory
 from palestra.spec.lm import AdamWSpec, LmTrainSpec
 from palestra.spec.shape import Shape
+from palestra.tasks.task import Completion, Problem, Status, Task, TaskArgs, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -162,6 +164,17 @@ def next_token(model: Transformer, batch: Batch) -> Loss:
     return Loss(-(scored.logprobs * batch.loss_mask).sum(), {}, router_terms(model, scored.router, batch))
 
 
+class Coin(Task[TaskArgs]):
+    """Sums to continue. By its tokens a completion is right or wrong: groups differ whatever random weights write."""
+
+    def problems(self, split: str) -> Sequence[Problem]:
+        return [Problem(self.id(split, n), f"{100 + n}+{999 - n}=") for n in range(800)]
+
+    def verify(self, problem: Problem, completion: Completion) -> Verdict:
+        right = hash(completion.completion_ids) % 2 == 0
+        return Verdict(float(right), Status.CORRECT if right else Status.WRONG)
+
+
 async def uneven(episode: Episode) -> list[Trajectory]:
     """A workflow whose completions have log-normal lengths: 210 on average, and a few of ten times as many."""
     draws = random.Random(episode.seed)
@@ -190,13 +203,13 @@ def posttrain(
         model = Path(folder) / "model"
         cluster.save_model(model, "this")
         spec = cluster.spec_of(model, given, {})
-        spec["rollout"]["record"] = True
-        spec["train"]["compile"] = "off" if small else "on"
+        spec["tasks"], spec["rollout"]["record"] = {"train": [{"task": "gpu:Coin"}]}, True
+        spec["train"] |= {"compile": "off" if small else "on", "micro_tokens": 65536}
         if mixed:
             spec["rollout"]["workflow"] = {"name": "custom", "function": "gpu:uneven"}
         if profile is not None:
             spec["train"]["profile"] = {"steps": [given.steps - 1, given.steps - 1]}
-        row, _ = cluster.measured(spec, Path(folder) / "runs")
+        row, _ = cluster.measured(spec, Path(folder) / "runs", reward=None)
         if profile is not None:
             for trace in Path(folder).rglob("profile.json"):
                 profile.write_bytes(trace.read_bytes())

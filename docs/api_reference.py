@@ -71,7 +71,8 @@ def _entry(node: ast.ClassDef | ast.FunctionDef, dotted: str) -> Iterator[str]:
         yield f"```python\n{_signature(node)}: ...\n```"
         yield _prose(node)
         return
-    bases = [ast.unparse(base) for base in node.bases if ast.unparse(base) not in ("ABC", "Protocol", "Generic[Args]")]
+    plain = ("ABC", "Protocol", "Generic[GivenArgs]")
+    bases = [name for name in map(ast.unparse, node.bases) if name not in plain]
     yield _prose(node) + (f" Derives from `{'`, `'.join(bases)}`." if bases else "")
     rows = list(_members(node))
     if rows:

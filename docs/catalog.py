@@ -12,23 +12,28 @@ from typer.main import get_command
 
 from palestra.cli.examples import STARTERS, examples, summary
 from palestra.spec.algorithm import PRESETS
+from palestra.spec.imports import load_named
 from palestra.spec.kinds import KINDS, spec_type
 from palestra.spec.kinds.control import AlgorithmSpec
-from palestra.tasks.task import TASKS, task_type
+from palestra.tasks.task import SOURCES, TASKS, task_type
 from palestra.view.advice import RULES
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = {
     "train": "training: torch, Gymnasium, tokenizers, Hugging Face files, GGUF files",
-    "serve": "`palestra serve MODEL` and its client",
+    "serve": "`palestra serve MODEL` and its client, and the gateway of the workflow `agent`",
+    "guided": "completions that follow a JSON schema, a regex, choices or a grammar (llguidance)",
     "view": "`palestra view`: the web page over run folders (without torch)",
     "search": "`palestra search SPEC`: Optuna and CMA-ES",
     "ray": "`--on ray`: runs on a Ray cluster",
     "data": "the data steps `html_to_markdown` (trafilatura) and `filter` by language (langdetect)",
     "eval": "verifiers of mathematics (math-verify) and of instructions (langdetect)",
     "lm-eval": "tasks of lm-eval in our evaluations, and our engine as its model `palestra`",
-    "reasoning-gym": "the task `reasoning_gym`",
+    "reasoning-gym": "the tasks `reasoning_gym:<name>`",
+    "textarena": "the games `textarena:<id>`",
+    "openenv": "environments of OpenEnv servers, `openenv:<url>`",
+    "mcp": "tools of MCP servers in the workflow `tools`",
     "box2d": "Box2D environments",
     "mujoco": "MuJoCo environments",
     "atari": "Atari games",
@@ -38,6 +43,8 @@ EXTRAS = {
     "swanlab": "the sink `swanlab`",
     "trackio": "the sink `trackio`",
     "s3": "`s3://` paths",
+    "gcs": "`gs://` paths",
+    "sagemaker": "`palestra launch SPEC --on sagemaker`",
     "query": "`palestra query`: SQL over runs (DuckDB)",
     "docs": "building this manual",
     "peers": "the frameworks that `benchmarks/` compares with",
@@ -116,6 +123,10 @@ def commands_table(app: typer.Typer) -> str:
     return _table(("command", "what it does"), rows)
 
 
+def _source(name: str) -> str:
+    return _first(load_named(SOURCES[name], "task", "class").__doc__)
+
+
 def names_page() -> str:
     """All that a spec can name: kinds, algorithms, presets, tasks; then extras and examples."""
     algorithms = get_args(get_args(AlgorithmSpec)[0])
@@ -132,6 +143,7 @@ def names_page() -> str:
             ("`algorithm.preset`", "baseline", "advantage scale", "trust region", "loss aggregation", "extras"), presets
         ),
         "Tasks": _table(("`task`", "what it asks"), [(f"`{n}`", _first(task_type(n).__doc__)) for n in TASKS]),
+        "Sources of tasks": _table(("`task`", "what it is"), [(f"`{n}:…`", _source(n)) for n in SOURCES]),
         "Extras": extras_table(),
         "Examples": _table(
             ("`palestra new …`", "what it is"),

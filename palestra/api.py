@@ -14,7 +14,9 @@ from typing import Any
 from palestra.errors import MissingExtra, UsageError
 from palestra.kinds.trial import Launch, resumed_trial
 from palestra.runs.run import Run, open_run
+from palestra.runs.share import place
 from palestra.runs.store import write_bytes
+from palestra.runs.sync import fetch_run, newest_at
 from palestra.spec.compose import parse
 from palestra.spec.imports import OBJECT, known_objects
 from palestra.spec.kinds import loader, runner, spec_type
@@ -38,6 +40,8 @@ def run(
     root: str | Path = "runs",
     quiet: bool = False,
     on: str | None = None,
+    id: str | None = None,
+    sync: str | None = None,
     overrides: Overrides = (),
     reward: Callable[..., Any] | str | None = None,
     data: Iterable[Mapping[str, Any]] | Mapping[str, Any] | None = None,
@@ -48,13 +52,15 @@ def run(
 
     Args:
         spec: A file ("spec.yaml" or "spec.yaml:name"), a dict or a spec; may be left out when resuming.
-        resume: A run to continue, by path, name, name/id or id.
+        resume: A run to continue, by path, name, name/id or id; or by its URL where it was synced to.
         allow: Dotted paths of fields that may differ from the resumed run's spec.
         restarts: How often a seed that fails continues from its last checkpoint by itself.
         variables: Values of the `${…}` in the spec.
         root: The folder that holds all runs.
         quiet: Do not show progress.
         on: "ray" or the address of a Ray cluster: the seeds run there, not in processes of this machine.
+        id: The id of the run. One that exists, here or where it is synced to, is continued.
+        sync: Where to copy the run's folder while it trains: a folder, s3://… or another URL, or dev.
         overrides: Fields of the spec as on the command line: `["algorithm.lr=1e-3"]`, or a mapping of paths to values.
         reward: A function that verifies completions in place of all training tasks: see docs/recipes/add_reward.md.
         data: Rows to train on, such as a list of dicts or a `datasets.Dataset`; or the spec's field `data`.
@@ -70,6 +76,11 @@ def run(
     spec, given, reward, hooks = mapped([spec, given, reward, hooks], partial(_named, objects=objects))
     trial = None
     with known_objects(objects):
+        sync = None if sync is None else place(sync)[0]
+        if resume is not None and "://" in str(resume):
+            resume, sync = _fetched(str(resume), Path(root), sync)
+        elif resume is None and spec is not None and id is not None:
+            resume = _started(_load_to_run(spec, variables, given).spec.name, id, Path(root), sync)
         if resume is not None:
             existing = resume if isinstance(resume, Run) else open_run(resume, root)
             trial = resumed_trial(existing)
@@ -90,11 +101,33 @@ def run(
         ):  # objects that cannot be pickled are refused first
             pack({name: value for name, value in objects.items() if name != "env"})
         origins = loaded.given() if trial is None else {}
-        settings: dict[str, Any] = {"restarts": restarts, "on": on, "origins": origins}
+        settings: dict[str, Any] = {"restarts": restarts, "on": on, "origins": origins, "id": id, "sync": sync}
         launch = Launch(Path(root), list(sys.argv), trial, allow, not quiet, objects, **settings)
         with _missing_extra():
             runs = runner(loaded.spec.kind)
         return runs(loaded.spec, launch)
+
+
+def _fetched(url: str, root: Path, sync: str | None) -> tuple[Run, str]:
+    """The run at a URL, copied into the folder of runs, and the place to sync it to: that it came from."""
+    from palestra.data.remote import open_filesystem
+
+    url = newest_at(url.rstrip("/"), partial(open_filesystem, url))
+    existing = fetch_run(url, partial(open_filesystem, url), root)
+    if existing is None:
+        raise UsageError(f"there is no run at {url}: it has no trial.json")
+    return existing, sync or url.rsplit("/", 2)[0]
+
+
+def _started(name: str, id: str, root: Path, sync: str | None) -> Run | None:
+    """The run of this name and id, where it was begun before: where it is synced to, or here."""
+    if sync is not None:
+        from palestra.data.remote import open_filesystem
+
+        url = f"{sync.rstrip('/')}/{name}/{id}"
+        if (fetched := fetch_run(url, partial(open_filesystem, url), root)) is not None:
+            return fetched
+    return Run(root / name / id) if (root / name / id / "trial.json").is_file() else None
 
 
 def _load_to_run(data: Source, variables: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Loaded:

@@ -18,6 +18,7 @@ FROM_SOURCE = (
     "antlr4-python3-runtime",
     "box2d-py",
     "cellpylib",
+    "chess",
     "langdetect",
     "pwinput",
     "pycosat",

@@ -12,8 +12,8 @@ from palestra.data.mixture import Mixture
 from palestra.errors import UsageError
 from palestra.lm.datasets import Data, mixture_of
 from palestra.spec.kinds.lm import PretrainData, PretrainSpec
-from palestra.spec.lm import COMPOSITES, CompositeSpec
 from palestra.spec.load import load
+from palestra.spec.mixture import COMPOSITES, CompositeSpec
 
 NAME = "nemotron_dclm_fineweb_10b"
 GOLDEN = {  # of 2048 examples

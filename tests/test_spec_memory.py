@@ -12,15 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from palestra.cli.show import show_check
 from palestra.kinds.models import Start, build_model, rounding_seed
+from palestra.kinds.posttrain import room_for_keys
 from palestra.lm.batch import Batch, score
 from palestra.lm.engine import Loss, TrainEngine
 from palestra.lm.lora import adapted, adapter_state
 from palestra.lm.model import Transformer
 from palestra.lm.optim import Optimizer
 from palestra.lm.ranks import Ranks
+from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.lm import LmSpec
 from palestra.spec.load import load
-from palestra.spec.memory import host_bytes, predicted
+from palestra.spec.memory import after_loading, host_bytes, predicted
 from palestra.spec.shape import Shape
 
 SHAPE = Shape(layers=4, width=128, heads=4, kv_heads=2, mlp=320, context=256, vocab=1024)
@@ -174,6 +176,62 @@ def test_prediction_of_an_8b_model_with_adapters_fits_80_gb_and_without_it_does_
     assert "optimizer state" not in predicted(host, shape, "cuda")
     assert host_bytes(host, shape) == pytest.approx(2 * shape.parameters(), rel=0.02)
     assert host_bytes(small, shape) == 0
+
+
+def posttrain_of(**changes: Any) -> PosttrainSpec:
+    data = {
+        "kind": "posttrain",
+        "name": "x",
+        "model": {"init": "model"},
+        "tasks": {"train": [{"task": "countdown"}]},
+        "algorithm": {"preset": "grpo"},
+        "train": {"steps": 2, "prompts_per_step": 8, "micro_tokens": 8192, "precision": "bf16"},
+        "rollout": {"group": 8, "max_new_tokens": 512},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        block: dict[str, Any] = data
+        for name in parents:
+            block = block.setdefault(name, {})
+        block[last] = value
+    spec = load(data).spec
+    assert isinstance(spec, PosttrainSpec)
+    return spec
+
+
+def test_after_loading_come_gradients_moments_activations_and_the_generators_weights():
+    shape = Shape(layers=28, width=1024, heads=16, kv_heads=8, mlp=3072, context=4096, vocab=151936)
+    count, spec = shape.parameters(), posttrain_of()
+    rows = predicted(spec, shape, "cuda")
+    activations = rows["activations"] + rows["logits and temporaries"] + rows["copies for arithmetic"]
+    coming = after_loading(spec, shape, "cuda")
+    assert coming == rows["gradients"] + rows["optimizer state"] + activations + rows["generator"]
+    assert rows["optimizer state"] == 8 * count
+    assert rows["generator"] == 2 * count
+    critic = posttrain_of(algorithm={"preset": "ppo"})
+    assert after_loading(critic, shape, "cuda") - coming == pytest.approx(12 * count, rel=0.01)  # its weights are there
+    eight = posttrain_of(optim={"name": "adamw", "state": "8bit"})
+    assert coming - after_loading(eight, shape, "cuda") == pytest.approx((6 - 8 / 256) * count, rel=0.01)
+
+
+def test_room_for_keys_is_what_training_leaves_and_grows_where_it_needs_less():
+    shape = Shape(layers=36, width=2560, heads=32, kv_heads=8, mlp=9728, context=4096, vocab=151936)
+    free, count = 140 * 2**30, shape.parameters()
+    specs = [
+        posttrain_of(**changes)
+        for changes in (
+            {},
+            {"optim": {"name": "adamw", "state": "8bit"}, "train__weights": "bf16"},
+            {"model__lora": {"rank": 16}, "train__weights": "bf16"},
+        )
+    ]
+    full, eight, adapters = (room_for_keys(spec, shape, free) for spec in specs)
+    assert full < eight - 7 * count  # of moments it needs 6 bytes a weight less, of gradients and copies 2 each
+    assert eight < adapters - 2 * count
+    for spec, room in zip(specs, (full, eight, adapters), strict=True):
+        left = free - after_loading(spec, shape, "cuda")
+        assert 0.7 * left < room < 0.9 * left
+    assert room_for_keys(posttrain_of(), shape, 2**30) == 2**27  # never less than an eighth
 
 
 def test_check_prints_the_prediction_beside_what_the_machine_has(capsys):

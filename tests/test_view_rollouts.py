@@ -10,6 +10,7 @@ import pytest
 from view_runs import View, demo_folder, rows_of  # noqa: F401
 
 from palestra.data.tokenizers import character_tokenizer, train_bpe
+from palestra.track.sinks import json_line, long_line
 from palestra.view import index as index_module
 from palestra.view import lines, rollouts
 from palestra.view.flags import flags
@@ -21,8 +22,27 @@ from palestra.view.rollouts import token_texts
 @pytest.fixture
 def view(demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> View:  # noqa: F811
     monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rollouts, "STEP_SECONDS", 300.0)  # on a busy machine a step is read in several requests
     shutil.copytree(demo_folder, tmp_path / "runs")
     return View(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("encode", [json_line, long_line])
+def test_problem_whose_id_is_not_ascii_is_found_however_it_was_written(view: View, indexed, encode):
+    run, path = view.run("demo_sums"), view.session("demo_sums") / "rollouts.jsonl"
+    rows = rows_of(path)
+    for row in rows[::7]:
+        row["problem"]["id"] = "größe/日本"
+    path.write_bytes(b"".join(map(encode, rows)))
+    if indexed:
+        Index(path).extend()
+    found, after = [], 0
+    while after is not None:
+        answer = view.get("rollouts", run=run, step="all", problem="größe/日本", after=after)
+        found += [group["number"] for group in answer["groups"]]
+        after = answer["next"]
+    assert sorted(found) == sorted(row["number"] for row in rows[::7])
 
 
 def test_step_by_default_the_last_with_histograms_of_all_its_completions(view: View):

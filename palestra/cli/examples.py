@@ -100,7 +100,7 @@ def _names(text: str, other: Path) -> bool:
     """Whether a text names a neighboring file: as a file, as an import, or as `module:function`."""
     forms = [rf"(?<![\w/]){re.escape(other.name)}"]
     if other.suffix == ".py":
-        forms += [rf"^(?:from|import) {other.stem}\b", rf"[\".]{other.stem}:\w"]
+        forms += [rf"^(?:from|import) (?:examples\.(?:\w+\.)+)?{other.stem}\b", rf"[\".]{other.stem}:\w"]
     return any(re.search(form, text, re.MULTILINE) for form in forms)
 
 
@@ -109,7 +109,7 @@ def _relocated(text: str, to: Path) -> str:
     prefix = "" if to == Path() else f"{to.as_posix()}/"
     text = re.sub(r"\bexamples/(?:\w+/)+(?=\w+\.(?:yaml|py))", lambda _: prefix, _MODELINE.sub("", text))
     modules = "" if to.is_absolute() else prefix.replace("/", ".")
-    return re.sub(r"\bexamples\.(?:\w+\.)+(?=\w+:\w)", lambda _: modules, text)
+    return re.sub(r"\bexamples\.(?:\w+\.)+(?=\w+(?::\w| import ))", lambda _: modules, text)
 
 
 def _text(path: Path) -> str:

@@ -18,11 +18,13 @@ from palestra import __version__
 from palestra.cli import options
 from palestra.cli.cluster import app as cluster
 from palestra.cli.data import app as data
+from palestra.cli.launch import app as launches
 from palestra.cli.models import app as models
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.sweeps import app as sweeps
 from palestra.cli.sweeps import show_search
+from palestra.cli.tasks import app as tasks
 from palestra.errors import MissingExtra, PalestraError, UsageError
 from palestra.work.redact import Terminal
 
@@ -96,7 +98,9 @@ def train(
     spec: options.SpecToRun = None,
     overrides: options.Overrides = None,
     variables: options.Set = None,
-    resume: Annotated[str | None, Option(metavar="RUN", help="Run to continue: path, name, name/id or id.")] = None,
+    resume: Annotated[
+        str | None, Option(metavar="RUN", help="Run to continue: path, name, name/id, id, or its URL.")
+    ] = None,
     allow: Annotated[
         Texts, Option(metavar="FIELD", help="A field that may differ from the run's spec; repeatable.")
     ] = None,
@@ -104,6 +108,11 @@ def train(
         int, Option(metavar="N", min=0, help="Continue a failed seed from its checkpoint, N times.")
     ] = 0,
     on: options.On = None,
+    id: Annotated[str | None, Option(metavar="ID", help="Id of the run; one that exists is continued.")] = None,
+    sync: Annotated[
+        str | None,
+        Option(envvar="PALESTRA_SYNC", metavar="PLACE", help="Copy the run there meanwhile: s3://…, a folder, dev."),
+    ] = None,
     root: options.Root = options.RUNS,
     quiet: options.Quiet = False,
 ) -> None:
@@ -332,6 +341,9 @@ def serve(
             help="A Host header to accept; repeatable. By default the loopback names on loopback, otherwise any.",
         ),
     ] = None,
+    sessions: Annotated[
+        Path | None, Option(metavar="DIR", help="Serve agents, and record the session of every API key in this folder.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     root: options.Root = options.RUNS,
@@ -389,6 +401,8 @@ app.add_typer(models, name="model", rich_help_panel=options.MODELS)
 app.add_typer(data, name="data", rich_help_panel=options.DATA)
 app.add_typer(pipelines, name="pipeline", rich_help_panel=options.DATA)
 app.add_typer(sweeps)
+app.add_typer(tasks)
+app.add_typer(launches)
 imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
 app.add_typer(imports, name="import", rich_help_panel=options.SHARING)
 

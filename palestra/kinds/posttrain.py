@@ -47,7 +47,9 @@ from palestra.runs.session import Session
 from palestra.runs.store import read_json, write_json
 from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.posttrain import MultiTurnSpec, PosttrainSpec, SingleTurnSpec
+from palestra.spec.memory import after_loading
 from palestra.spec.model import plain
+from palestra.spec.shape import Shape
 from palestra.tasks.stream import Prompts
 from palestra.tasks.task import Problem, Task
 from palestra.tasks.verify.workers import Verifiers
@@ -101,7 +103,7 @@ def run_tasks(
         for uses, tasks in ((spec.tasks.train, verifiers.tasks), (spec.tasks.eval, held_out.tasks)):
             for use in uses:
                 encode_problem(tasks[use.label].part(use.split)[0], start.tokenizer)
-    make_workflow(spec.rollout.workflow)
+    make_workflow(spec.rollout.workflow, launch.root)
     if spec.rollout.generator is not None:
         from palestra.kinds.engines import check_engines  # needs the extra `serve`
 
@@ -176,7 +178,7 @@ def _rollout(
     generator = _generator(spec, session, start, launch, placement, stack, engine, weights, eval_context)
     starter = Starter(
         tasks=verifiers.tasks,
-        workflow=make_workflow(spec.rollout.workflow),
+        workflow=make_workflow(spec.rollout.workflow, launch.root),
         generator=generator,
         verify=verifiers.begin,
         tokenizer=start.tokenizer,
@@ -236,7 +238,7 @@ def _generator(
         from palestra.kinds.engines import open_engines  # needs the extra `serve`
 
         return open_engines(spec.rollout.generator, session, start, stack, context=context, weights=weights)
-    settings = _engine_settings(spec, engine, context)
+    settings = _engine_settings(spec, start.shape, engine, context)
     if placement is not None and spec.cluster.generators:
         return open_fleet(spec, session, launch, placement, stack, **settings)
     model = models.model_copy(start, engine, weights, settings["dtype"])
@@ -303,28 +305,27 @@ def _learner(spec: PosttrainSpec, session: Session, start: Start, ranks: Ranks) 
     return Learner(spec, engine, seed=seed, reference=frozen, critic=critic, auxiliary=auxiliary)
 
 
-def _engine_settings(spec: TasksKind, engine: TrainEngine, context: int) -> dict[str, Any]:
+def _engine_settings(spec: TasksKind, shape: Shape, engine: TrainEngine, context: int) -> dict[str, Any]:
     """Of the engine that generates, with its own copy of the weights in the compute dtype."""
     rollout, prompts = spec.rollout, spec.train.prompts_per_step
     rows = min(rollout.running or prompts * (rollout.staleness + 1), prompts * (rollout.staleness + 1)) * rollout.group
     rows = max(rows, min(256, rows * 2)) if spec.tasks.eval else rows
-    most = 1024 if engine.device.type == "cuda" else 512
+    cuda = engine.device.type == "cuda"
     return {
         "dtype": engine.transformer.dtype,
         "context": context,
-        "kv_bytes": _room_for_keys(engine),
-        "max_running": min(rows, most),
+        "kv_bytes": room_for_keys(spec, shape, torch.cuda.mem_get_info(engine.device)[0]) if cuda else None,
+        "max_running": min(rows, 1024 if cuda else 512),
         "max_waiting": 2**20,
     }
 
 
-def _room_for_keys(engine: TrainEngine) -> int | None:
-    """KV cache bytes on a GPU: half of what gradients and Adam's moments leave free. None for the CPU."""
-    if engine.device.type != "cuda":
-        return None
-    trained = sum(p.numel() for p in engine.model.parameters() if p.requires_grad)
-    free = torch.cuda.mem_get_info(engine.device)[0]
-    return max(free - 12 * trained, free // 4) // 2
+def room_for_keys(spec: TasksKind, shape: Shape, free: int) -> int:
+    """KV cache bytes on a GPU with so many free when the models are loaded: most of what training leaves.
+
+    Predictions are right to a tenth. Never less than an eighth: what a cache needs at least is checked when it is made.
+    """
+    return max(int(0.9 * (free - 1.1 * after_loading(spec, shape, "cuda"))), free // 8)
 
 
 def _replay(spec: TasksKind, session: Session, start: Start, root: Path) -> RolloutReplay | None:

@@ -56,10 +56,18 @@ def serve(
     name: str | None = None,
     context: int | None = None,
     max_body: int = 4 * 2**20,
+    sessions: Path | None = None,
     **settings: Any,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM; `settings` are those of `serve_engine`."""
+    """Serve a model until SIGINT or SIGTERM; `settings` are those of `serve_engine`.
+
+    With `sessions` it is served to agents, and what they say is recorded in that folder.
+    """
     from palestra.generate.serve.server import serve_engine  # needs the extra `serve`
+    from palestra.rollout.gateway.recording import serve_sessions
 
     engine = open_engine(ref, dtype=dtype, device=device, root=root, context=context)
+    if sessions is not None:
+        serve_sessions(engine, Path(sessions), name=name or Path(str(ref)).name, max_body_bytes=max_body, **settings)
+        return
     serve_engine(engine, name=name or Path(str(ref)).name, max_body_bytes=max_body, **settings)

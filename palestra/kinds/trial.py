@@ -4,13 +4,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cluster.where import open_backend
+from palestra.data.remote import open_filesystem
 from palestra.errors import Interrupted, PalestraError, UsageError
 from palestra.runs.lease import Lease, kept
 from palestra.runs.manifest import compare, manifest
@@ -19,6 +20,7 @@ from palestra.runs.recorder import COLUMNS, in_words, load_hooks
 from palestra.runs.run import Run, new_trial
 from palestra.runs.session import Session, log, read_status, state_of, stop_signals
 from palestra.runs.store import LocalStore, clear_write_errors, write_json
+from palestra.runs.sync import Sync
 from palestra.spec.base import ExperimentSpec
 from palestra.spec.imports import known_objects
 from palestra.spec.load import resolved, spec_hash, to_yaml
@@ -55,6 +57,10 @@ class Launch:
     """Where each given value of the spec came from, by its dotted path."""
     on: str | None = None
     """Where the seeds run: "ray", or the address of a Ray cluster; None: on this machine."""
+    id: str | None = None
+    """The id of a new run; None: one of its own."""
+    sync: str | None = None
+    """The URL of a place that the run's folder is copied to while it trains."""
 
 
 SessionRunner = Callable[[Path, Launch], None]
@@ -122,7 +128,29 @@ def run_sessions(
     """
     data = plain(spec)
     launch = replace(launch, spec=data)
-    trial = launch.resume or new_trial(launch.root, spec.name, seeds=spec.seeds, command=launch.command, spec=data)
+    about = {"seeds": spec.seeds, "command": launch.command, "spec": data, "id": launch.id}
+    trial = launch.resume or new_trial(launch.root, spec.name, **about)
+    with _synced(trial, launch.sync):
+        return _run_trial(spec, launch, trial, session, fixed, threads, total, unit, summary, plots)
+
+
+def _synced(trial: Run, url: str | None) -> AbstractContextManager[object]:
+    return nullcontext() if url is None else Sync(trial, url, partial(open_filesystem, url))
+
+
+def _run_trial(
+    spec: ExperimentSpec,
+    launch: Launch,
+    trial: Run,
+    session: SessionRunner,
+    fixed: Sequence[str],
+    threads: int,
+    total: int,
+    unit: str,
+    summary: Callable[[Run], Mapping[str, Any]],
+    plots: bool,
+) -> Run:
+    data = launch.spec
     # The sessions have leases of their own, but only once they have started.
     with kept(Lease(LocalStore(trial.path))):
         folders = _prepare(spec, launch, trial, fixed, threads)

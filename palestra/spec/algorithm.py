@@ -252,6 +252,17 @@ class CriticSpec(Model):
             yield Conflict(("lam",), f"expected more than 0, because of `lam_strategy: {self.lam_strategy}`")
 
 
+class TurnsSpec(Model):
+    """Credit of an episode's turns, from the reward of each."""
+
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """One advantage for all turns; or one each, of the rewards that follow, against the group's at the same turn."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Discount per turn (γ)."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """λ of generalized advantage estimation over turns, with `credit: turn` and a value model."""
+
+
 class AlgorithmSpec(Model):
     """The policy-gradient algorithm. Keys not given take the preset's values, else the defaults."""
 
@@ -289,6 +300,8 @@ class AlgorithmSpec(Model):
     """Which groups to drop and replace."""
     critic: CriticSpec | None = None
     """Value model of `baseline: critic`."""
+    turns: TurnsSpec = TurnsSpec()
+    """Credit in episodes of several turns."""
 
     @model_validator(mode="before")
     @classmethod
@@ -322,8 +335,14 @@ class AlgorithmSpec(Model):
         """Whether tokens are scored by the policy at the start of the batch."""
         return self.anchor == "recomputed" or self.trust.type == "m2_mask"
 
+    @property
+    def needs_turns(self) -> bool:
+        """Whether the rewards of turns are told apart."""
+        return self.turns.credit == "turn" or self.turns.discount < 1
+
     def conflicts(self) -> Iterator[Conflict]:
         """Settings that conflict."""
+        yield from self._turn_conflicts()
         if self.correction.type != "none" and self.anchor == "behavior":
             reason = "expected type: none, because with `anchor: behavior` the ratio has these weights in it already"
             yield Conflict(("correction",), reason)
@@ -339,6 +358,21 @@ class AlgorithmSpec(Model):
             yield Conflict(("critic",), f"expected null, because of `baseline: {self.baseline}`")
         if self.critic is None and self.baseline == "critic":
             yield Conflict(("critic",), "expected a mapping, because of `baseline: critic`")
+
+    def _turn_conflicts(self) -> Iterator[Conflict]:
+        by_turn = self.turns.credit == "turn"
+        if self.turns.lam < 1 and not (by_turn and self.critic is not None):
+            yield Conflict(("turns", "lam"), "expected 1, or `credit: turn` with `baseline: critic`, which use it")
+        if by_turn and self.ratio == "sequence":
+            reason = "expected trajectory, because `ratio: sequence` gives a completion one advantage"
+            yield Conflict(("turns", "credit"), reason)
+        if by_turn and self.reward_norm != "none":
+            yield Conflict(("reward_norm",), "expected none, because with `turns.credit: turn` a turn has the reward")
+        if by_turn and self.critic is not None:
+            for name in ("gamma", "lam"):
+                if getattr(self.critic, name) < 1:
+                    reason = "expected 1, because `turns.credit: turn` discounts by turns: set `turns` in its place"
+                    yield Conflict(("critic", name), reason)
 
 
 _SCALES = {

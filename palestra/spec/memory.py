@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+from palestra.spec.kinds.distill import DistillSpec
 from palestra.spec.kinds.lm import DpoSpec, PretrainSpec
 from palestra.spec.kinds.posttrain import PosttrainSpec
 from palestra.spec.lm import AdamWSpec, LanguageModelSpec, LmSpec, Matrix, WritingSpec
@@ -9,6 +10,8 @@ from palestra.spec.shape import LOGITS, Shape, precision
 
 SHORT = 64
 """Sequences up to this length keep their attention probabilities on a CPU, in FP32; longer ones do on no device."""
+
+WEIGHTS, REFERENCE, VALUE, KV_CACHE = "weights", "reference model", "value model", "KV cache, prompts not counted"
 
 
 def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, int]:
@@ -22,7 +25,7 @@ def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, i
     if not sizes.accumulates:  # gradients of a layer take the place of its activations
         gradients = max(0.0, gradients + sizes.embedding * sizes.kept - activations - working)
     rows = {
-        "weights": sizes.weights() / apart,
+        WEIGHTS: sizes.weights() / apart,
         "copies for arithmetic": sizes.copies(),
         "gradients": gradients,
         "optimizer state": sizes.moments() / apart,
@@ -31,6 +34,13 @@ def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, i
         **_others(spec, shape, sizes),
     }
     return {name: round(count) for name, count in rows.items() if count}
+
+
+def after_loading(spec: LanguageModelSpec, shape: Shape, device: str) -> int:
+    """Bytes that come to one device once its models are loaded, a generator's weights included, its KV cache not."""
+    rows, sizes = predicted(spec, shape, device), _Sizes(spec, shape, device)
+    loaded = sizes.total * sizes.kept if VALUE in rows else 0  # weights of the value model
+    return sum(count for name, count in rows.items() if name not in (WEIGHTS, REFERENCE, KV_CACHE)) - loaded
 
 
 def host_bytes(spec: LanguageModelSpec, shape: Shape) -> int:
@@ -169,15 +179,15 @@ def _others(spec: LanguageModelSpec, shape: Shape, sizes: _Sizes) -> dict[str, f
     rows: dict[str, float] = {}
     posttrain = isinstance(spec, PosttrainSpec)
     if isinstance(spec, DpoSpec) or (posttrain and spec.algorithm.needs_reference):
-        rows["reference model"] = (sizes.total + sizes.adapters) * sizes.used
+        rows[REFERENCE] = (sizes.total + sizes.adapters) * sizes.used
     if posttrain and spec.algorithm.critic is not None:
-        rows["value model"] = sizes.total * (2 * sizes.kept + 8)
+        rows[VALUE] = sizes.total * (2 * sizes.kept + 8)
     if isinstance(spec, WritingSpec) and (spec.samples.prompts or spec.suites):
         rows["generator"] = sizes.total * 4
-    if posttrain and spec.rollout.generator is None and not spec.cluster.generators:
+    if isinstance(spec, PosttrainSpec | DistillSpec) and spec.rollout.generator is None and not spec.cluster.generators:
         in_flight = spec.train.prompts_per_step * (spec.rollout.staleness + 1)
         count = min(in_flight, spec.rollout.running or in_flight) * spec.rollout.group
         tokens = min(count, 1024 if sizes.cuda else 512) * spec.rollout.max_new_tokens
         rows["generator"] = sizes.total * sizes.used
-        rows["KV cache, prompts not counted"] = 2 * shape.layers * shape.kv * shape.dim * sizes.used * tokens
+        rows[KV_CACHE] = 2 * shape.layers * shape.kv * shape.dim * sizes.used * tokens
     return rows

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,7 +49,7 @@ class TaskUse(Model):
     """A task with its args."""
 
     task: str = Field(min_length=1)
-    """The task: a name such as gsm8k, or your own as module:Class."""
+    """The task: a name such as gsm8k or textarena:Nim-v0 (`palestra tasks` lists them), or your own as module:Class."""
     name: Name | None = None
     """Its name in this run; null: the task's. Two uses of one task need two names."""
     args: dict[str, Any] = Field(default={})
@@ -61,7 +62,8 @@ class TaskUse(Model):
     @property
     def label(self) -> str:
         """Its name in this run."""
-        return self.name or self.task.rpartition(":")[2]
+        last = self.task.partition("://")[2] or self.task.rpartition(":")[2]
+        return self.name or re.sub(r"[^\w.-]+", "_", last).strip("_")
 
     def conflicts(self) -> Iterator[Conflict]:
         """Unknown task, args or split."""
@@ -73,7 +75,7 @@ class TaskUse(Model):
             yield Conflict(("task",), str(error))
             return
         try:
-            task.Args.model_validate(self.args)
+            task.Args.model_validate(registry.task_args(self.task, self.args))
         except ValidationError as error:
             known = ", ".join(task.Args.model_fields)
             for problem in error.errors():
@@ -114,6 +116,18 @@ class PoolSpec(Model):
     def conflicts(self) -> Iterator[Conflict]:
         if self.low > self.high:
             yield Conflict(("low",), f"expected at most pool.high = {self.high}")
+
+
+def workflow_conflicts(uses: Sequence[TaskUse], workflow: str) -> Iterator[Conflict]:
+    """A workflow that one of the tasks cannot do with."""
+    registry = import_module("palestra.tasks.task")
+    for use in uses:
+        with suppress(UsageError):  # of an unknown task, which is a conflict of its own
+            needed = registry.task_type(use.task).workflow
+            if needed is not None and workflow not in (needed, "custom", "agent"):
+                reason = f"expected name: {needed}, because {use.task} is played and not answered"
+                yield Conflict(("rollout", "workflow"), reason)
+                return
 
 
 class TasksSpec(Model):

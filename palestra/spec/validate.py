@@ -3,7 +3,7 @@
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,6 +13,8 @@ from palestra.spec.kinds import is_kind, kinds, spec_type, unknown_kind
 from palestra.spec.renames import renamed
 from palestra.spec.source import DataPath, Origin, Origins, Tree, dotted
 from palestra.spec.words import literals, words
+
+Typed = TypeVar("Typed", bound=BaseModel)
 
 
 class Place(NamedTuple):
@@ -139,16 +141,20 @@ def validate(data: Any, origins: Origins) -> ExperimentSpec:
         raise SpecError([SpecProblem(("kind",), tree.origin(()), reason)])
     if not is_kind(data["kind"]):
         raise SpecError([SpecProblem(("kind",), tree.origin(("kind",)), unknown_kind(data["kind"]).rstrip("."))])
-    model = spec_type(data["kind"])
+    return checked(spec_type(data["kind"]), tree)
+
+
+def checked(model: type[Typed], tree: Tree) -> Typed:
+    """Data as a model, or all its problems in plain words, each at its line."""
     try:
-        return model.model_validate(data)
+        return model.model_validate(tree.data)
     except ValidationError as error:
         problems = {(problem.path, problem.reason): problem for problem in _problems(error, model, tree)}
         in_file = sorted(problems.values(), key=lambda problem: (problem.origin.file or "", problem.origin.line or 0))
         raise SpecError(in_file) from None
 
 
-def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -> Iterator[SpecProblem]:
+def _problems(error: ValidationError, model: type[BaseModel], tree: Tree) -> Iterator[SpecProblem]:
     for details in error.errors():
         if details["type"] == "conflicts":
             for path, reason in details["ctx"]["conflicts"]:
@@ -158,7 +164,7 @@ def _problems(error: ValidationError, model: type[ExperimentSpec], tree: Tree) -
         yield _problem(details, place, model, tree)
 
 
-def _problem(details: Any, place: Place, model: type[ExperimentSpec], tree: Tree) -> SpecProblem:
+def _problem(details: Any, place: Place, model: type[BaseModel], tree: Tree) -> SpecProblem:
     kind, value, path = details["type"], details["input"], place.path
     reason, hint = "", ""
     if kind == "extra_forbidden":
@@ -212,7 +218,7 @@ def _nearest_option(value: Any, options: Any) -> str:
     return did_you_mean(value, [o for o in options if isinstance(o, str)]) if isinstance(value, str) else ""
 
 
-def _nearest_key(path: DataPath, place: Place, model: type[ExperimentSpec]) -> str:
+def _nearest_key(path: DataPath, place: Place, model: type[BaseModel]) -> str:
     """The nearest valid key; else where a key of that name does exist; else all valid keys."""
     key = str(path[-1])
     valid = list(place.owner.model_fields) if place.owner else []

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import math
 import os
 import queue
 import sys
@@ -35,8 +36,9 @@ class JsonlSink:
     `append` continues a file and first cuts a last line that a kill left torn.
     """
 
-    def __init__(self, path: Path, append: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, append: bool = False, line: Callable[[dict[str, Any]], bytes] | None = None) -> None:
+        """`line` is how a row is written: `json_line`, or `long_line`."""
+        self.path, self._line = path, line or json_line
         if append and path.exists():
             data = path.read_bytes()
             if not data.endswith(b"\n"):
@@ -47,7 +49,7 @@ class JsonlSink:
         """Append rows."""
         try:
             known = secrets()
-            self._file.write("".join([json_line(redacted(row, known)) for row in rows]).encode())
+            self._file.write(b"".join([self._line(redacted(row, known)) for row in rows]))
             self._file.flush()
         except OSError as error:
             raise PalestraError(f"Cannot write {self.path}: {error.strerror}. Make room, then resume.") from error
@@ -61,9 +63,32 @@ class JsonlSink:
         self._file.close()
 
 
-def json_line(row: dict[str, Any]) -> str:
+def json_line(row: dict[str, Any]) -> bytes:
     """A row as a line of JSON."""
-    return json.dumps(row, default=lambda x: x.item()) + "\n"  # .item(): NumPy and torch scalars
+    return f"{json.dumps(row, default=lambda x: x.item())}\n".encode()  # .item(): NumPy and torch scalars
+
+
+def long_line(row: dict[str, Any]) -> bytes:
+    """The same for rows of thousands of numbers, ten times as fast: while one is encoded no other thread runs."""
+    import orjson
+
+    if _finite(row):  # it knows no other numbers
+        # Neither keys that are no strings nor integers beyond 64 bits nor half characters.
+        with suppress(TypeError):
+            return orjson.dumps(row, lambda x: x.item(), orjson.OPT_APPEND_NEWLINE)
+    return json_line(row)
+
+
+def _finite(value: Any) -> bool:
+    """Whether all numbers are finite; False too where their sum is too large."""
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        numbers = not value or isinstance(value[0], (int, float))
+        with suppress(TypeError, OverflowError):  # other things follow the first, or a huge integer
+            return math.isfinite(sum(value)) if numbers else all(map(_finite, value))
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 @dataclass(frozen=True)

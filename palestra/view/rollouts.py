@@ -189,13 +189,14 @@ class Rollouts:
 
 def candidates(file: LineFile, index: Index, wanted: Wanted, after: int) -> Iterator[Line]:
     """The lines that may hold what is wanted."""
-    meta, problem = index.meta(file), None if wanted.problem is None else json.dumps(wanted.problem).encode()
+    meta, asked, both = index.meta(file), wanted.problem, (True, False)  # as the two encoders write it
+    forms = [json.dumps(asked, ensure_ascii=how).encode(errors="surrogatepass") for how in both if asked is not None]
     if after < meta["cursor"]:
         rows = meta["rows"]
         first = index.find("at", after, rows)
         fits = np.ones(rows - first, bool)
-        if problem is not None:
-            fits &= index.column("problem", first, rows) == problem_hash(problem)
+        if forms:
+            fits &= np.isin(index.column("problem", first, rows), [problem_hash(form) for form in forms])
         if wanted.status is not None:
             fits &= index.column("status", first, rows) & BITS.get(wanted.status.encode(), 0) > 0
         if wanted.reward != EVERYTHING:
@@ -205,7 +206,7 @@ def candidates(file: LineFile, index: Index, wanted: Wanted, after: int) -> Iter
             yield from file.lines(at := int(index.column("at", row, row + 1)[0]), at + 1)
     for line in file.lines(max(after, meta["cursor"])):
         # What cannot fit is not taken apart, but passed on now and then, so that time is looked at.
-        if line.data is None or problem is None or problem in line.data or line.start % 64 == 0:
+        if line.data is None or not forms or any(form in line.data for form in forms) or line.start % 64 == 0:
             yield line
 
 

@@ -12,7 +12,7 @@ from palestra.errors import UsageError
 from palestra.spec.base import Every, ExperimentSpec, Name
 from palestra.spec.generator import GeneratorSpec
 from palestra.spec.kinds.posttrain import SingleTurnSpec, TaskEval, WorkflowSpec
-from palestra.spec.lm import TextSource
+from palestra.spec.mixture import TextSource
 from palestra.spec.model import Conflict, Execution, Model
 from palestra.spec.shape import described
 from palestra.spec.tasks import TaskUse

@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from palestra.spec.lm import LmData, LmSpec, Source, TextSource, TrainSource, Tuning, WritingSpec
+from palestra.spec.lm import LmSpec, Tuning, WritingSpec
+from palestra.spec.mixture import LmData, Source, TextSource, TrainSource
 from palestra.spec.model import Conflict, Model
 
 

@@ -23,6 +23,17 @@ REFERENCE = "step:"
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 
 
+class StepResources(Model):
+    """What a step needs of the machine, or of the cluster (`--on ray`), that runs it."""
+
+    cores: int | None = Field(default=None, ge=1)
+    """Cores; null: its share of all that there are."""
+    gpu: float = Field(default=0.0, ge=0, le=1)
+    """GPUs: 1, or the share of one."""
+    memory_gb: float = Field(default=0.0, ge=0)
+    """Main memory."""
+
+
 class _Step(Model):
     """A step: a function with arguments (`use`, `with`), or a spec with overrides (`spec`, `set`)."""
 
@@ -34,6 +45,8 @@ class _Step(Model):
     """Overrides of that spec by dotted path: `optim.lr: 1e-3`."""
     retries: int | None = Field(default=None, ge=0)
     """Retries after a failure; null: the pipeline's."""
+    resources: Execution[StepResources] = StepResources()
+    """What it needs; steps that need more than there is run alone."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -58,7 +71,7 @@ class PipelineSpec(NamedSpec):
     kind: Literal["pipeline"]
     """Kind of spec."""
     prefix: Execution[str] = Field(default="outputs", min_length=1)
-    """Location of outputs: a folder, or a URL such as s3://bucket/folder."""
+    """Location of outputs: a folder, or a URL such as s3://bucket/folder or gs://…."""
     retries: int = Field(default=0, ge=0)
     """Default retries of a step after a failure."""
     steps: dict[str, PipelineStep] = Field(min_length=1)

@@ -12,7 +12,7 @@ from palestra.spec.kinds.lm import ChatData
 from palestra.spec.lm import ComputeSpec, LanguageModelSpec, Tuning
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.schedule import warmup_conflicts
-from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts
+from palestra.spec.tasks import SuiteUse, TasksSpec, suite_conflicts, workflow_conflicts
 
 
 class SingleTurnSpec(Model):
@@ -40,10 +40,35 @@ class ToolsSpec(Model):
 
     name: Literal["tools"]
     """Name of the workflow."""
-    tools: list[Literal["python", "calculator"]] = Field(default=["calculator"], min_length=1)
+    tools: list[Literal["python", "calculator"]] = Field(default=["calculator"])
     """Available tools."""
+    mcp: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """MCP servers whose tools are available too: command lines, or URLs such as http://localhost:8000/mcp."""
     calls: int = Field(default=4, ge=1)
     """Maximum number of tool calls."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if not self.tools and not self.mcp:
+            yield Conflict(("tools",), "expected at least one, or servers in `mcp`")
+
+
+class EnvironmentSpec(Model):
+    """The model acts in an environment, turn by turn; problems of other tasks are answered in a single turn."""
+
+    name: Literal["environment"]
+    """Name of the workflow."""
+    turns: int = Field(default=32, ge=1)
+    """Maximum number of turns of a player."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of an episode, observations included; null: the model's context."""
+    observation: int = Field(default=4000, ge=20)
+    """Characters of an observation; of a longer one head and tail are kept, and it says how many are left out."""
+    summarize: Function | None = None
+    """Your own `def summarize(observation, limit) -> str`, as module:function, for every observation; null: none."""
+    seconds: Execution[float] = Field(default=30.0, gt=0)
+    """Time limit of an environment's turn; beyond it the episode's status is `error`."""
+    workers: Execution[int] = Field(default=1, ge=1)
+    """Worker processes that environments run in."""
 
 
 class CustomWorkflowSpec(Model):
@@ -55,7 +80,50 @@ class CustomWorkflowSpec(Model):
     """`async def workflow(episode) -> list[Trajectory]`, as module:function."""
 
 
-WorkflowSpec = Annotated[SingleTurnSpec | MultiTurnSpec | ToolsSpec | CustomWorkflowSpec, Field(discriminator="name")]
+class AgentSpec(Model):
+    """Your own program, written against OpenAI's or Anthropic's API: it talks to the model through the gateway."""
+
+    name: Literal["agent"]
+    """Name of the workflow."""
+    command: list[str] | None = Field(default=None, min_length=1)
+    """Program and arguments, started once per completion; the environment has base URLs, keys and PALESTRA_PROBLEM."""
+    function: Function | None = None
+    """`agent(problem, url, key)`, sync or async, as module:function; runs in worker processes."""
+    processes: Execution[int] = Field(default=1, ge=1)
+    """Worker processes of `function`, each with many completions at once."""
+    running: Execution[int] = Field(default=64, ge=1)
+    """Maximum programs or calls of the function at once."""
+    port: Execution[Literal["auto"] | Annotated[int, Field(ge=1, le=65535)]] = "auto"
+    """Port of the gateway on 127.0.0.1; auto: a free one."""
+    turns: int | None = Field(default=None, ge=1)
+    """Maximum turns of the model in one completion; null: no limit."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Maximum sampled tokens of all turns together; null: no limit. `max_new_tokens` limits each turn."""
+    seconds: float = Field(default=300.0, gt=0)
+    """Time limit of a program; beyond it, it is killed and its completion has status `timeout`."""
+    idle_seconds: float = Field(default=120.0, gt=0)
+    """Time without a request after which a session ends, with status `timeout`."""
+    calls: Literal["auto", "hermes", "llama3", "mistral", "json"] = "auto"
+    """Format of tool calls in the model's text; auto: what its chat template speaks of."""
+    answer: Literal["message", "output"] = "message"
+    """What is verified if the program returns or posts no answer: its last message, or what the command prints."""
+    reward: Literal["verifier", "program", "sum"] = "verifier"
+    """Reward: of the task's verifier, as posted to /reward, or the sum of both."""
+    rows: Literal["branches", "turns"] = "branches"
+    """A completion is one sequence per branch of its conversation, or one per turn; it weighs as one."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Neither a command nor a function, or both."""
+        if (self.command is None) == (self.function is None):
+            yield Conflict(("command",), "expected either `command` or `function`")
+        if self.function is not None and self.answer == "output":
+            yield Conflict(("answer",), "expected message: a function returns its answer")
+
+
+WorkflowSpec = Annotated[
+    SingleTurnSpec | MultiTurnSpec | ToolsSpec | EnvironmentSpec | AgentSpec | CustomWorkflowSpec,
+    Field(discriminator="name"),
+]
 
 
 class RolloutSpec(Model):
@@ -68,7 +136,7 @@ class RolloutSpec(Model):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; training scores completions with the same."""
     workflow: WorkflowSpec = SingleTurnSpec(name="single_turn")
-    """From a prompt to a scored trajectory: one turn, several, with tools, or your own."""
+    """From a prompt to a scored trajectory: one turn, several, with tools, in an environment, or your own."""
     staleness: int = Field(default=0, ge=0)
     """Maximum staleness: weight versions a completion may be behind when trained on; 0 is the synchronous loop."""
     on_stale: Literal["wait", "drop"] = "wait"
@@ -202,6 +270,10 @@ class PosttrainSpec(LanguageModelSpec):
         if self.model.init is None:
             yield Conflict(("model", "init"), "expected a trained model to start from")
         yield from suite_conflicts(self.suites, self.counts)
+        yield from workflow_conflicts([*self.tasks.train, *self.tasks.eval], self.rollout.workflow.name)
+        if self.algorithm.needs_turns and self.rollout.workflow.name == "agent":
+            reason = "expected the defaults: an agent's conversations may fork, and their reward is of the whole"
+            yield Conflict(("algorithm", "turns"), reason)
         if self.sft is not None and (self.sft.data.eval or self.sft.data.holdout):
             yield Conflict(("sft", "data"), "expected neither `eval` nor `holdout`: evaluation is on tasks")
         if self.train.minibatches > self.train.prompts_per_step:
