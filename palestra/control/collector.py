@@ -27,6 +27,7 @@ class Rollout:
     final_obs: torch.Tensor  # (K, ...) the true successors of those rows
     began: torch.Tensor  # (T, N) whether the row is the first of an episode
     masks: torch.Tensor | None  # (T, N, choices) allowed actions; None in an environment without action masks
+    logprobs: torch.Tensor | None = None  # (T, N) that the actions were sampled with; None: those of the policy now
 
     def to(self, device: torch.device) -> "Rollout":
         """The rollout on a device; itself where it is there already."""

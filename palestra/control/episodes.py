@@ -82,6 +82,11 @@ class Episodes:
             self.episode_return[over] = self.episode_length[over] = 0
         return transition
 
+    def add(self, frames: int, finished: int, recent: Sequence[tuple[float, int]]) -> None:
+        """Count what was collected elsewhere: transitions, episodes, and (return, length) of the last of those."""
+        self.frame, self.finished = self.frame + frames, self.finished + finished
+        self.recent.extend(recent)
+
     def check(self, what: str, numbers: np.ndarray, positions: Sequence[int] | np.ndarray, steps: int = 0) -> None:
         """Raise if a number is not finite.
 

@@ -32,6 +32,7 @@ def train(
     *,
     factory: Factory | None = None,
     make: MakeVector = make_vector,
+    make_evaluated: MakeVector = make_vector,
     show: bool = True,
 ) -> None:
     """Train the session's seed to the end of the spec's frames, from its newest checkpoint if it has one."""
@@ -39,7 +40,7 @@ def train(
     # A compiled update rounds differently: a resumed run keeps the mode it started with.
     compile = should_compile(spec) if saved is None else saved.state["compiled"]
     trainer = ControlTrainer(spec, session.seed, factory, make, compile=compile)
-    evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory, make)
+    evaluation_env = evaluation_vector(spec.env, min(spec.eval.num_envs, spec.eval.episodes), factory, make_evaluated)
     trainer.algorithm.folder = session.path / "replay"
     trainer.begin(None if saved is None else saved.state)
     if (inexact := vector_exactness(trainer.env)) is not None:

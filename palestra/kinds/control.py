@@ -11,9 +11,11 @@ from palestra.cluster.actor import Hub
 from palestra.cluster.capacity import Ask
 from palestra.cluster.placement import address_of, asks, backend_of, check_room
 from palestra.control.algorithms import ALGORITHMS, check_actions
+from palestra.control.asynchronous import Elsewhere, HostedCollector
 from palestra.control.envs.hosted import HostedEnvs, hosted_copies
 from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
 from palestra.control.envs.stepping import Stepper
+from palestra.control.envs.vector import shares
 from palestra.control.evaluation import has_display, play, random_episodes, video_path, write_video
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
@@ -30,6 +32,7 @@ from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.load import resolved
 from palestra.spec.model import plain
+from palestra.work.worker import pack
 
 RANDOM_EPISODES = 100
 
@@ -56,7 +59,7 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
         spec,
         launch,
         partial(in_session, run_session),
-        fixed=("kind", "env", "algorithm.name", "algorithm.horizon", "net"),
+        fixed=("kind", "env", "algorithm.name", "algorithm.horizon", "algorithm.staleness", "net"),
         threads=spec.threads or 1,
         total=spec.steps * spec.frames_per_step,
         unit="frames",
@@ -68,26 +71,57 @@ def run_session(session: Session, spec: ControlSpec, launch: Launch) -> None:
     """Train one seed."""
     settle_products()  # on ARM the products of one library depend on what else the process has computed before
     with session, ExitStack() as stack:
-        make = _hosted(spec, session, launch, stack) if spec.cluster.environments else make_vector
-        train(spec, session, factory=_factory(spec, launch), make=make, show=launch.show)
+        factory, make, make_evaluated = _factory(spec, launch), make_vector, make_vector
+        if getattr(spec.algorithm, "staleness", 0):
+            make = _collected(spec, session, launch, stack)
+        elif spec.cluster.environments:
+            make = make_evaluated = _hosted(spec, session, launch, stack)
+        train(spec, session, factory=factory, make=make, make_evaluated=make_evaluated, show=launch.show)
 
 
 def _asked(spec: ControlSpec) -> list[Ask]:
     return asks(environments=(spec.cluster.environments, False))
 
 
-def _hosted(spec: ControlSpec, session: Session, launch: Launch, stack: ExitStack) -> MakeVector:
-    """Makes copies in the processes of the spec's cluster; `stack` ends them."""
-    cluster, logs = spec.cluster, session.path / "logs"
-    logs.mkdir(exist_ok=True)
+def _hub(spec: ControlSpec, launch: Launch, stack: ExitStack) -> Hub:
+    """Starts the processes of the spec's cluster; `stack` ends them."""
+    cluster = spec.cluster
     run, machine = None if launch.objects else plain(spec), address_of(cluster)
     hub = Hub(backend_of(cluster, spec.name, _asked(spec)), machine=machine, silence=cluster.silence_seconds, spec=run)
     stack.callback(hub.close)
+    return hub
+
+
+def _log(session: Session, number: int) -> Path:
+    path = session.path / "logs" / f"environments_{number}.txt"
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _hosted(spec: ControlSpec, session: Session, launch: Launch, stack: ExitStack) -> MakeVector:
+    """Makes copies in the processes of the spec's cluster."""
+    hub = _hub(spec, launch, stack)
     actors = [
-        hub.start(f"environments/{number}", HostedEnvs, log=logs / f"environments_{number}.txt")
-        for number in range(cluster.environments)
+        hub.start(f"environments/{number}", HostedEnvs, log=_log(session, number))
+        for number in range(spec.cluster.environments)
     ]
     return lambda env, count, factory: hosted_copies(env, count, factory, actors)
+
+
+def _collected(spec: ControlSpec, session: Session, launch: Launch, stack: ExitStack) -> MakeVector:
+    """Makes environments that the processes of the spec's cluster step by themselves, with copies of the policy."""
+    hub, factory = _hub(spec, launch, stack), pack(_factory(spec, launch))
+    actors = []
+    for number, rows in enumerate(shares(spec.env.num_envs, spec.cluster.environments)):
+        given = (spec, factory, rows.stop - rows.start, stream(session.seed, "collector", number))
+        actors.append(hub.start(f"environments/{number}", _collector, *given, log=_log(session, number)))
+    return lambda env, count, factory: Elsewhere(spec, actors, factory)
+
+
+def _collector(spec: ControlSpec, factory: bytes, copies: int, seed: int) -> HostedCollector:
+    """In another process: its collector."""
+    settle_products()
+    return HostedCollector(spec, ALGORITHMS[spec.algorithm.name].actor, factory, copies, seed)
 
 
 def load(run: Run, which: str = "best") -> Policy:

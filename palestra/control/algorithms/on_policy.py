@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import Algorithm, AlgorithmParts
+from palestra.control.asynchronous import Elsewhere
 from palestra.control.collector import Collector, Rollout
 from palestra.control.episodes import WholeEpisodes
 from palestra.control.memory.storage import SumTree
 from palestra.control.nets.actor_critic import ActorCritic, Recurrent
 from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, no_denormals, scheduled
 from palestra.errors import UsageError
-from palestra.rl.returns import gae
+from palestra.rl.returns import gae, vtrace
 from palestra.spec.kinds.control import SelfImitationSpec
 
 
@@ -119,6 +120,11 @@ class OnPolicy(Algorithm):
     def collect(self, progress: float = 0.0) -> Rollout:
         """T steps of the sampling policy in all environments."""
         device, head, net, episodes = self.device, self.policy.head, self.net, self.episodes
+        if isinstance(env := episodes.stepper.env, Elsewhere):
+            segments = env.segments(net.state_dict())
+            for segment in segments:
+                episodes.add(segment.frames, segment.finished, segment.recent)
+            return env.rollout(segments)
         noise = head.noise(self.generator, self.collector.horizon, episodes.num_envs).to(device)
 
         def act(obs: Tensor, noise: Tensor) -> Tensor:
@@ -141,13 +147,25 @@ class OnPolicy(Algorithm):
         rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
         values, next_values = self.values(rollout)
         ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "valid": valid}
-        advantages, returns = gae(rewards, values, next_values, **ends, gamma=self.spec.gamma, lam=lam)
+        if rollout.logprobs is None:
+            advantages, returns = gae(rewards, values, next_values, **ends, gamma=self.spec.gamma, lam=lam)
+        else:
+            given = (rollout.logprobs, self._logprobs(rollout), rewards, values, next_values)
+            returns, _ = vtrace(*given, **ends, gamma=self.spec.gamma, lam=lam)
+            # With ratios of 1 this is GAE; the advantages of the paper would be, with λ = 1.
+            advantages = returns - values
         if self.imitation is not None:
             self.imitation.add(rollout, rewards, next_values, valid)
         batch = RolloutBatch(rollout.obs, rollout.actions, advantages, returns, values, valid, rollout.masks)
         if self.start is not None:
             return batch._replace(began=rollout.began, memory=self.start[None])
         return RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore
+
+    def _logprobs(self, rollout: Rollout) -> Tensor:
+        """Of the actions under the policy now, (T, N)."""
+        masks = None if rollout.masks is None else rollout.masks.flatten(0, 1)
+        policy = self.net.policy(rollout.obs.flatten(0, 1), masks)
+        return policy.log_prob(rollout.actions.flatten(0, 1)).view(rollout.rewards.shape)
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """V of each row's observation and of its true successor, both (T, N)."""

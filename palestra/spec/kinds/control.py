@@ -133,6 +133,8 @@ class PPOSpec(OnPolicySpec):
     """Epochs over each rollout."""
     normalize_advantages: bool = True
     """Normalize advantages per minibatch to mean 0 and standard deviation 1."""
+    staleness: int = Field(default=0, ge=0)
+    """Policy improvements between collecting a rollout, meanwhile in other processes, and V-trace learning from it."""
     target_kl: float | None = Field(default=None, gt=0)
     """Stop the epochs of an update once the approximate KL to the rollout policy exceeds this; null: never."""
     self_imitation: SelfImitationSpec | None = None
@@ -430,7 +432,9 @@ class ControlSpec(ExperimentSpec):
         yield from self._net_conflicts()
         if self.cluster.environments > self.env.num_envs:
             yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
-        if self.cluster.environments and self.env.vectorize != "async":
+        if isinstance(self.algorithm, PPOSpec) and self.algorithm.staleness:
+            yield from self._staleness_conflicts()
+        elif self.cluster.environments and self.env.vectorize != "async":
             yield Conflict(("env", "vectorize"), "expected async, because `cluster.environments` places single copies")
 
     def _net_conflicts(self) -> Iterator[Conflict]:
@@ -446,6 +450,16 @@ class ControlSpec(ExperimentSpec):
         if net.recurrent is not None and isinstance(algorithm, PPOSpec | A2CSpec) and algorithm.self_imitation:
             reason = "expected null: it replays single transitions, without the state of net.recurrent"
             yield Conflict(("algorithm", "self_imitation"), reason)
+
+    def _staleness_conflicts(self) -> Iterator[Conflict]:
+        if not self.cluster.environments:
+            reason = "expected at least 1, the number of processes that collect while this one learns"
+            yield Conflict(("cluster", "environments"), f"{reason}, because of algorithm.staleness")
+        if self.env.vectorize == "async":
+            reason = "expected auto, sync or vector: with algorithm.staleness each process steps its own environments"
+            yield Conflict(("env", "vectorize"), reason)
+        if self.net.recurrent is not None:
+            yield Conflict(("algorithm", "staleness"), "expected 0, because net.recurrent learns from its own rollouts")
 
     def _minibatch_conflicts(self, algorithm: PPOSpec) -> Iterator[Conflict]:
         size, batch, at = algorithm.minibatch, self.frames_per_step, ("algorithm", "minibatch")
