@@ -17,7 +17,7 @@ from palestra.control.envs.stepping import EnvironmentFailed
 from palestra.control.envs.watchdog import EnvironmentHung
 from palestra.control.seeding import stream
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.rl.returns import gae, vtrace
+from palestra.rl.returns import gae, stale_gae, vtrace
 from palestra.spec.kinds.control import ControlSpec
 
 
@@ -41,18 +41,24 @@ def numbers(run: Any) -> list[dict[str, Any]]:
 
 
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0), st.booleans())
-def test_v_trace_of_the_policy_itself_is_gae(seed: int, lam: float, dummies: bool) -> None:
+def test_returns_of_stale_actions_are_those_of_v_trace_and_of_fresh_ones_those_of_gae(
+    seed: int, lam: float, dummies: bool
+) -> None:
     torch.manual_seed(seed)
     shape = (7, 3)
-    rewards, values, following, logprobs = torch.randn(4, *shape, dtype=torch.float64)
+    rewards, values, following, then, now = torch.randn(5, *shape, dtype=torch.float64)
     ends = {"terminated": torch.rand(shape) < 0.2, "truncated": torch.rand(shape) < 0.2}
-    valid = torch.rand(shape) < 0.8 if dummies else None
-    settings = {**ends, "valid": valid, "gamma": 0.9, "lam": lam}
-    advantages, returns = gae(rewards, values, following, **settings)
-    corrected, _ = vtrace(logprobs, logprobs, rewards, values, following, **settings)
-    torch.testing.assert_close(corrected, returns)
-    real = torch.ones(shape, dtype=torch.bool) if valid is None else valid
-    torch.testing.assert_close((corrected - values)[real], advantages[real])
+    settings = {**ends, "valid": torch.rand(shape) < 0.8 if dummies else None, "gamma": 0.9, "lam": lam}
+    estimated = (rewards, values, following)
+    advantages, returns = stale_gae(torch.exp(now - then), *estimated, **settings)
+    expected, weighted = vtrace(then, now, *estimated, **settings)
+    torch.testing.assert_close(returns, expected)
+    if lam == 1.0 and not dummies:  # the paper's has the weight of its own action
+        torch.testing.assert_close(torch.exp(now - then).clamp(max=1.0) * advantages, weighted)
+    for ours, theirs in zip(
+        stale_gae(torch.ones_like(rewards), *estimated, **settings), gae(*estimated, **settings), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 class Collectors:

@@ -121,6 +121,33 @@ def gae(
 
 
 @torch.no_grad()
+def stale_gae(
+    ratio: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    terminated: Tensor,
+    truncated: Tensor,
+    valid: Tensor | None = None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """GAE of actions that another policy μ took: `(advantages, returns)`, both `(T, N)`; `ratio` is π/μ, `(T, N)`.
+
+    The returns are V-trace's with ρ̄ = c̄ = 1: return_t = V(s_t) + m_t·A_t with m = min(1, π/μ), and
+    A_t = δ_t + γλ·m_{t+1}·(1 - ended_t)·A_{t+1}. The advantage does not carry the weight of its own action, for losses
+    that multiply it by π/μ themselves. With ratios of 1 it is `gae`.
+    """
+    least = full_precision(ratio).clamp(max=1.0)
+    following = torch.cat((least[1:], torch.ones_like(least[:1])))
+    ends = {"terminated": terminated, "truncated": truncated, "valid": valid}
+    advantages, _ = gae(rewards, values, next_values, **ends, gamma=gamma, lam=lam * following)
+    values = full_precision(values) if valid is None else torch.where(valid, full_precision(values), 0.0)
+    return advantages, values + least * advantages
+
+
+@torch.no_grad()
 def vtrace(
     behavior_logprobs: Tensor,
     target_logprobs: Tensor,

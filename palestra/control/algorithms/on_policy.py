@@ -22,7 +22,7 @@ from palestra.control.memory.storage import SumTree
 from palestra.control.nets.actor_critic import ActorCritic, Recurrent
 from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, no_denormals, scheduled
 from palestra.errors import UsageError
-from palestra.rl.returns import gae, vtrace
+from palestra.rl.returns import gae, stale_gae
 from palestra.spec.kinds.control import SelfImitationSpec
 
 
@@ -147,16 +147,16 @@ class OnPolicy(Algorithm):
         rewards = self.rewards.learned(rollout.rewards, rollout.terminated | rollout.truncated, valid)
         values, next_values = self.values(rollout)
         ends = {"terminated": rollout.terminated, "truncated": rollout.truncated, "valid": valid}
+        estimated = (rewards, values, next_values)
         if rollout.logprobs is None:
-            advantages, returns = gae(rewards, values, next_values, **ends, gamma=self.spec.gamma, lam=lam)
+            advantages, returns = gae(*estimated, **ends, gamma=self.spec.gamma, lam=lam)
         else:
-            given = (rollout.logprobs, self._logprobs(rollout), rewards, values, next_values)
-            returns, _ = vtrace(*given, **ends, gamma=self.spec.gamma, lam=lam)
-            # With ratios of 1 this is GAE; the advantages of the paper would be, with λ = 1.
-            advantages = returns - values
+            ratio = torch.exp(self._logprobs(rollout) - rollout.logprobs)
+            advantages, returns = stale_gae(ratio, *estimated, **ends, gamma=self.spec.gamma, lam=lam)
         if self.imitation is not None:
             self.imitation.add(rollout, rewards, next_values, valid)
         batch = RolloutBatch(rollout.obs, rollout.actions, advantages, returns, values, valid, rollout.masks)
+        batch = batch._replace(logprobs=rollout.logprobs)
         if self.start is not None:
             return batch._replace(began=rollout.began, memory=self.start[None])
         return RolloutBatch(*(None if column is None else column.flatten(0, 1) for column in batch))  # pyrefly: ignore

@@ -36,6 +36,8 @@ class PPO(OnPolicy):
         """The rollout's transitions with log-probabilities and advantages, shuffled for the first epoch."""
         batch = self.batch(rollout, self.spec.lam)
         batch = self.shuffled(batch)
+        if batch.logprobs is not None:  # collected by an older policy: the ratio, and its clipping, are to that one
+            return batch
         # The weights have not changed since acting, so the log-probabilities that the actions were sampled with can be
         # computed now. A matrix product rounds differently with the number of rows, so it is done for the very
         # minibatches of the first epoch: the first ratio is exactly 1.
