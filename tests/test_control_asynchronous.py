@@ -91,6 +91,12 @@ def test_rollout_j_is_collected_with_the_policy_after_j_minus_staleness_improvem
         assert np.all(np.concatenate(rewards) == 10.0 * step + max(0, step - staleness))
 
 
+def test_state_of_another_number_of_processes_is_refused() -> None:
+    apart = Elsewhere(ControlSpec.model_validate(spec_of()), [Collectors(4)], None)  # pyrefly: ignore
+    with pytest.raises(UsageError, match="collected by 2 processes, not 1"):
+        apart.set_state({"collectors": [None, None], "waiting": []})
+
+
 def test_ends_of_the_processes_are_rows_of_the_joined_rollout() -> None:
     env = {"id": "CartPole-v1", "num_envs": 5}
     spec = ControlSpec.model_validate(spec_of(env=env, algorithm={"minibatch": 16}))
@@ -123,8 +129,6 @@ def test_stopped_run_continues_as_if_it_had_not_been(tmp_path: Path, monkeypatch
     (tmp_path / "stop").write_text("4")
     with pytest.raises(Interrupted):
         train({**spec, "name": "stopped", "hooks": ["lm_hooks:end"]})
-    with pytest.raises(UsageError, match="collected by 2 processes, not 1"):
-        train(resume="stopped", overrides={"cluster.environments": 1})
     assert numbers(train(resume="stopped")) == numbers(whole)
 
 
