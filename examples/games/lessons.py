@@ -2,7 +2,8 @@
 
     python examples/games/lessons.py guess|tictactoe [data/games/<game>.jsonl]
 
-Both play at random, so that a model of characters learns to write moves at all. How to win it learns from rewards.
+One guesses a number and heeds every other hint, one plays tic-tac-toe at random: a model of characters learns from
+them to write moves at all. How to win it learns from rewards.
 """
 
 import json
@@ -10,36 +11,40 @@ import random
 import sys
 from pathlib import Path
 
-LESSONS = 4000
+from boards import EMPTY, MINE, THEIRS
+
+LESSONS = 10_000
+HEEDED = 0.0  # share of the hints that the teacher of `guess` heeds
+LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
 def guesses(chance: random.Random) -> list[str]:
-    """Three different guesses at a number of 1 to 9, with the hints of the game."""
-    secret, lines = chance.randint(1, 9), ["?"]
-    for guess in chance.sample(range(1, 10), 3):
+    """Three different guesses at a number of 1 to 7, with the game's hints, of which every other one is heeded."""
+    secret, left, lines = chance.randint(1, 7), set(range(1, 8)), ["?"]
+    possible = left
+    for _ in range(3):
+        guess = chance.choice(sorted(possible if chance.random() < HEEDED else left))
         lines.append(str(guess))
         if guess == secret:
             break
         lines.append("<" if guess > secret else ">")
+        left = left - {guess}
+        possible = {number for number in possible & left if (number < guess) == (secret < guess)}
     return lines
 
 
 def games(chance: random.Random) -> list[str]:
     """One player's side of a random game of tic-tac-toe: boards as it sees them, and its moves."""
-    board, me, lines = ["."] * 9, chance.choice("mt"), []
+    board, seat, lines = list(EMPTY), chance.randrange(2), []
     for turn in range(9):
-        cell = chance.choice([place for place, mark in enumerate(board) if mark == "."])
-        if (me == "m") == (turn % 2 == 0):
+        cell = chance.choice([place for place, mark in enumerate(board) if mark in EMPTY])
+        marks = MINE if turn % 2 == seat else THEIRS
+        if marks == MINE:
             lines += ["".join(board), str(cell)]
-            board[cell] = "m"
-        else:
-            board[cell] = "t"
-        if any(board[a] == board[b] == board[c] != "." for a, b, c in LINES):
+        board[cell] = marks[cell]
+        if any({board[place] for place in line} <= set(marks) for line in LINES):
             break
     return lines
-
-
-LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
 def write_lessons(game: str, path: Path, seed: int = 0) -> None:
