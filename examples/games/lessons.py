@@ -2,8 +2,7 @@
 
     python examples/games/lessons.py guess|tictactoe [data/games/<game>.jsonl]
 
-One guesses a number and heeds every other hint, one plays tic-tac-toe at random: a model of characters learns from
-them to write moves at all. How to win it learns from rewards.
+Both play at random, so that a model of characters learns to write moves at all. How to win it learns from rewards.
 """
 
 import json
@@ -11,25 +10,19 @@ import random
 import sys
 from pathlib import Path
 
-from boards import EMPTY, MINE, THEIRS
-
 LESSONS = 10_000
-HEEDED = 0.0  # share of the hints that the teacher of `guess` heeds
+EMPTY, MINE, THEIRS = "012345678", "abcdefghi", "ABCDEFGHI"  # as in boards.py
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
 def guesses(chance: random.Random) -> list[str]:
-    """Three different guesses at a number of 1 to 7, with the game's hints, of which every other one is heeded."""
-    secret, left, lines = chance.randint(1, 7), set(range(1, 8)), ["?"]
-    possible = left
-    for _ in range(3):
-        guess = chance.choice(sorted(possible if chance.random() < HEEDED else left))
+    """Three different guesses at a number of 1 to 7, with the game's hints, which are not heeded."""
+    secret, lines = chance.randint(1, 7), ["?"]
+    for guess in chance.sample(range(1, 8), 3):
         lines.append(str(guess))
         if guess == secret:
             break
         lines.append("<" if guess > secret else ">")
-        left = left - {guess}
-        possible = {number for number in possible & left if (number < guess) == (secret < guess)}
     return lines
 
 
