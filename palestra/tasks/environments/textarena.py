@@ -20,8 +20,6 @@ from palestra.tasks.task import Problem
 MOST_PLAYERS = 15
 TRIES = 50  # actions that a random player tries
 _NEEDS = {
-    "NLTK's word lists: python -m nltk.downloader words averaged_perceptron_tagger_eng": "Codenames DontSayIt Hangman "
-    "LetterAuction SpellingBee WordChains WordLadder WordSearch Wordle",
     "a key of OpenRouter": "Debate GuessWho ScenarioPlanning TwentyQuestions",
     "Python 3.12": "Checkers Chess IteratedStagHunt ReverseTicTacToe UltimateTexasHoldem",
     "a release of textarena that has it whole": "CharacterConclave Klondike ScorableGames UsedCar UsedCarNegotiation",
@@ -73,9 +71,9 @@ class Game:
         self._wrappers = [wrapper for wrapper in spec.default_wrappers or () if issubclass(wrapper, ActionWrapper)]
         try:
             self._made = getattr(import_module(module), name)
-        except (ImportError, SyntaxError, LookupError) as error:
-            why = "" if isinstance(error, LookupError) else f" ({error})"  # NLTK's is a page
-            raise UsageError(f"textarena:{id} needs {NEEDS.get(folder, 'more than is installed')}{why}") from error
+        except (ImportError, SyntaxError) as error:
+            needs = NEEDS.get(folder, "more than is installed")
+            raise UsageError(f"textarena:{id} needs {needs} ({error})") from error
 
     @staticmethod
     def warm_up() -> None:
@@ -85,6 +83,11 @@ class Game:
 
             nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
             import_module("textarena")
+            try:
+                nltk.corpus.words.words(), nltk.pos_tag(["word"])
+            except LookupError:  # not downloaded
+                nltk.corpus.words = Dictionary(import_module("textarena.envs.utils.word_lists"))
+                nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
 
     def reset(self, seed: int, problem: Problem) -> Turn:
         refused: Exception | None = None
@@ -93,10 +96,6 @@ class Game:
                 self._game, self._players = self._made(**self._config), players
                 self._game.reset(num_players=players, seed=seed)
                 break
-            except LookupError as error:
-                if "nltk" not in str(error).lower():
-                    raise
-                raise UsageError(f"textarena:{self.id} needs {NEEDS['Wordle']}") from error
             except (AssertionError, ValueError, OSError) as error:
                 refused = refused or error
         else:
@@ -156,6 +155,21 @@ class Game:
         text = "\n".join(lines)
         self._shown[player] = f"{self._shown.get(player, '')}\n{text}"[-4000:]
         return Turn(text, player=player, players=self._players)
+
+
+class Dictionary:
+    """The dictionary that the package carries, in place of NLTK's word lists where those were not downloaded."""
+
+    def __init__(self, module: Any):
+        lines = (Path(module.__file__).parent / "data" / "en_US.dic").read_text(encoding="utf-8").splitlines()[1:]
+        entries = [line.strip().partition("/") for line in lines]
+        self._all = [word for word, _, _ in entries if word.isalpha()]
+        # M: it takes 's, as nouns do (Hunspell's flags for English)
+        self._nouns = [word for word, _, flags in entries if re.fullmatch("[a-z]{3,8}", word) and "M" in flags]
+
+    def words(self, name: str = "en") -> list[str]:
+        """All words, or short nouns for `en-basic`."""
+        return list(self._nouns if name == "en-basic" else self._all)
 
 
 def _counts(given: int | None, least: int | None) -> list[int]:
