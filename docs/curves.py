@@ -1,4 +1,4 @@
-"""Draws learning curves: every preset from one model, TD3, which has no benchmark row, and the games of examples/games/.
+"""Draws learning curves: every preset from one model, TD3, which has no benchmark row, and the games of the examples.
 
     python docs/curves.py [presets] [td3] [games] [--steps 24] [--seeds 1] [--folder .bench/curves]
 

@@ -22,11 +22,12 @@ TRIES = 50  # actions that a random player tries
 _NEEDS = {
     "a key of OpenRouter": "Debate GuessWho ScenarioPlanning TwentyQuestions",
     "Python 3.12": "Checkers Chess IteratedStagHunt ReverseTicTacToe UltimateTexasHoldem",
-    "a release of textarena that has it whole": "CharacterConclave Klondike ScorableGames UsedCar UsedCarNegotiation",
+    "a release of textarena that has it whole": "CharacterConclave Klondike ScorableGames UsedCar UsedCarNegotiation "
+    "DontSayIt-v0-unlimited",
     "the package gym": "BabyAiText",
 }
 NEEDS = {game: needs for needs, games in _NEEDS.items() for game in games.split()}
-"""What a game needs besides the package, by the name of its folder there."""
+"""What a game needs besides the package, by the name of its folder there or its id."""
 
 
 class TextArena(EnvironmentTask):
@@ -37,7 +38,7 @@ class TextArena(EnvironmentTask):
     @classmethod
     def names(cls) -> dict[str, str]:
         """The ids, each with what it needs besides the package."""
-        return {id: NEEDS.get(folder, "") for id, (folder, _) in games().items()}
+        return {id: NEEDS.get(id, NEEDS.get(folder, "")) for id, (folder, _) in games().items()}
 
 
 @cache
@@ -79,15 +80,7 @@ class Game:
     def warm_up() -> None:
         """Import the package, which takes seconds."""
         with needs_extra("textarena", "textarena"):
-            import nltk
-
-            nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
-            import_module("textarena")
-            try:
-                nltk.corpus.words.words(), nltk.pos_tag(["word"])
-            except LookupError:  # not downloaded
-                nltk.corpus.words = Dictionary(import_module("textarena.envs.utils.word_lists"))
-                nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+            _import_offline()
 
     def reset(self, seed: int, problem: Problem) -> Turn:
         refused: Exception | None = None
@@ -157,11 +150,26 @@ class Game:
         return Turn(text, player=player, players=self._players)
 
 
+@cache
+def _import_offline() -> None:
+    """Import the package so that no game downloads anything."""
+    import nltk
+
+    nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
+    package = import_module("textarena")
+    try:
+        nltk.corpus.words.words(), nltk.pos_tag(["word"])
+    except LookupError:  # not downloaded
+        assert package.__file__ is not None
+        nltk.corpus.words = Dictionary(Path(package.__file__).parent / "envs" / "utils" / "data" / "en_US.dic")
+        nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+
+
 class Dictionary:
     """The dictionary that the package carries, in place of NLTK's word lists where those were not downloaded."""
 
-    def __init__(self, module: Any):
-        lines = (Path(module.__file__).parent / "data" / "en_US.dic").read_text(encoding="utf-8").splitlines()[1:]
+    def __init__(self, path: Path):
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
         entries = [line.strip().partition("/") for line in lines]
         self._all = [word for word, _, _ in entries if word.isalpha()]
         # M: it takes 's, as nouns do (Hunspell's flags for English)
