@@ -44,18 +44,23 @@ class TextArena(EnvironmentTask):
 @cache
 def games() -> dict[str, tuple[str, int | None]]:
     """Of each id the folder of its game and the least number of players, where the registry says it."""
-    found = find_spec("textarena")
-    if found is None or found.origin is None:
-        raise MissingExtra("textarena", "textarena")
     listed: dict[str, tuple[str, int | None]] = {}
     players = None
-    for line in (Path(found.origin).parent / "envs" / "__init__.py").read_text().splitlines():
+    for line in (_folder() / "envs" / "__init__.py").read_text().splitlines():
         if line.startswith("#"):
             said = re.search(r"(\d+)(?:-\d+)? Players?", line)
             players = int(said[1]) if said else None
         elif match := re.match(r'register\w*\(id="([^"]+)",\s*entry_point="textarena\.envs\.(\w+)\.', line):
             listed[match[1]] = (match[2], players)
     return listed
+
+
+def _folder() -> Path:
+    """That of the package."""
+    found = find_spec("textarena")
+    if found is None or found.origin is None:
+        raise MissingExtra("textarena", "textarena")
+    return Path(found.origin).parent
 
 
 class Game:
@@ -156,13 +161,12 @@ def _import_offline() -> None:
     import nltk
 
     nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
-    package = import_module("textarena")
     try:
         nltk.corpus.words.words(), nltk.pos_tag(["word"])
     except LookupError:  # not downloaded
-        assert package.__file__ is not None
-        nltk.corpus.words = Dictionary(Path(package.__file__).parent / "envs" / "utils" / "data" / "en_US.dic")
+        nltk.corpus.words = Dictionary(_folder() / "envs" / "utils" / "data" / "en_US.dic")
         nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+    import_module("textarena")  # last: its modules bind these names
 
 
 class Dictionary:
