@@ -32,7 +32,7 @@ EXTRAS = {
     "lm-eval": "tasks of lm-eval in our evaluations, and our engine as its model `palestra`",
     "reasoning-gym": "the tasks `reasoning_gym:<name>`",
     "textarena": "the games `textarena:<id>`",
-    "openenv": "environments of OpenEnv servers, `openenv:<url>`",
+    "openenv": "environments of OpenEnv, `openenv:<url>` and `openenv:<package>`",
     "mcp": "tools of MCP servers in the workflow `tools`",
     "box2d": "Box2D environments",
     "mujoco": "MuJoCo environments",

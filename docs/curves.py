@@ -1,10 +1,10 @@
-"""Draws the learning curves of docs/algorithms/: every preset from one model, and TD3, which has no benchmark row.
+"""Draws learning curves: every preset from one model, TD3, which has no benchmark row, and the games of the examples.
 
-    python docs/curves.py [presets] [td3] [--steps 24] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [games] [--steps 24] [--seeds 1] [--folder .bench/curves]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each. Runs that
 are in the folder already are drawn as they are, so that an interrupted call continues. The other control algorithms
-have the plots of `palestra bench --table`.
+have the plots of `palestra bench --table`. `games` draws the runs that docs/environments.md says how to make.
 """
 
 import argparse
@@ -23,6 +23,11 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "examples" / "quickstart"
 IMAGES = ROOT / "docs" / "images"
 COLUMNS = 4
+GAMES = (
+    ("guess", "eval/pass@1", "guess a number, sampled"),
+    ("tictactoe", "eval/accuracy", "tic-tac-toe against random moves, greedy"),
+)
+"""Name of the runs, metric, title."""
 
 
 def trained(spec: Path, name: str, given: argparse.Namespace, *overrides: str) -> Run:
@@ -95,15 +100,32 @@ def td3(given: argparse.Namespace) -> Path:
     return Path(shutil.copy(run.path / "plots" / "learning_curve.png", IMAGES / "td3_pendulum.png"))
 
 
+def games(given: argparse.Namespace) -> Path:
+    """Held-out games won over steps, a line for each seed; in gray the controls with shuffled rewards."""
+    figure = new_figure(9.6, 3.6)
+    for panel, (game, metric, title) in zip(figure.subplots(1, 2), GAMES, strict=True):
+        for name, color in ((f"{game}_control", "0.7"), (game, "tab:blue")):
+            folders = sorted((given.folder / "runs" / name).glob("[0-9]*"))
+            if not folders:
+                raise UsageError(f"there is no run {name} in {given.folder}/runs: see docs/environments.md")
+            for folder in folders:
+                rows = [row for row in Run(folder).metrics() if metric in row]
+                panel.plot([row["step"] for row in rows], [row[metric] for row in rows], color=color, marker="o")
+        panel.set(title=title, xlabel="step", ylabel="games won", ylim=(0, 1))
+    path = IMAGES / "games.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="presets, td3; by default both")
+    parser.add_argument("which", nargs="*", help="presets, td3, games; by default the first two")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".bench/curves"))
     given = parser.parse_args()
     for name in given.which or ("presets", "td3"):
-        print({"presets": presets, "td3": td3}[name](given))
+        print({"presets": presets, "td3": td3, "games": games}[name](given))
 
 
 if __name__ == "__main__":

@@ -1,71 +1,24 @@
 """The client of OpenEnv's servers, over a server with their wire format in a thread, and over the real package."""
 
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, WebSocket, WebSocketDisconnect
+from openenv_server import OPEN, application
 from test_rollout_environment import KNOWS, roll, script
 
-from palestra.errors import PalestraError
+from palestra.errors import UsageError
+from palestra.tasks.environments import servers
 from palestra.tasks.environments.openenv import Client
 from palestra.tasks.task import Problem, make_task
 
 PROBLEM = Problem("echo/train/0", "?")
-OPEN: set[int] = set()
-
-
-def application() -> FastAPI:
-    """Counts down from a number that the seed says; `boom` is an error of the environment."""
-    app = FastAPI()
-
-    @app.get("/schema")
-    def schema() -> dict[str, Any]:
-        number = {"type": "integer"}
-        metadata = {"type": "object"}
-        return {"action": {"properties": {"metadata": metadata, "take": number}, "required": ["take"]}}
-
-    @app.websocket("/ws")
-    async def session(websocket: WebSocket) -> None:
-        await websocket.accept()
-        OPEN.add(id(websocket))
-        left, steps = 0, 0
-        try:
-            while (message := await websocket.receive_json())["type"] != "close":
-                data, answer = message.get("data", {}), {}
-                if message["type"] == "reset":
-                    left, steps = data.get("start", data["seed"] % 5 + 3), 0
-                    answer = {
-                        "type": "observation",
-                        "data": {"observation": {"left": left}, "reward": None, "done": False},
-                    }
-                elif message["type"] == "state":
-                    answer = {"type": "state", "data": {"step_count": steps}}
-                elif data.get("take") == 13:
-                    answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "bad luck"}}
-                elif not isinstance(data.get("take"), int):
-                    errors = [{"loc": ["take"], "msg": "Input should be a valid integer"}]
-                    answer = {
-                        "type": "error",
-                        "data": {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": errors},
-                    }
-                else:
-                    left, steps = left - data["take"], steps + 1
-                    seen = {"observation": {"left": left}, "reward": float(left == 0), "done": left <= 0}
-                    answer = {"type": "observation", "data": seen}
-                await websocket.send_json(answer)
-        except WebSocketDisconnect:
-            pass
-        finally:
-            OPEN.discard(id(websocket))
-
-    return app
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +66,39 @@ def test_no_server_is_an_error_and_not_a_score() -> None:
     problem = make_task("openenv:http://127.0.0.1:9").problems("train")[0]
     (one,) = roll(problem, script("1"), samples=1)
     assert (one.verdict.status, "there is no OpenEnv server at" in one.verdict.note) == ("error", True)
-    with pytest.raises(PalestraError, match="expected the URL of a server"):
-        Client("echo_env")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package, as their template has it, whose server allows one session."""
+    (tmp_path / "countdown" / "server").mkdir(parents=True)
+    code = "from openenv_server import application\napp = application(sessions=1)\n"
+    (tmp_path / "countdown" / "server" / "app.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parent}")
+    return tmp_path / "countdown"
+
+
+@pytest.mark.parametrize("name", ["package", "folder"])
+def test_package_is_served_played_and_its_server_ended(package: Path, name: str) -> None:
+    where = "countdown" if name == "package" else str(package)
+    problem = make_task(f"openenv:{where}", {"config": {"start": 4, "servers": 2}}).problems("train")[0]
+    games = roll(problem, script("1", "3"), samples=5)  # of which three wait for one of two sessions
+    assert [one.reward for one in games] == [1.0] * 5
+    first, _ = (one.child for one in servers._servers.values() if one.package == where)
+    os.kill(first.pid, signal.SIGKILL)
+    while first.exit_code() is None:
+        time.sleep(0.01)
+    assert [one.reward for one in roll(problem, script("1", "3"), samples=3)] == [1.0] * 3
+    servers._stack.close()
+    assert not [one for one in servers._servers.values() if one.child.exit_code() is None]
+
+
+def test_package_that_is_not_there_is_the_users_error() -> None:
+    problem = make_task("openenv:no_such_env").problems("train")[0]
+    with pytest.raises(UsageError, match=r"openenv:no_such_env: its server ended: .*No module named 'no_such_env'"):
+        roll(problem, script("1"), samples=1)
+    with pytest.raises(UsageError, match="expected the URL of a server, an installed package or a folder"):
+        Client("no such env").reset(0, PROBLEM)
 
 
 REAL = """
@@ -175,3 +159,16 @@ def test_server_of_the_real_package_is_played(tmp_path: Path) -> None:
     finally:
         program.kill()
         program.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("OPENENV_PYTHON" not in os.environ, reason="OPENENV_PYTHON names no interpreter with openenv")
+def test_environment_of_their_template_is_served_and_played(tmp_path: Path) -> None:
+    """`openenv init` writes an echo that rewards a tenth for each sign; its server allows one session."""
+    python = Path(os.environ["OPENENV_PYTHON"])
+    subprocess.run([python.parent / "openenv", "init", "echo_env"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    args = {"config": {"python": str(python)}}
+    problem = make_task(f"openenv:{tmp_path / 'echo_env'}", args).problems("train")[0]
+    games = roll(problem, script("hi"), samples=3, turns=2)
+    assert [one.turn_rewards for one in games] == [(0.2, 0.2)] * 3
+    assert "echoed_message: hi\nmessage_length: 2\n" in KNOWS.decode(games[0].tokens)

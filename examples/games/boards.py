@@ -2,6 +2,8 @@
 
 import re
 
+EMPTY, MINE, THEIRS = "012345678", "abcdefghi", "ABCDEFGHI"
+
 
 def guess(observation: str, limit: int) -> str:
     """Guess the number: `>` for higher, `<` for lower, `!` for an invalid guess, `?` at the beginning."""
@@ -12,8 +14,11 @@ def guess(observation: str, limit: int) -> str:
 
 
 def tictactoe(observation: str, limit: int) -> str:
-    """Tic-tac-toe: the nine cells in order, `m` for mine, `t` for theirs, `.` for empty; player 0 begins with O."""
+    """Tic-tac-toe: the nine cells in order, a sign for each place: 0-8 if empty, a-i if mine, A-I if theirs.
+
+    A small model need not count places in a line to know which cell is which. Player 0 begins with O.
+    """
     board = observation.rpartition("Current Board:")[2].partition("Available")[0]
     cells = re.findall(r"[XO\d]", board)
     mine = "O" if cells.count("O") == cells.count("X") else "X"
-    return "".join("." if cell.isdigit() else "m" if cell == mine else "t" for cell in cells)
+    return "".join((MINE if mark == mine else THEIRS if mark in "XO" else EMPTY)[n] for n, mark in enumerate(cells))

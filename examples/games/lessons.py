@@ -10,13 +10,15 @@ import random
 import sys
 from pathlib import Path
 
-LESSONS = 4000
+LESSONS = 10_000
+EMPTY, MINE, THEIRS = "012345678", "abcdefghi", "ABCDEFGHI"  # as in boards.py
+LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
 def guesses(chance: random.Random) -> list[str]:
-    """Three different guesses at a number of 1 to 9, with the hints of the game."""
-    secret, lines = chance.randint(1, 9), ["?"]
-    for guess in chance.sample(range(1, 10), 3):
+    """Three different guesses at a number of 1 to 7, with the game's hints, which are not heeded."""
+    secret, lines = chance.randint(1, 7), ["?"]
+    for guess in chance.sample(range(1, 8), 3):
         lines.append(str(guess))
         if guess == secret:
             break
@@ -26,20 +28,16 @@ def guesses(chance: random.Random) -> list[str]:
 
 def games(chance: random.Random) -> list[str]:
     """One player's side of a random game of tic-tac-toe: boards as it sees them, and its moves."""
-    board, me, lines = ["."] * 9, chance.choice("mt"), []
+    board, seat, lines = list(EMPTY), chance.randrange(2), []
     for turn in range(9):
-        cell = chance.choice([place for place, mark in enumerate(board) if mark == "."])
-        if (me == "m") == (turn % 2 == 0):
+        cell = chance.choice([place for place, mark in enumerate(board) if mark in EMPTY])
+        marks = MINE if turn % 2 == seat else THEIRS
+        if marks == MINE:
             lines += ["".join(board), str(cell)]
-            board[cell] = "m"
-        else:
-            board[cell] = "t"
-        if any(board[a] == board[b] == board[c] != "." for a, b, c in LINES):
+        board[cell] = marks[cell]
+        if any({board[place] for place in line} <= set(marks) for line in LINES):
             break
     return lines
-
-
-LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
 
 def write_lessons(game: str, path: Path, seed: int = 0) -> None:

@@ -43,8 +43,9 @@ def environment(spec: EnvironmentSpec, root: Path) -> Workflow:
         table = Table(episode, row, spec, host, models, summarize)
         first = await table.begin()
         seats = first[1].players if row["opponent"] == SELF and isinstance(first[1], Turn) else 1
-        games = [first, *await together(table.begin() for _ in range(1, -(-episode.samples // seats)))]
-        played = await together(table.play(number, *game, seats) for number, game in enumerate(games))
+        # A game is played as soon as it has begun: others may wait for its session.
+        others = range(1, -(-episode.samples // seats))
+        played = await together([table.play(0, *first, seats), *(table.begin_and_play(n, seats) for n in others)])
         return [trajectory for trajectories in played for trajectory in trajectories][: episode.samples]
 
     weakref.finalize(workflow, _close, host, models)
@@ -151,6 +152,9 @@ class Table:
             return game, await game.reset()
         except EnvironmentFailed as error:
             return game, error
+
+    async def begin_and_play(self, number: int, count: int) -> list[Trajectory]:
+        return await self.play(number, *await self.begin(), count)
 
     async def play(self, number: int, game: Game, turn: Turn | EnvironmentFailed, count: int) -> list[Trajectory]:
         """Play a game to its end; the trajectories of the `count` players that the model plays."""

@@ -7,7 +7,7 @@ from palestra.errors import MissingExtra
 from palestra.spec.imports import load_named
 from palestra.tasks.task import SOURCES, TASKS, Task, installed
 
-OPEN = {"openenv": "<url>", "environment": "<module>:<Class>"}
+OPEN = {"openenv": "<url or package>", "verifiers": "<taskset>", "environment": "<module>:<Class>"}
 """Sources that take any name."""
 
 

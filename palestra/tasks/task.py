@@ -188,6 +188,7 @@ SOURCES: dict[str, str] = {
     "textarena": "palestra.tasks.environments.textarena:TextArena",
     "gymnasium": "palestra.tasks.environments.gymnasium:Gymnasium",
     "openenv": "palestra.tasks.environments.openenv:OpenEnv",
+    "verifiers": "palestra.tasks.environments.verifiers:Verifiers",
     "environment": "palestra.tasks.environments.environment:OwnEnvironment",
 }
 """Sources of many tasks, each named as `<source>:<name>`."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from palestra.data.mixture import stream_key
-from palestra.errors import UsageError
+from palestra.errors import PalestraError, UsageError
 from palestra.spec.imports import load_named
 from palestra.tasks.task import Completion, Problem, Task, TaskArgs, Verdict
 
@@ -35,6 +35,10 @@ class Turn:
     players: int = 1
     parts: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the verdict, such as `invalid`; `<player>/<name>` is of one player alone."""
+
+
+class Busy(PalestraError):
+    """An environment that cannot begin yet, because others hold what it needs: it is asked again."""
 
 
 class Environment(Protocol):

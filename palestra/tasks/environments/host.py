@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from palestra.errors import PalestraError, UsageError
-from palestra.tasks.environments.environment import Environment, Turn, environment_maker
+from palestra.tasks.environments.environment import Busy, Environment, Turn, environment_maker
 from palestra.tasks.task import Problem
 from palestra.work.pool import Pool, TaskFailed, TaskTimeout
 
@@ -23,6 +23,7 @@ Action = str | int
 """Text, or the seed of a random legal action."""
 THREADED = ("openenv",)
 """Sources that only wait for a server: threads serve them."""
+BUSY_SECONDS = 0.2  # until an environment that cannot begin yet is asked again
 
 
 class EnvironmentFailed(PalestraError):
@@ -83,8 +84,11 @@ class Game:
     async def _advance(self) -> Turn:
         seconds, name = self._host.seconds, self._recipe.parts[0]
         try:
-            if self._live is not None:
-                return await asyncio.wait_for(asyncio.to_thread(self._live.advance, self._actions), seconds)
+            while self._live is not None:
+                try:
+                    return await asyncio.wait_for(asyncio.to_thread(self._live.advance, self._actions), seconds)
+                except Busy:
+                    await asyncio.sleep(BUSY_SECONDS)  # not in the thread: those that play need it
             assert self._pool is not None
             task = self._pool.submit(advance, self._number, self._recipe, self._actions, timeout=seconds)
             return await asyncio.wrap_future(task)
@@ -118,7 +122,7 @@ class Live:
         """The turn after these actions, of which all but the last may have been played before."""
         turn: Turn | None = None
         while self.played < len(actions):
-            turn = self._reset() if self._environment is None else self._step(actions[self.played])
+            turn = self._reset() if self.played < 0 else self._step(actions[self.played])
             self.played += 1
         assert turn is not None
         return turn

@@ -3,22 +3,27 @@
 Messages are `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": …}`, one answer each, as in openenv 0.10.
 """
 
+import itertools
 import json
 import re
+import sys
 from contextlib import ExitStack, suppress
 from typing import Any
 from urllib.request import urlopen
 
-from palestra.errors import PalestraError, UsageError, needs_extra
-from palestra.tasks.environments.environment import EnvironmentTask, Turn
+from palestra.errors import PalestraError, needs_extra
+from palestra.tasks.environments.environment import Busy, EnvironmentTask, Turn
+from palestra.tasks.environments.servers import address
 from palestra.tasks.task import Problem
 
 SECONDS = 600.0  # after which a server that says nothing is given up, unless the workflow has done so before
-INVALID = "VALIDATION_ERROR"
+INVALID, FULL = "VALIDATION_ERROR", "CAPACITY_REACHED"
+ROTATION = itertools.count()  # over the servers of a package
+URL = re.compile(r"https?://")
 
 
 class OpenEnv(EnvironmentTask):
-    """An environment behind a URL, as `openenv:http://host:port`; a session of the server for every episode."""
+    """An environment as `openenv:http://host:port`, `openenv:<package>` or `openenv:<folder>`, a session an episode."""
 
     source = extra = "openenv"
 
@@ -26,13 +31,15 @@ class OpenEnv(EnvironmentTask):
 class Client:
     """A session as an `Environment`. `tools` shows the tools of the environment's MCP server with the first turn.
 
-    An action is a JSON object, or plain text where the server's actions have one field.
+    The servers of a package are started here, `servers` of them, with the interpreter `python`. An action is a JSON
+    object, or plain text where the server's actions have one field.
     """
 
-    def __init__(self, url: str, *, tools: bool = False, **reset: Any):
-        if not re.match(r"(http|ws)s?://", url):
-            raise UsageError(f"openenv:{url}: expected the URL of a server, such as openenv:http://localhost:8000")
-        self._url, self._tools, self._options = re.sub("^ws", "http", url).rstrip("/"), tools, reset
+    def __init__(
+        self, where: str, *, tools: bool = False, python: str = sys.executable, servers: int = 1, **reset: Any
+    ):
+        self._where, self._python, self._servers = re.sub("^ws", "http", where).rstrip("/"), python, servers
+        self._tools, self._options = tools, reset
         self._socket: Any = None
         self._stack = ExitStack()
 
@@ -43,20 +50,31 @@ class Client:
             import websockets.sync.client as _  # noqa: F401
 
     def reset(self, seed: int, problem: Problem) -> Turn:
+        """Begin; where all sessions of the server are taken, `Busy`."""
+        try:
+            self._connect()
+            turn = self._turn(self._ask("reset", {"seed": seed, **self._options}))
+            return Turn(f"{self._listed()}\n{turn.observation}") if self._tools else turn
+        except Busy:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
         from websockets.sync.client import connect
 
+        url = (
+            self._where
+            if URL.match(self._where)
+            else address(self._where, self._python, next(ROTATION) % self._servers)
+        )
         try:
-            with urlopen(f"{self._url}/schema", timeout=30) as answer:
+            with urlopen(f"{url}/schema", timeout=30) as answer:
                 self._action = json.load(answer).get("action", {})
-            address = f"{re.sub('^http', 'ws', self._url)}/ws"
             # No pings: a server may think longer than they wait, and answers those of the server meanwhile.
-            self._socket = self._stack.enter_context(
-                connect(address, ping_interval=None, max_size=None, open_timeout=30)
-            )
+            options: dict[str, Any] = {"ping_interval": None, "max_size": None, "open_timeout": 30}
+            self._socket = self._stack.enter_context(connect(f"{re.sub('^http', 'ws', url)}/ws", **options))
         except (OSError, ValueError) as error:
-            raise PalestraError(f"there is no OpenEnv server at {self._url}: {error}") from error
-        turn = self._turn(self._ask("reset", {"seed": seed, **self._options}))
-        return Turn(f"{self._listed()}\n{turn.observation}") if self._tools else turn
+            raise PalestraError(f"there is no OpenEnv server at {url}: {error}") from error
 
     def step(self, action: str) -> Turn:
         try:
@@ -76,7 +94,10 @@ class Client:
             self._stack.close()
 
     def _ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
-        self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
+        from websockets.exceptions import ConnectionClosed
+
+        with suppress(ConnectionClosed):  # a server without a free session has said so and closed it
+            self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
         answer = json.loads(self._socket.recv(timeout=SECONDS))
         if answer["type"] != "error":
             return answer["data"]
@@ -84,7 +105,8 @@ class Client:
         if problem.get("code") == INVALID:
             errors = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problem.get("errors", [])]
             raise InvalidAction("; ".join(errors) or problem["message"])
-        raise PalestraError(f"the server says {problem.get('code')}: {problem.get('message')}")
+        failure = Busy if problem.get("code") == FULL else PalestraError
+        raise failure(f"the server says {problem.get('code')}: {problem.get('message')}")
 
     def _parsed(self, action: str) -> dict[str, Any]:
         """An action as its schema has it."""

@@ -20,15 +20,14 @@ from palestra.tasks.task import Problem
 MOST_PLAYERS = 15
 TRIES = 50  # actions that a random player tries
 _NEEDS = {
-    "NLTK's word lists: python -m nltk.downloader words averaged_perceptron_tagger_eng": "Codenames DontSayIt Hangman "
-    "LetterAuction SpellingBee WordChains WordLadder WordSearch Wordle",
     "a key of OpenRouter": "Debate GuessWho ScenarioPlanning TwentyQuestions",
     "Python 3.12": "Checkers Chess IteratedStagHunt ReverseTicTacToe UltimateTexasHoldem",
-    "a release of textarena that has it whole": "CharacterConclave Klondike ScorableGames UsedCar UsedCarNegotiation",
+    "a release of textarena that has it whole": "CharacterConclave Klondike ScorableGames UsedCar UsedCarNegotiation "
+    "DontSayIt-v0-unlimited",
     "the package gym": "BabyAiText",
 }
 NEEDS = {game: needs for needs, games in _NEEDS.items() for game in games.split()}
-"""What a game needs besides the package, by the name of its folder there."""
+"""What a game needs besides the package, by the name of its folder there or its id."""
 
 
 class TextArena(EnvironmentTask):
@@ -39,24 +38,29 @@ class TextArena(EnvironmentTask):
     @classmethod
     def names(cls) -> dict[str, str]:
         """The ids, each with what it needs besides the package."""
-        return {id: NEEDS.get(folder, "") for id, (folder, _) in games().items()}
+        return {id: NEEDS.get(id, NEEDS.get(folder, "")) for id, (folder, _) in games().items()}
 
 
 @cache
 def games() -> dict[str, tuple[str, int | None]]:
     """Of each id the folder of its game and the least number of players, where the registry says it."""
-    found = find_spec("textarena")
-    if found is None or found.origin is None:
-        raise MissingExtra("textarena", "textarena")
     listed: dict[str, tuple[str, int | None]] = {}
     players = None
-    for line in (Path(found.origin).parent / "envs" / "__init__.py").read_text().splitlines():
+    for line in (_folder() / "envs" / "__init__.py").read_text().splitlines():
         if line.startswith("#"):
             said = re.search(r"(\d+)(?:-\d+)? Players?", line)
             players = int(said[1]) if said else None
         elif match := re.match(r'register\w*\(id="([^"]+)",\s*entry_point="textarena\.envs\.(\w+)\.', line):
             listed[match[1]] = (match[2], players)
     return listed
+
+
+def _folder() -> Path:
+    """That of the package."""
+    found = find_spec("textarena")
+    if found is None or found.origin is None:
+        raise MissingExtra("textarena", "textarena")
+    return Path(found.origin).parent
 
 
 class Game:
@@ -73,18 +77,15 @@ class Game:
         self._wrappers = [wrapper for wrapper in spec.default_wrappers or () if issubclass(wrapper, ActionWrapper)]
         try:
             self._made = getattr(import_module(module), name)
-        except (ImportError, SyntaxError, LookupError) as error:
-            why = "" if isinstance(error, LookupError) else f" ({error})"  # NLTK's is a page
-            raise UsageError(f"textarena:{id} needs {NEEDS.get(folder, 'more than is installed')}{why}") from error
+        except (ImportError, SyntaxError) as error:
+            needs = NEEDS.get(folder, "more than is installed")
+            raise UsageError(f"textarena:{id} needs {needs} ({error})") from error
 
     @staticmethod
     def warm_up() -> None:
         """Import the package, which takes seconds."""
         with needs_extra("textarena", "textarena"):
-            import nltk
-
-            nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
-            import_module("textarena")
+            _import_offline()
 
     def reset(self, seed: int, problem: Problem) -> Turn:
         refused: Exception | None = None
@@ -93,10 +94,6 @@ class Game:
                 self._game, self._players = self._made(**self._config), players
                 self._game.reset(num_players=players, seed=seed)
                 break
-            except LookupError as error:
-                if "nltk" not in str(error).lower():
-                    raise
-                raise UsageError(f"textarena:{self.id} needs {NEEDS['Wordle']}") from error
             except (AssertionError, ValueError, OSError) as error:
                 refused = refused or error
         else:
@@ -156,6 +153,35 @@ class Game:
         text = "\n".join(lines)
         self._shown[player] = f"{self._shown.get(player, '')}\n{text}"[-4000:]
         return Turn(text, player=player, players=self._players)
+
+
+@cache
+def _import_offline() -> None:
+    """Import the package so that no game downloads anything."""
+    import nltk
+
+    nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
+    try:
+        nltk.corpus.words.words(), nltk.pos_tag(["word"])
+    except LookupError:  # not downloaded
+        nltk.corpus.words = Dictionary(_folder() / "envs" / "utils" / "data" / "en_US.dic")
+        nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+    import_module("textarena")  # last: its modules bind these names
+
+
+class Dictionary:
+    """The dictionary that the package carries, in place of NLTK's word lists where those were not downloaded."""
+
+    def __init__(self, path: Path):
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+        entries = [line.strip().partition("/") for line in lines]
+        self._all = [word for word, _, _ in entries if word.isalpha()]
+        # M: it takes 's, as nouns do (Hunspell's flags for English)
+        self._nouns = [word for word, _, flags in entries if re.fullmatch("[a-z]{3,8}", word) and "M" in flags]
+
+    def words(self, name: str = "en") -> list[str]:
+        """All words, or short nouns for `en-basic`."""
+        return list(self._nouns if name == "en-basic" else self._all)
 
 
 def _counts(given: int | None, least: int | None) -> list[int]:
