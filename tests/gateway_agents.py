@@ -29,6 +29,22 @@ def twice(problem: dict[str, Any], url: str, key: str) -> None:
     chat(url, key, [*messages, {"role": "user", "content": "and now?"}])
 
 
+def streamed(url: str, key: str, messages: list[Any]) -> str:
+    """The reply to a conversation, read as it comes."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    body = json.dumps({"messages": messages, "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as response:
+        events = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+def streaming(problem: dict[str, Any], url: str, key: str) -> None:
+    """As `twice`, over streams."""
+    messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+    messages.append({"role": "assistant", "content": streamed(url, key, messages)})
+    streamed(url, key, [*messages, {"role": "user", "content": "and now?"}])
+
+
 async def returning(problem: dict[str, Any], url: str, key: str) -> str:
     """Returns an answer of its own."""
     chat(url, key, [{"role": "user", "content": problem["prompt"]}])
