@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.request
@@ -97,4 +98,13 @@ if __name__ == "__main__":
     said = chat(address, secret, [{"role": "user", "content": asked["prompt"]}])
     if sys.argv[1] == "die" and hash(said) is not None and asked["id"].endswith(("1", "3", "5", "7", "9")):
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "confined":
+        port, folder = os.environ["LANG"].split(" ", 1)
+        for escape in (lambda: socket.create_connection(("127.0.0.1", int(port))), lambda: Path(folder, "x").touch()):
+            try:
+                escape()
+            except OSError:
+                continue
+            sys.exit("not confined")
+        assert "SECRET_KEY" not in os.environ
     print("a", flush=True)
