@@ -1,6 +1,7 @@
 """The gateway beside the engine called directly: sessions of several turns at once, all in one process, on the CPU.
 
     python benchmarks/gateway.py [--sessions 64] [--turns 2] [--new 64] [--layers 8 --width 256]
+    python benchmarks/gateway.py soak [--minutes 5]    # bad clients for minutes, and what leaked: gateway_soak.py
 
 Each session sends a conversation and then what follows a turn, as agents do, over HTTP from a process of its own with
 one connection a session. Called directly the engine gets the same tokens: prompts are encoded before the clock starts,
@@ -39,6 +40,8 @@ def main() -> None:
     if sys.argv[1:2] == ["client"]:
         asyncio.run(client(json.loads(sys.argv[2])))
         return
+    if sys.argv[1:2] == ["soak"]:
+        sys.exit(soaked(sys.argv[2:]))
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"sessions": 64, "turns": 2, "new": 64, "layers": 8, "width": 256, "rounds": 3}.items():
         arguments.add_argument(f"--{name}", type=int, default=default)
@@ -64,6 +67,22 @@ def main() -> None:
         "rounds_wall": {name: [round(wall, 3) for wall, _ in rounds[name]] for name in rounds},
     }
     print(json.dumps(result))
+
+
+def soaked(given: list[str]) -> int:
+    """The line of a soak; 1 where something leaked."""
+    import gateway_soak
+
+    arguments = argparse.ArgumentParser("gateway.py soak", description=gateway_soak.__doc__)
+    arguments.add_argument("--minutes", type=float, default=5.0)
+    arguments.add_argument("--wave", type=float, default=10.0, help="seconds from one wave to the next")
+    asked = arguments.parse_args(given)
+    torch.set_num_threads(1)
+    shape = argparse.Namespace(layers=2, width=64, sessions=64)
+    with LocalGenerator(engine_of(shape), drive="thread") as generator:
+        line = gateway_soak.soak(generator, TOKENIZER, seconds=60 * asked.minutes, wave=asked.wave, idle=5.0)
+    print(json.dumps({"machine": platform.machine(), **line}))
+    return int(bool(line["leaked"]))
 
 
 def engine_of(given: argparse.Namespace) -> Engine:

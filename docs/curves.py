@@ -1,15 +1,17 @@
-"""Draws learning curves: every preset from one model, TD3, which has no benchmark row, and the games of the examples.
+"""Draws learning curves: every preset from one model, TD3, two agents, and the games of the examples.
 
-    python docs/curves.py [presets] [td3] [games] [--steps 24] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [agents] [games] [--steps 24] [--seeds 1] [--folder .bench/curves]
 
-`presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each. Runs that
-are in the folder already are drawn as they are, so that an interrupted call continues. The other control algorithms
-have the plots of `palestra bench --table`. `games` draws the runs that docs/environments.md says how to make.
+`presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each; `agents`
+trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards. Runs that are in the folder
+already are drawn as they are, so that an interrupted call continues. The other control algorithms have the plots of
+`palestra bench --table`. `games` draws the runs that docs/environments.md says how to make.
 """
 
 import argparse
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 
@@ -28,6 +30,7 @@ GAMES = (
     ("tictactoe", "eval/accuracy", "tic-tac-toe against random moves, greedy"),
 )
 """Name of the runs, metric, title."""
+SEEDS = (100, 101, 102)
 
 
 def trained(spec: Path, name: str, given: argparse.Namespace, *overrides: str) -> Run:
@@ -117,15 +120,44 @@ def games(given: argparse.Namespace) -> Path:
     return path
 
 
+def agents(given: argparse.Namespace) -> Path:
+    """Held-out accuracy of the search agent and of the tool user over steps, with controls that must not learn."""
+    sys.path.insert(0, str(ROOT))  # where the agents are imported from
+    figure = new_figure(9.6, 3.4)
+    for panel, name in zip(figure.subplots(1, 2, sharey=True), ("search", "tools"), strict=True):
+        folder, lessons = ROOT / "examples" / "agents" / name, given.folder / f"{name}.jsonl"
+        import_module(f"examples.agents.{name}.lessons").write_lessons(lessons)
+        data = f"data.train.lessons.path={lessons}"
+        start = trained(folder / "sft.yaml", f"{name}_start", given, data, "seed=1000")
+        for kind, color in (("control", "0.6"), ("rewards", "tab:blue")):
+            control = ["control=shuffled_rewards"] if kind == "control" else []
+            for seed in SEEDS:
+                settings = (f"model.init={start.path}", f"seed={seed}", *control)
+                run = trained(folder / "rl.yaml", f"{name}_{kind}_{seed}", given, *settings)
+                rows = [row for row in run.metrics(seed) if "eval/accuracy" in row]
+                curve = [row["eval/accuracy"] for row in rows]
+                print(name, kind, seed, *(f"{value:.2f}" for value in curve), flush=True)
+                label = {"control": "shuffled rewards", "rewards": "rewards"}[kind] if seed == SEEDS[0] else None
+                panel.plot([row["step"] for row in rows], curve, color=color, marker="o", markersize=3, label=label)
+        panel.set_title(f"examples/agents/{name}", fontsize=10)
+        panel.set_xlabel("step")
+        panel.legend(frameon=False)
+    figure.supylabel("held-out accuracy, greedy", fontsize=10)
+    path = IMAGES / "agents.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main() -> None:
+    drawn = {"presets": presets, "td3": td3, "agents": agents, "games": games}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="presets, td3, games; by default the first two")
+    parser.add_argument("which", nargs="*", help=f"{', '.join(drawn)}; by default all but games")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".bench/curves"))
     given = parser.parse_args()
-    for name in given.which or ("presets", "td3"):
-        print({"presets": presets, "td3": td3, "games": games}[name](given))
+    for name in given.which or list(drawn)[:-1]:
+        print(drawn[name](given))
 
 
 if __name__ == "__main__":

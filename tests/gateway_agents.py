@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import urllib.request
@@ -27,6 +28,22 @@ def twice(problem: dict[str, Any], url: str, key: str) -> None:
     messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
     messages.append({"role": "assistant", "content": chat(url, key, messages)})
     chat(url, key, [*messages, {"role": "user", "content": "and now?"}])
+
+
+def streamed(url: str, key: str, messages: list[Any]) -> str:
+    """The reply to a conversation, read as it comes."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    body = json.dumps({"messages": messages, "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", body, headers)) as response:
+        events = [line.removeprefix(b"data: ") for line in response if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+def streaming(problem: dict[str, Any], url: str, key: str) -> None:
+    """As `twice`, over streams."""
+    messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+    messages.append({"role": "assistant", "content": streamed(url, key, messages)})
+    streamed(url, key, [*messages, {"role": "user", "content": "and now?"}])
 
 
 async def returning(problem: dict[str, Any], url: str, key: str) -> str:
@@ -81,4 +98,13 @@ if __name__ == "__main__":
     said = chat(address, secret, [{"role": "user", "content": asked["prompt"]}])
     if sys.argv[1] == "die" and hash(said) is not None and asked["id"].endswith(("1", "3", "5", "7", "9")):
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "confined":
+        port, folder = os.environ["LANG"].split(" ", 1)
+        for escape in (lambda: socket.create_connection(("127.0.0.1", int(port))), lambda: Path(folder, "x").touch()):
+            try:
+                escape()
+            except OSError:
+                continue
+            sys.exit("not confined")
+        assert "SECRET_KEY" not in os.environ
     print("a", flush=True)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,22 @@ from test_posttrain_kill import assert_once_each, kill_at_random, start
 import palestra
 from palestra.errors import PalestraError, UsageError
 from palestra.rollout.types import Trajectory
+from palestra.tasks.sandbox import confined
 from palestra.tasks.task import Status
 
 ALONE: dict[str, Any] = {"tasks": {"train": letters()["train"]}, "rollout__group": 2, "train__steps": 1}
 """Without an evaluation."""
 HERE = Path(__file__).parent
+
+
+def can_confine() -> bool:
+    with contextlib.suppress(UsageError):
+        confined.possible()
+        return True
+    return False
+
+
+CONFINED = pytest.mark.skipif(not can_confine(), reason="this machine has neither root nor user namespaces")
 
 
 @pytest.fixture
@@ -126,6 +138,38 @@ def test_command_that_is_killed_is_a_failure_and_no_score(lab):
     assert "the agent was killed by SIGKILL" in log
 
 
+def sandboxed(what: str) -> dict[str, Any]:
+    changes = command(what)
+    return {**changes, "rollout__workflow": {**changes["rollout__workflow"], "sandbox": True}}
+
+
+@CONFINED
+def test_command_in_the_sandbox_reaches_the_gateway_and_nothing_else(lab, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "hush")
+    before = children()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("LANG", f"{other.getsockname()[1]} {lab.path}")  # one of the variables that it gets
+        run = lab.run(**sandboxed("confined"))
+    assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
+    assert rows_of(run)[-1]["part/retokenized"] == 0
+    until(lambda: not children() - before)
+
+
+@CONFINED
+def test_command_in_the_sandbox_that_is_killed_is_a_failure(lab):
+    run = lab.run(**sandboxed("die"), rollout__failures=10)
+    assert rows_of(run)[-1]["fate/failed"] > 0
+    assert {one.verdict.status for one in completions(run)} == {Status.CORRECT}
+
+
+def test_machine_that_cannot_confine_is_refused_before_anything_is_trained(lab, monkeypatch):
+    monkeypatch.setattr(confined, "ways", lambda *_: [])
+    confined.possible.cache_clear()
+    with pytest.raises(UsageError, match=r"rollout\.workflow\.sandbox: this machine cannot confine a command"):
+        lab.run(**sandboxed("print"))
+    assert not os.path.exists(lab.root / "letters")
+
+
 @pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_run_killed_at_random_moments_equals_one_that_was_not(lab, kills):
     changes = {**agent("twice"), "train__steps": 8, "every__checkpoint": "2 steps"}
@@ -157,6 +201,7 @@ def test_run_that_is_killed_takes_its_agents_with_it(lab):
         ({}, "either `command` or `function`"),
         ({"command": ["x"], "function": "a:b"}, "either `command` or `function`"),
         ({"function": "gateway_agents:twice", "answer": "output"}, "returns its answer"),
+        ({"function": "gateway_agents:twice", "sandbox": True}, "shares its worker process"),
         ({"function": "gateway_agents:twice", "port": 0}, "port"),
         ({"function": "gateway_agents:twice", "calls": "xml"}, "calls"),
     ],

@@ -4,9 +4,9 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -21,7 +21,7 @@ from palestra.generate.engine.request import (
     PromptTooLong,
     QueueFull,
 )
-from palestra.generate.types import Chunk, Guide, Request, Result, Sampling
+from palestra.generate.types import Chunk, Generation, Guide, Request, Result, Sampling, StopReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +127,7 @@ except ImportError as error:
 log = logging.getLogger("palestra.generate")
 
 T = TypeVar("T")
+Made = TypeVar("Made", Generation, Chunk)
 # Waits between attempts, in seconds: a server that restarts is back within a minute.
 WAITS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 LONGEST_WAIT = 120.0
@@ -153,8 +154,16 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
     retries = 0
     """Calls that were."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, *, waits: tuple[float, ...] = WAITS):
-        self.base_url, self._waits = base_url.rstrip("/"), waits
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        waits: tuple[float, ...] = WAITS,
+        ends: Collection[int] | None = None,
+    ):
+        """`ends` are end tokens in place of those of the server's model: a chat template may have one more."""
+        self.base_url, self._waits, self._ends = base_url.rstrip("/"), waits, ends
         headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
         # A generation takes as long as it takes; connections are closed here before the server would, so that none is
         # used that the server is just closing.
@@ -174,14 +183,30 @@ class HttpGenerator(AbstractAsyncContextManager["HttpGenerator"]):
         await self._client.aclose()
 
     async def generate(self, request: Request) -> Result:
-        async with self._call("POST", "/generate", json=request_json(request, stream=False)) as response:
+        async with self._call("POST", "/generate", json=request_json(self._sent(request), stream=False)) as response:
             body = await response.aread()
-            return self._read(body, lambda data: RESULT.validate_python({**data, "prompt": request.prompt}))
+            result = self._read(body, lambda data: RESULT.validate_python({**data, "prompt": request.prompt}))
+            return replace(result, generations=tuple(self._ended(made, request) for made in result.generations))
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        async with self._call("POST", "/generate", json=request_json(request, stream=True)) as response:
+        async with self._call("POST", "/generate", json=request_json(self._sent(request), stream=True)) as response:
             async for event in self._events(response):
-                yield self._read(event, _chunk)
+                yield self._ended(self._read(event, _chunk), request)
+
+    def _sent(self, request: Request) -> Request:
+        sampling = request.sampling
+        if self._ends is None or sampling.ignore_eos:
+            return request
+        stop_ids = (*sampling.stop_ids, *(token for token in self._ends if token not in sampling.stop_ids))
+        return replace(request, sampling=replace(sampling, stop_ids=stop_ids, ignore_eos=True))
+
+    def _ended(self, made: Made, request: Request) -> Made:
+        """With the reason that it would have here: the server was told of end tokens as of others that stop."""
+        sampling = request.sampling
+        if self._ends is None or sampling.ignore_eos or made.stop_reason != StopReason.STOP or not made.tokens:
+            return made
+        last = made.tokens[-1]
+        return replace(made, stop_reason=StopReason.EOS) if last in {*self._ends} - {*sampling.stop_ids} else made
 
     async def abort(self, id: str) -> None:
         await self._command("POST", "/abort", json={"id": id})

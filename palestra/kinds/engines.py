@@ -71,7 +71,7 @@ def _member(
     spec: GeneratorSpec, url: str, key: str | None, start: Start, context: int, folder: WeightFolder | None
 ) -> HttpGenerator:
     if spec.engine == "palestra":
-        return HttpGenerator(url, key)
+        return HttpGenerator(url, key, ends=start.eos)
     makers: dict[str, Callable[[], Dialect]] = {
         "vllm": lambda: Vllm(memory=spec.weights == "shared_memory"),
         "sglang": Sglang,

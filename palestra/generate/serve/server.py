@@ -306,10 +306,20 @@ class PromptHeaders(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        state = self.conn.their_state
+        if state is not h11.IDLE:
             self._late.cancel()
         elif self._late.cancelled():
             self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        if state is h11.SEND_BODY:
+            self._late = self.loop.call_later(STALL_SECONDS, self._close_silent)
+
+    def _close_silent(self) -> None:
+        """Close a connection whose body does not go on, unless it is the application that does not read."""
+        if self.flow.read_paused:
+            self._late = self.loop.call_later(STALL_SECONDS, self._close_silent)
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

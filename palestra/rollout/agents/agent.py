@@ -18,6 +18,7 @@ from palestra.rollout.gateway.session import FromLoop, Limits, Session
 from palestra.rollout.types import Trajectory
 from palestra.spec.imports import load_named
 from palestra.spec.kinds.posttrain import AgentSpec
+from palestra.tasks.sandbox import confined
 from palestra.tasks.task import Problem, Status, Verdict
 
 MODEL = "policy"
@@ -35,6 +36,8 @@ def agent(spec: AgentSpec) -> Workflow:
         load_named(spec.function, "rollout.workflow.function")
     elif spec.command and shutil.which(spec.command[0]) is None:
         raise UsageError(f"rollout.workflow.command: there is no program {spec.command[0]!r}")
+    if spec.sandbox:
+        confined.possible()
     runner = AgentRunner(spec)
 
     async def workflow(episode: Episode) -> list[Trajectory]:
@@ -76,9 +79,10 @@ class AgentRunner:
         with self._lock:
             if self._gateway is None:
                 port = 0 if self.spec.port == "auto" else self.spec.port
-                self._programs = make_programs(self.spec)
+                gateway = Gateway(model=MODEL, port=port, idle_seconds=self.spec.idle_seconds)
+                self._programs = make_programs(self.spec, gateway)
                 self._slots = asyncio.Semaphore(self.spec.running)
-                self._gateway = Gateway(model=MODEL, port=port, idle_seconds=self.spec.idle_seconds)
+                self._gateway = gateway
             return self._gateway
 
     def start(self, episode: Episode, sample: int) -> "asyncio.Future[list[Trajectory]]":

@@ -13,8 +13,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from palestra.errors import PalestraError, UsageError
+from palestra.rollout.gateway.server import Gateway
 from palestra.spec.imports import OBJECT
 from palestra.spec.kinds.posttrain import AgentSpec
+from palestra.tasks.sandbox import confined
 from palestra.work import guard
 
 OUTPUT_BYTES = 1 << 20
@@ -47,9 +49,12 @@ class Programs(Protocol):
         ...
 
 
-def make_programs(spec: AgentSpec) -> Programs:
+def make_programs(spec: AgentSpec, gateway: Gateway) -> Programs:
     """What runs the agents of a spec."""
-    return Commands(spec.command, spec.answer == "output") if spec.command else Functions(spec)
+    if not spec.command:
+        return Functions(spec)
+    commands = Commands(spec.command, spec.answer == "output")
+    return Confined(commands, gateway) if spec.sandbox else commands
 
 
 class Guarded:
@@ -85,27 +90,24 @@ class Commands:
 
     def __init__(self, command: list[str], output: bool):
         """With `output` what it prints is its answer."""
-        self._command, self._output, self._groups = command, output, Guarded()
+        self.command, self._output, self._groups = command, output, Guarded()
 
     async def ready(self) -> None: ...
 
     async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
-        environment = {
-            **os.environ,
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": key,
-            "PALESTRA_URL": url,
-            "PALESTRA_PROBLEM": json.dumps(problem),
-        }
+        return await self.started(self.command, {**os.environ, **variables(problem, url, key)})
+
+    async def started(self, command: list[str], environment: Mapping[str, str], *given: socket.socket) -> str | None:
+        """Run a command line to its end, with sockets that are then its own; what it printed, if that is its answer."""
+        settings: dict[str, Any] = {"env": environment, "pass_fds": [one.fileno() for one in given]}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, env=environment, start_new_session=True, **pipes
-            )
+            process = await asyncio.create_subprocess_exec(*command, **settings, **pipes, start_new_session=True)
         except OSError as error:
-            raise ProgramFailed(f"cannot start {self._command[0]}: {error.strerror or error}") from error
+            raise ProgramFailed(f"cannot start {command[0]}: {error.strerror or error}") from error
+        finally:
+            for one in given:
+                one.close()
         self._groups.add(process.pid)
         try:
             reading = asyncio.gather(_head(process.stdout), _tail(process.stderr))
@@ -120,6 +122,60 @@ class Commands:
 
     def close(self) -> None:
         self._groups.close()
+
+
+def variables(problem: Mapping[str, Any], url: str, key: str) -> dict[str, str]:
+    """What a command is told in its environment."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "PALESTRA_URL": url,
+        "PALESTRA_PROBLEM": json.dumps(problem),
+    }
+
+
+class Confined:
+    """Commands in namespaces of their own: the gateway listens in each, at the address that it has outside."""
+
+    def __init__(self, commands: Commands, gateway: Gateway):
+        self._commands, self._gateway, self._own_users = commands, gateway, confined.possible()
+
+    async def ready(self) -> None: ...
+
+    async def run(self, problem: Mapping[str, Any], url: str, key: str) -> str | None:
+        ours, theirs = socket.socketpair()
+        line = confined.wrapped(
+            self._commands.command, theirs.fileno(), int(url.rpartition(":")[2]), own_users=self._own_users
+        )
+        told = confined.environment() | variables(problem, url, key)
+        program = asyncio.ensure_future(self._commands.started(line, told, theirs))
+        server: asyncio.Server | None = None
+        try:
+            await _readable(ours)
+            server = await self._gateway.listen(confined.received(ours))
+            return await program
+        except OSError as error:
+            raise ProgramFailed(f"the agent could not be confined: {error}") from error
+        finally:
+            ours.close()
+            if server is not None:
+                server.close()
+            program.cancel()
+            await asyncio.gather(program, return_exceptions=True)
+
+    def close(self) -> None:
+        self._commands.close()
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await asyncio.wait_for(ready.wait(), confined.SECONDS)
+    finally:
+        loop.remove_reader(connection)
 
 
 async def _head(stream: asyncio.StreamReader | None) -> bytes:

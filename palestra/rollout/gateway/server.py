@@ -306,6 +306,15 @@ class Gateway:
         self._serving = self.thread.start(self._server.serve(sockets=[self._socket]))
         self.thread.start(self.sessions.reap())
 
+    async def listen(self, listening: socket.socket) -> asyncio.Server:
+        """Serve another socket too, as one of another network namespace; in the gateway's loop. Close it when done."""
+        state = self._server.server_state
+
+        def protocol() -> PromptHeaders:
+            return PromptHeaders(config=self._server.config, server_state=state, app_state={})
+
+        return await asyncio.get_running_loop().create_server(protocol, sock=listening)
+
     def close(self) -> None:
         """Stop listening and end all sessions."""
         self._server.should_exit = True

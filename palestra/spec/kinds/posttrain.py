@@ -87,6 +87,9 @@ class AgentSpec(Model):
     """Name of the workflow."""
     command: list[str] | None = Field(default=None, min_length=1)
     """Program and arguments, started once per completion; the environment has base URLs, keys and PALESTRA_PROBLEM."""
+    sandbox: bool = False
+    """Whether the command runs in namespaces of its own, without keys: reads all, writes in memory, reaches the gateway
+    alone. Linux, as root or with user namespaces."""
     function: Function | None = None
     """`agent(problem, url, key)`, sync or async, as module:function; runs in worker processes."""
     processes: Execution[int] = Field(default=1, ge=1)
@@ -116,6 +119,8 @@ class AgentSpec(Model):
         """Neither a command nor a function, or both."""
         if (self.command is None) == (self.function is None):
             yield Conflict(("command",), "expected either `command` or `function`")
+        if self.function is not None and self.sandbox:
+            yield Conflict(("sandbox",), "expected with `command`: a function shares its worker process with others")
         if self.function is not None and self.answer == "output":
             yield Conflict(("answer",), "expected message: a function returns its answer")
 

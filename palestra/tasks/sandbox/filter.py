@@ -102,6 +102,29 @@ def program(own: int) -> bytes:
     return b"".join(struct.pack("HBBI", *step) for step in [*steps, allow, refuse])
 
 
+LEFT_TO_COMMANDS = {"execve", "execveat", "socket", "tkill", "setpriority", "sched_setscheduler", "sched_setparam"}
+LEFT_TO_COMMANDS |= {"sched_setattr", "memfd_create", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open"}
+INTERNET = (2, 10)  # AF_INET, AF_INET6: a socket of a service is a file, which no namespace hides
+
+
+def of_commands() -> bytes:
+    """The filter for a command that may start others: sockets of the Internet alone, no namespaces, no mounts."""
+    assert MACHINE is not None
+    names = [name for name in REFUSED if name not in LEFT_TO_COMMANDS]
+    refused = [number for name in names if (number := REFUSED[name][MACHINE]) is not None]
+    steps: list[Step] = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, AUDIT_ARCH[MACHINE]), (RETURN, 0, 0, KILL_PROCESS)]
+    steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+    steps += [(EQUAL, len(refused) + 5 - place, 0, number) for place, number in enumerate(refused)]
+    number = REFUSED["socket"][MACHINE] or 0
+    steps += [
+        (EQUAL, 0, 4, number),
+        (LOAD, 0, 0, 16),
+        *((EQUAL, 2 - place, 0, one) for place, one in enumerate(INTERNET)),
+    ]
+    steps += [(RETURN, 0, 0, ERRNO | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
 def install(code: bytes) -> None:
     """Put this process under a filter, for good."""
     steps = FilterProgram(len(code) // 8, code)

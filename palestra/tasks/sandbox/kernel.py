@@ -75,7 +75,12 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 def bind_read_only(source: str, target: str, *, device: bool = False) -> None:
     """Show a file or folder at another place too, where it cannot be changed."""
     mount(source, target, None, BIND | REC)
-    attributes = MountAttributes(set=ATTR_RDONLY | ATTR_NOSUID | (0 if device else ATTR_NODEV))
+    read_only(target, 0 if device else ATTR_NODEV)
+
+
+def read_only(target: str, more: int = 0, without: int = 0) -> None:
+    """Let nothing be changed in a mount and those below it, and no program there give rights."""
+    attributes = MountAttributes(set=ATTR_RDONLY | ATTR_NOSUID | more, clear=without)
     arguments = (-100, os.fsencode(target), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
     call(MOUNT_SETATTR, *arguments, what=f"mount_setattr {target}")
 
