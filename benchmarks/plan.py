@@ -92,7 +92,7 @@ def predict(pool: Pool) -> None:
     for name in SPECS:
         with tempfile.TemporaryDirectory() as folder:
             spec = load(spec_of(name, Path(folder))).spec
-            known = {"prompt": PROMPT, "new": None, "spread": 0.0, "verify": 0.0}
+            known: dict[str, float | None] = {"prompt": PROMPT, "new": None, "spread": 0.0, "verify": 0.0}
             if spec.kind == "posttrain":  # no token ends a completion
                 known["new"] = float(spec.model_dump()["rollout"]["max_new_tokens"])
             plan = Search(open_job(spec, known=known), pool).written()

@@ -74,19 +74,20 @@ def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
     split = layout.context * layout.tensor * layout.pipeline
     tokens = job.trained / layout.apart / split
     forwards = job.forwards(layout.checkpointing)
+    orthogonal = 0.0
+    if job.spec.optim.name == "muon":  # products as in training
+        sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
+        orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
     train = Work(
-        flops=forwards * tokens * shape.flops_per_token(round(job.length / 2)),
+        flops=forwards * tokens * shape.flops_per_token(round(job.length / 2))
+        + job.updates * orthogonal / layout.apart,
         bytes=forwards * tokens * traffic(shape, used),
         launches=forwards / 3 * micros * shape.layers / layout.pipeline,
         rows=job.sequences / layout.apart,
         steps=micros,
     )
     parameters = shape.parameters() / (layout.processes / layout.data)
-    orthogonal = 0.0
-    if job.spec.optim.name == "muon":
-        sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
-        orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
-    update = Work(orthogonal / layout.apart, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)
+    update = Work(0.0, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)
     return train, update.times(job.updates * (2 if job.critic else 1))
 
 
