@@ -15,7 +15,7 @@ from palestra.spec.source import write_text
 
 WARM_UP = 2
 """Steps that do not count."""
-POLL = 0.01
+POLL = 0.1
 
 
 class Measured(NamedTuple):

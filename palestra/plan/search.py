@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import exp, log, sqrt
+from math import ceil, exp, log, sqrt
 
 from palestra.errors import UsageError
 from palestra.plan.costs import Layout, Phase, Sampling, publish, sampling, train_step, trainer_memory
@@ -22,7 +22,7 @@ MTBF_HOURS = 50_000.0
 """Of one device: 419 interruptions of 16,384 GPUs in 54 days (Llama 3, arXiv 2407.21783, section 3.3.4)."""
 RESTART = 300.0
 """Seconds from a failure of the trainer to the next step."""
-SIMULATED = 1024
+SIMULATED = 512
 """Completions of a step in a simulation: larger steps on more generators are scaled down together."""
 
 
@@ -224,10 +224,14 @@ class Search:
 
     def _fastest(self, count: int, generates: bool) -> Plan | None:
         axes = sorted(self._axes(count), key=lambda layout: train_step(self.job, layout, self.pool).seconds)
-        while axes:
-            some, axes = axes[:8], axes[8:]
-            own = self.job.spec.train.micro_tokens
-            ways = product(some, ("none", "selective", "full"), sorted({4 * own, own, max(1, own // 4)}))
+        own = self.job.spec.train.micro_tokens
+        micros = [max(micro, ceil(self.job.longest)) for micro in (own // 4, own, 4 * own)]
+        for start in range(0, len(axes), 8):
+            some = [layout._replace(checkpointing="full", micro=micros[0]) for layout in axes[start : start + 8]]
+            some = [
+                layout for layout in some if self._trained(layout, generates) is not None
+            ]  # the least that it takes
+            ways = product(some, ("none", "selective", "full"), {own, *micros} if micros[0] < own else micros[:1])
             tried = [layout._replace(checkpointing=name, micro=micro) for layout, name, micro in ways]
             for layout in sorted(tried, key=self._preference):
                 if (plan := self._trained(layout, generates)) is not None:
@@ -242,36 +246,52 @@ class Search:
 
     def _axes(self, count: int) -> Iterator[Layout]:
         """Layouts of so many processes that the model and the batch allow."""
-        spec, shape = self.job.spec, self.job.shape
+        spec = self.job.spec
         if count > 1 and next(spec.alone(), None) is not None:
             return
+        # Weights, gradients and moments, at the least.
+        least = self.job.shape.parameters() * (
+            10.0 if spec.model.lora is None and spec.train.weights == "fp32" else 0.5
+        )
+        for tensor, context, pipeline, expert in self._splits:
+            rest, odd = divmod(count, tensor * context * pipeline * expert)
+            for data in (2**power for power in range(10) if not odd and rest % 2**power == 0):
+                layout = Layout(rest // data, data, context, expert, tensor, pipeline, micro=spec.train.micro_tokens)
+                if layout.apart <= spec.examples and not self._too_large(least * data / count, count):
+                    yield layout
+
+    @cached_property
+    def _splits(self) -> list[tuple[int, int, int, int]]:
+        """Sizes of tensor, context, pipeline and expert that the model allows."""
+        spec, shape = self.job.spec, self.job.shape
         inside = [size for size in POWERS if size <= min(8, self.pool.each)]
         stages = POWERS[:5] if spec.kind in ("pretrain", "sft", "posttrain") else (1,)
         experts = [size for size in POWERS if shape.moe is not None or size == 1]
-        for tensor, context, pipeline, expert in product(inside, inside, stages, experts):
-            split = tensor * context * pipeline * expert
-            if count % split:
-                continue
-            for data in (size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if count // split % size == 0):
-                layout = Layout(
-                    count // split // data, data, context, expert, tensor, pipeline, micro=spec.train.micro_tokens
+        return [
+            (tensor, context, pipeline, expert)
+            for tensor, context, pipeline, expert in product(inside, inside, stages, experts)
+            if not any(
+                ParallelSpec(tensor=tensor, context=context, pipeline=pipeline, expert=expert).problems(
+                    shape, lora=spec.model.lora is not None
                 )
-                parallel = ParallelSpec.model_validate({**layout.axes, "shard": layout.shard})
-                if layout.apart <= spec.examples and not any(
-                    parallel.problems(shape, lora=spec.model.lora is not None)
-                ):
-                    yield layout
+            )
+        ]
 
     def _trained(self, layout: Layout, generates: bool) -> Plan | None:
         device = self.pool.device
         memory = trainer_memory(self.job, layout, device.cpu, generates=generates) | {"process": device.base}
-        needed = sum(memory.values())
-        if needed > ROOM * device.memory:
-            if self.least is None or needed < self.least[0]:
-                self.least = needed, f"training on {layout.processes}"
+        if self._too_large(sum(memory.values()), layout.processes):
             return None
         phase = train_step(self.job, layout, self.pool)
         return Plan(self.job, self.pool, layout, phase, memory, 0, 1, None, 0.0, 1, self.pool.count)
+
+    def _too_large(self, needed: float, count: int, what: str = "training") -> bool:
+        """Whether a device cannot hold it; the least of what did not fit is kept for people."""
+        if needed <= ROOM * self.pool.device.memory:
+            return False
+        if self.least is None or needed < self.least[0]:
+            self.least = needed, f"{what} on {count}"
+        return True
 
     def _sampled(self, plan: Plan, generators: int, tensor: int, total: int) -> Plan | None:
         """The plan with generators; None where the model does not fit one."""
@@ -287,8 +307,7 @@ class Search:
         sample = sampling(self.job, self.pool, rows, tensor=tensor, room=room)
         if sample is None:
             needed = self.job.shape.parameters() * self.job.used(self.pool.device.cpu) / tensor
-            if self.least is None or needed < self.least[0]:
-                self.least = needed, f"generating on {tensor}"
+            self._too_large(needed, tensor, "generating")
             return None
         sent = publish(self.job, plan.layout, self.pool, generators, tensor)
         own = rollout.cluster.verifiers or rollout.rollout.verifiers
