@@ -6,6 +6,7 @@ ARG EXTRAS=train,ray,s3
 ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 
 # git: a run stores the commit it came from; a C++ compiler: torch.compile and the fused kernels of the CPU
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*

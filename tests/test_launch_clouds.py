@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from conftest import SHORT
@@ -80,6 +81,51 @@ def test_rayjob_has_what_kuberay_requires(project):
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
         assert container["envFrom"] == [{"secretRef": {"name": "one-job"}}]
+
+
+def record(required: str = "", **properties):
+    """An object of these fields and no others."""
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+def rayjob_schema():
+    """Of the fields that a manifest of ours has: names, types and what is required, as KubeRay's CRD says (ray.io/v1).
+
+    Written down from helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml, which no package ships; read 2026-11.
+    """
+    text, count = {"type": "string"}, {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
+    texts = {"type": "object", "additionalProperties": text}
+    quantity = r"^(\+|-)?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE](\+|-)?[0-9]+)?$"
+    amounts = {"type": "object", "additionalProperties": {"type": ["integer", "string"], "pattern": quantity}}
+    container = record(
+        "name",
+        name=text,
+        image=text,
+        env={"type": "array", "items": record("name", name=text, value=text)},
+        envFrom={"type": "array", "items": record(secretRef=record(name=text))},
+        resources=record(limits=amounts, requests=amounts),
+    )
+    pod = record("containers", containers={"type": "array", "items": container}, serviceAccountName=text)
+    group = {"rayStartParams": texts, "template": record(spec=pod)}
+    sizes = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), count)
+    workers = record("groupName maxReplicas minReplicas template", groupName=text, **sizes, **group)
+    cluster = record(
+        "headGroupSpec",
+        headGroupSpec=record("template", **group),
+        workerGroupSpecs={"type": "array", "items": workers},
+    )
+    flag = {"type": "boolean"}
+    spec = record(entrypoint=text, shutdownAfterJobFinishes=flag, backoffLimit=count, rayClusterSpec=cluster)
+    return record("spec", apiVersion=text, kind=text, metadata={"type": "object"}, spec=spec)
+
+
+@pytest.mark.parametrize("given", [{}, {"nodes": 3, "gpus": "8xH100", "service_account": "train"}])
+def test_rayjob_validates_against_the_schema_of_kuberay(project, given):
+    *_, job = yaml.safe_load_all(request("kubernetes", image="registry/image:1", **given))
+    jsonschema.validate(job, rayjob_schema())
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["replicas"] = 1  # which a head does not have
+    with pytest.raises(jsonschema.ValidationError, match="replicas"):
+        jsonschema.validate(job, rayjob_schema())
 
 
 def test_client_that_refuses_is_quoted(project, monkeypatch, tmp_path):

@@ -79,6 +79,26 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 # ---- on this machine
 
 
+def test_cluster_auth_prints_the_token_and_makes_one_only_when_asked(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from palestra.cli.main import app
+
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "ray/token"))
+    asked = CliRunner().invoke(app, ["cluster", "auth"])
+    assert "there is no token" in str(asked.exception)
+    made = CliRunner().invoke(app, ["cluster", "auth", "--generate"])
+    token = (tmp_path / "ray/token").read_text()
+    assert len(token) == 64
+    assert (tmp_path / "ray/token").stat().st_mode & 0o777 == 0o600
+    assert made.stdout.splitlines()[-1] == token
+    again = CliRunner().invoke(app, ["cluster", "auth", "--generate"])
+    assert again.stdout.splitlines()[-1] == token
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
+    assert CliRunner().invoke(app, ["cluster", "auth"]).stdout.splitlines()[-1] == "of-the-environment"
+
+
 def test_job_outlives_the_command_that_launched_it_and_ends_as_a_run_here(project, tmp_path):
     where = str(tmp_path / "log")
     done = command("launch", "--on", "local", "small.yaml", "--name", "one", "--no-wait", PALESTRA_JOBS=where)

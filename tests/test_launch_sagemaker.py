@@ -86,6 +86,41 @@ def test_job_is_submitted_as_the_dry_run_shows_it(project, server, log):
     assert "very-secret" not in Path(log.store.root, job.name, "job.json").read_text()
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_answer_lost_after_the_job_was_made_finds_that_job(project, log, monkeypatch, other):
+    from botocore.exceptions import ClientError
+
+    real = sagemaker.client
+
+    def client(service, cluster):
+        made = real(service, cluster)
+        if service == "sagemaker":
+            create = made.create_training_job
+
+            def lost(**request):
+                if other:  # the name is taken, by a job of another folder
+                    request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] += "other/"
+                create(**request)
+                if other:
+                    request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"] = "s3://lab/ours/"
+                # What AWS answers to the second attempt; moto takes a name twice.
+                said = {"Code": "ResourceInUse", "Message": "Training job names must be unique"}
+                raise ClientError({"Error": said}, "CreateTrainingJob")
+
+            monkeypatch.setattr(made, "create_training_job", lost)
+        return made
+
+    monkeypatch.setattr(sagemaker, "client", client)
+    name = f"lost-{'other' if other else 'ours'}"
+    if other:
+        with pytest.raises(PalestraError, match="ResourceInUse: Training job names must be unique"):
+            launched(log, name)
+        return
+    job, record = launched(log, name)
+    assert record["handle"]["id"] == job.label
+    assert log.refreshed(record)["state"] == "done"
+
+
 def test_bundle_has_what_git_would_commit_and_the_script_runs_it(project, log):
     job, _ = launched(log, "bundled")
     s3 = boto3.client("s3")

@@ -1,4 +1,4 @@
-"""`palestra cluster`: the processes of a running post-training run, and how many of them there are."""
+"""`palestra cluster`: the processes of a running post-training run, how many there are, and Ray's token."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,9 @@ from typer import Argument, Option
 
 from palestra.cli import options
 
-app = typer.Typer(help="Show, add and remove the generators and verifiers of a running run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show, add and remove the generators and verifiers of a running run; the token of Ray.", no_args_is_help=True
+)
 
 Role = Annotated[str, Option(help="generator or verifier.")]
 Seed = Annotated[int | None, Option(help="Which seed of the run; by default its only one.")]
@@ -34,6 +36,18 @@ def show(run: options.RunName, seed: Seed = None, runs: options.Root = options.R
     members = [member for crew in members_of(_folder(run, runs, seed)).values() for member in crew]
     rows = [[str(member.get(column, "–")) for column in columns] for member in members]
     console().print(table(columns, rows, right=columns[3:]))
+
+
+@app.command()
+def auth(
+    generate: Annotated[bool, Option("--generate", help="Make a token first, if there is none.")] = False,
+) -> None:
+    """Print the token that the Ray dashboard of this machine's clusters asks for, and say where it is from."""
+    from palestra.launch.ray import auth_token
+
+    token, source = auth_token(generate=generate)
+    typer.echo(f"the token of {source}; a cluster that starts with RAY_AUTH_MODE=token asks for it", err=True)
+    typer.echo(token)
 
 
 @app.command()

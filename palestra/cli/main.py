@@ -22,6 +22,7 @@ from palestra.cli.launch import app as launches
 from palestra.cli.models import app as models
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
+from palestra.cli.plan import app as plans
 from palestra.cli.sweeps import app as sweeps
 from palestra.cli.sweeps import show_search
 from palestra.cli.tasks import app as tasks
@@ -403,6 +404,7 @@ app.add_typer(pipelines, name="pipeline", rich_help_panel=options.DATA)
 app.add_typer(sweeps)
 app.add_typer(tasks)
 app.add_typer(launches)
+app.add_typer(plans)
 imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
 app.add_typer(imports, name="import", rich_help_panel=options.SHARING)
 

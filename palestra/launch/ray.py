@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 import shlex
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,22 @@ def _call(cluster: Ray, method: str, path: str, data: bytes | None = None) -> by
         raise PalestraError(
             f"no Ray dashboard answers at {cluster.address} ({reason}): start it, or correct `address`"
         ) from error
+
+
+def auth_token(*, generate: bool = False) -> tuple[str, str]:
+    """The token that Ray's dashboard asks for on this machine and where it is from; made, if there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token, "RAY_AUTH_TOKEN"
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    if not file.is_file():
+        if not generate:
+            raise UsageError(f"there is no token: neither RAY_AUTH_TOKEN nor {file}. `--generate` writes one there")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+    if not (token := file.read_text().strip()):
+        raise UsageError(f"{file} is empty: remove it, then `--generate` writes a token there")
+    return token, str(file)
 
 
 def _token(cluster: Ray) -> str | None:

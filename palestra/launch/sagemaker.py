@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from palestra import __version__
@@ -13,6 +14,8 @@ from palestra.launch.job import Job, bundle
 
 STATES = {"InProgress": "running", "Stopping": "running", "Completed": "done", "Stopped": "stopped", "Failed": "failed"}
 GROUP = "/aws/sagemaker/TrainingJobs"
+SKEW = timedelta(minutes=2)
+"""By which the clocks of AWS and of this machine may differ; a job that is older is another one."""
 CODE, DATA = "/opt/ml/code", "/opt/ml/input/data/source"
 
 
@@ -35,7 +38,7 @@ class SageMakerTarget:
             s3 = client("s3", cluster)
             for name, data in (("source.tar.gz", bundle(job, "tar.gz")), ("job.sh", entry(job).encode())):
                 s3.put_object(Bucket=bucket, Key="/".join(filter(None, (prefix, "source", job.label, name))), Body=data)
-            client("sagemaker", cluster).create_training_job(**request)
+            _create(client("sagemaker", cluster), request)
         return {"id": job.label, "region": cluster.region}
 
     def state(self, record: dict[str, Any]) -> str:
@@ -105,6 +108,25 @@ def _request(job: Job, hidden: Any) -> dict[str, Any]:
         request["EnableManagedSpotTraining"] = True
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = 2 * seconds
     return request
+
+
+def _create(sagemaker: Any, request: dict[str, Any]) -> None:
+    """Start the job. If the answer to that is lost, boto3 asks again and is told that the name is taken: by us."""
+    from botocore.exceptions import ClientError, HTTPClientError
+
+    begin, where = datetime.now(UTC), request["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+    try:
+        sagemaker.create_training_job(**request)
+    except (ClientError, HTTPClientError) as error:
+        if isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") != "ResourceInUse":
+            raise
+        try:
+            there = sagemaker.describe_training_job(TrainingJobName=request["TrainingJobName"])
+        except ClientError:
+            raise error from None  # there is none: it failed indeed
+        source = there["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+        if source != where or there["CreationTime"] < begin - SKEW:
+            raise
 
 
 def client(service: str, cluster: SageMaker) -> Any:

@@ -20,13 +20,15 @@ def predicted(spec: LanguageModelSpec, shape: Shape, device: str) -> dict[str, i
     Activations are those that autograd keeps without `torch.compile`, which keeps fewer.
     """
     sizes = _Sizes(spec, shape, device)
-    apart = spec.processes // spec.parallel.sizes(spec.processes)["data"]  # processes that share a copy of the model
+    axes = spec.parallel.sizes(spec.processes)
+    apart = spec.processes // axes["data"]  # processes that share a copy of the model
+    split = axes["tensor"] * axes["pipeline"] * axes["expert"]  # those that compute with a part of it alone
     activations, working, gradients = sizes.activations(), sizes.working(), sizes.gradients() / apart
     if not sizes.accumulates:  # gradients of a layer take the place of its activations
         gradients = max(0.0, gradients + sizes.embedding * sizes.kept - activations - working)
     rows = {
         WEIGHTS: sizes.weights() / apart,
-        "copies for arithmetic": sizes.copies(),
+        "copies for arithmetic": sizes.copies() / split,
         "gradients": gradients,
         "optimizer state": sizes.moments() / apart,
         "activations": activations,

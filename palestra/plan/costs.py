@@ -1,0 +1,224 @@
+"""Seconds and bytes of training, sampling and sending weights, of a model under a layout on a device."""
+
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import NamedTuple
+
+from palestra.plan.devices import Pool, Work
+from palestra.plan.job import Job
+from palestra.spec.memory import matrices, predicted
+from palestra.spec.shape import Shape
+
+WIRE = 0.75
+"""Share of a link's published bandwidth that collectives reach."""
+
+
+class Layout(NamedTuple):
+    """Processes of the trainer along each axis of `parallel`, and how they compute."""
+
+    shard: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    checkpointing: str = "none"
+    micro: int = 16384
+
+    @property
+    def processes(self) -> int:
+        return self.shard * self.data * self.context * self.expert * self.tensor * self.pipeline
+
+    @property
+    def apart(self) -> int:
+        """Processes with examples of their own."""
+        return self.shard * self.data * self.expert
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Those that split anything, by name."""
+        names = ("data", "shard", "context", "expert", "tensor", "pipeline")
+        return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of a phase by what they go to."""
+
+    compute: float = 0.0
+    bandwidth: float = 0.0
+    latency: float = 0.0
+    network: float = 0.0
+    """Waiting for other processes: collectives that nothing hides."""
+    bubble: float = 0.0
+    """Of a pipeline."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.bandwidth + self.latency + self.network + self.bubble
+
+    @property
+    def binds(self) -> str:
+        """What takes most of it."""
+        return max(("compute", "bandwidth", "latency", "network", "bubble"), key=lambda name: getattr(self, name))
+
+
+def _phase(parts: Work, network: float = 0.0, bubble: float = 0.0) -> Phase:
+    return Phase(parts.flops, parts.bytes, parts.launches + parts.rows + parts.steps, network, bubble)
+
+
+def train_work(job: Job, layout: Layout, *, cpu: bool) -> tuple[Work, Work]:
+    """Of one process in a step: gradients, and optimizer."""
+    shape, used = job.shape, job.used(cpu)
+    micros = micro_batches(job, layout)
+    split = layout.context * layout.tensor * layout.pipeline
+    tokens = job.trained / layout.apart / split
+    forwards = job.forwards(layout.checkpointing)
+    orthogonal = 0.0
+    if job.spec.optim.name == "muon":  # products as in training
+        sides = [(min(pair), max(pair)) for pair in matrices(shape).values()]
+        orthogonal = shape.layers * sum(5 * (4 * s * s * long + 2 * s**3) for s, long in sides)
+    train = Work(
+        flops=forwards * tokens * shape.flops_per_token(round(job.length / 2))
+        + job.updates * orthogonal / layout.apart,
+        bytes=forwards * tokens * traffic(shape, used),
+        launches=forwards / 3 * micros * shape.layers / layout.pipeline,
+        rows=job.sequences / layout.apart,
+        steps=micros,
+    )
+    parameters = shape.parameters() / (layout.processes / layout.data)
+    update = Work(0.0, 28 * parameters, shape.layers / layout.pipeline, 0.0, 1.0)
+    return train, update.times(job.updates * (2 if job.critic else 1))
+
+
+def micro_batches(job: Job, layout: Layout) -> int:
+    """Micro-batches of a process in a step."""
+    tokens, longest = job.trained / layout.apart, max(layout.micro, job.longest)
+    return job.updates * max(layout.pipeline, ceil(tokens / job.updates / longest))
+
+
+def traffic(shape: Shape, used: int) -> float:
+    """Bytes that a forward pass reads and writes a token, beside weights: norms, rotations, gates, logits."""
+    rows = (shape.heads + 2 * shape.kv) * shape.dim
+    hidden = shape.hidden if shape.moe is None else shape.moe.active * shape.moe.mlp + shape.moe.shared_width
+    return 2 * used * shape.layers * (3 * shape.width + rows + 1.5 * hidden) + 4 * (shape.vocab or 0)
+
+
+def train_step(job: Job, layout: Layout, pool: Pool) -> Phase:
+    """A training step, updates included, of processes that all wait for the slowest."""
+    device = pool.device
+    train, update = train_work(job, layout, cpu=device.cpu)
+    parts = device.parts("train", train).plus(device.parts("update", update))
+    work, hidden = sum(parts), sum(device.parts("train", train))
+    exposed = _axes(job, layout, pool)
+    gather = _gather(job, layout, pool)
+    exposed += max(0.0, gather - hidden) + gather / job.shape.layers
+    micros = micro_batches(job, layout) / job.updates
+    bubble = (layout.pipeline - 1) / micros * (work + exposed)
+    return _phase(parts, exposed, bubble)
+
+
+def _gather(job: Job, layout: Layout, pool: Pool) -> float:
+    """Seconds in which parameters are gathered and gradients spread (FSDP, FP32), which computing can hide."""
+    apart, micros = layout.shard * layout.context, micro_batches(job, layout)
+    share = 4 * job.shape.parameters() / (layout.tensor * layout.pipeline * layout.expert)
+    inner = layout.tensor
+    seconds = 0.0
+    if apart > 1:
+        wait = 3 * job.shape.layers / layout.pipeline * pool.device.hop * log2(2 * apart)
+        seconds += micros * (3 * share * (apart - 1) / apart / (WIRE * pool.bandwidth(apart * inner)) + wait)
+    if layout.data > 1:
+        every = 2 * share / apart * (layout.data - 1) / layout.data
+        seconds += job.updates * (
+            every / (WIRE * pool.bandwidth(layout.processes)) + pool.device.hop * log2(2 * layout.data)
+        )
+    return seconds
+
+
+def _axes(job: Job, layout: Layout, pool: Pool) -> float:
+    """Seconds of the collectives inside layers, which nothing hides."""
+    shape, used = job.shape, job.used(pool.device.cpu)
+    micros, layers = micro_batches(job, layout), shape.layers / layout.pipeline
+    numbers = job.trained / layout.apart * used * layers / layout.context
+    heads = (2 * shape.heads + 2 * shape.kv) * shape.dim
+    active = shape.moe.active if shape.moe is not None else 0
+    seconds = 0.0
+    # Collectives of a layer, forward and backward; bytes that each process sends in all of them.
+    for size, count, moved, group in (
+        (layout.tensor, 8, 8 * numbers * shape.width, layout.tensor),
+        (layout.context, 4, 2 * numbers * heads / layout.tensor, layout.tensor * layout.context),
+        (layout.expert, 4, 4 * numbers * active * shape.width / layout.tensor, layout.tensor * layout.expert),
+    ):
+        if size > 1:
+            seconds += moved * (size - 1) / size / size / (WIRE * pool.bandwidth(group))
+            seconds += micros * layers * count * pool.device.hop * log2(2 * size)
+    return seconds
+
+
+class Sampling(NamedTuple):
+    """A generator: seconds of a decode step are `base + rows · each`."""
+
+    base: float
+    each: float
+    start: float
+    """Seconds of a prompt, which all completions of a group share."""
+    slots: int
+    """Rows at once."""
+    parts: Phase
+    """Of a decode step with all rows that there are."""
+    needed: float
+    """Bytes of weights and of the rows' keys and values."""
+
+
+def sampling(job: Job, pool: Pool, rows: float, *, tensor: int = 1, room: float | None = None) -> Sampling | None:
+    """A generator that would like `rows` at once, split over `tensor` devices; None where not one row fits.
+
+    `room` are the bytes that it may take on each device.
+    """
+    shape, device = job.shape, pool.device
+    used = job.used(device.cpu)
+    context = job.prompt + job.new / 2
+    keys = 2 * shape.layers * shape.kv * shape.dim * used
+    weights = shape.parameters() * used / tensor
+    room = (0.9 * device.memory - device.base) if room is None else room
+    most = int((room - weights) / (keys * (job.prompt + job.new) / tensor))
+    if most < 1:
+        return None
+    slots = max(1, min(most, ceil(rows), 512 if device.cpu else 1024))
+    touched = shape.parameters() - (shape.vocab or 0) * shape.width * (0 if shape.tied else 1)
+    if shape.moe is not None:  # experts that one of the rows asks for
+        share = 1 - (1 - shape.moe.active / shape.moe.experts) ** slots
+        active = shape.parameters(active=True)
+        every = shape.parameters() - active
+        touched = active + (share - shape.moe.active / shape.moe.experts) * every
+    flops = shape.flops_per_token(round(context)) / tensor
+    wire = 2 * shape.layers * 2 * shape.width * used * (tensor - 1) / tensor / (WIRE * device.link)
+    wait = 2 * shape.layers * device.hop * log2(2 * tensor) if tensor > 1 else 0.0
+    fixed = device.parts("decode", Work(0.0, touched * used / tensor, shape.layers, 0.0, 1.0))
+    row = device.parts("decode", Work(flops, keys * context / tensor, 0.0, 1.0, 0.0))
+    prompt = Work(flops * job.prompt, job.prompt * traffic(shape, used) / tensor, 0.0, 1.0, 0.0)
+    parts = _phase(fixed.plus(row.times(slots)), wait + wire * slots)
+    needed = weights + slots * keys * (job.prompt + job.new) / tensor
+    return Sampling(sum(fixed) + wait, sum(row) + wire, device.seconds("prefill", prompt), slots, parts, needed)
+
+
+def publish(job: Job, layout: Layout, pool: Pool, generators: int, tensor: int = 1) -> float:
+    """Seconds from the last update to generators with its weights: gathered, then sent along a chain in pieces."""
+    device, shape = pool.device, job.shape
+    sent = shape.parameters() * job.used(device.cpu)
+    seconds = device.seconds("publish", Work(0.0, 2 * sent, shape.layers, 0.0, 1.0))
+    if layout.processes > 1:
+        seconds += 4 * shape.parameters() / (WIRE * pool.bandwidth(layout.processes))
+    if generators and not device.cpu:
+        seconds += sent / (WIRE * pool.bandwidth(layout.processes + generators * tensor)) + device.hop * generators
+    return seconds
+
+
+def trainer_memory(job: Job, layout: Layout, cpu: bool, *, generates: bool) -> dict[str, float]:
+    """Bytes on each device of the trainer by what they hold."""
+    parallel = job.spec.parallel.model_copy(update={**dict.fromkeys(Layout._fields[:6], 1), **layout.axes})
+    micro = max(min(layout.micro, ceil(job.trained / layout.apart / job.updates)), ceil(job.longest))
+    train = job.spec.train.model_copy(update={"checkpointing": layout.checkpointing, "micro_tokens": micro})
+    cluster = job.spec.cluster.model_copy(update={"generators": 0 if generates else 1, "trainers": None})
+    settings = {"parallel": parallel, "train": train, "cluster": cluster, "devices": layout.processes}
+    return dict(predicted(job.spec.model_copy(update=settings), job.shape, "cpu" if cpu else "cuda"))

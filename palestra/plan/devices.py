@@ -1,0 +1,207 @@
+"""Devices: published peaks, what of them is reached, and calibrations that `palestra plan --calibrate` has stored."""
+
+import json
+import platform
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from palestra.data.cache import cache_root
+from palestra.errors import UsageError, did_you_mean
+from palestra.runs.store import write_json
+
+GB, TERA = 1e9, 1e12
+CPU = "cpu"
+PHASES = ("train", "update", "prefill", "decode", "complete", "publish")
+"""Gradients, the optimizer, prompts, a decode step, what a completion costs besides, weights to a generator."""
+
+
+class Work(NamedTuple):
+    """What a phase does on one device; a price for each field makes seconds of it."""
+
+    flops: float = 0.0
+    """Floating-point operations."""
+    bytes: float = 0.0
+    """Bytes read and written in the device's memory."""
+    launches: float = 0.0
+    """Layers started."""
+    rows: float = 0.0
+    """Sequences handled."""
+    steps: float = 0.0
+    """Times that it happens."""
+
+    def times(self, factor: float) -> "Work":
+        return Work(*(factor * count for count in self))
+
+    def plus(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A type of device, and what each kind of work costs on it."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    link: float
+    """Bytes a second to another device of the machine, one way."""
+    network: float
+    """Bytes a second to a device of another machine, one way."""
+    prices: dict[str, Work]
+    """Seconds per unit of work, by phase; times add up, because kernels of each kind take turns."""
+    hop: float = 8e-6
+    """Seconds that a collective waits for each doubling of its processes."""
+    base: float = 0.7 * GB
+    """Bytes that a process takes before it has a model."""
+    source: str = "published peaks"
+    """Where the prices come from."""
+
+    @property
+    def cpu(self) -> bool:
+        """Whether specs run on it as on `cpu`: FP32 where auto, other attention."""
+        return self.name == CPU
+
+    def parts(self, phase: str, work: Work) -> Work:
+        """Seconds of a phase, by what they go to."""
+        return Work(*(price * count for price, count in zip(self.prices[phase], work, strict=True)))
+
+    def seconds(self, phase: str, work: Work) -> float:
+        """Seconds of a phase."""
+        return sum(self.parts(phase, work))
+
+
+def _from_peaks(name: str, memory: float, flops: float, bandwidth: float, link: float, network: float) -> Device:
+    """Published peaks (dense bf16, no sparsity) by the fractions that were reached on one H200.
+
+    Those of decoding are a fit to five rows of docs/log.md (135M at 1, 64 and 512 sequences, 0.5B at 512, 0.6B at 256,
+    right to 18 %); training and prompts by 364k tokens/s of 135M; `complete` by the 0.1 s that 256 completions of a
+    step take beside decoding; `publish` by 17 ms for 135M.
+    """
+    flop, byte = 1 / (flops * TERA), 1 / (bandwidth * TERA)
+    prices = {
+        "train": Work(flop / 0.42, byte / 0.9, 60e-6, 0.0, 2e-3),
+        "update": Work(flop / 0.42, byte / 0.8, 30e-6, 0.0, 1e-3),
+        "prefill": Work(flop / 0.42, byte / 0.9, 30e-6, 0.0, 1e-3),
+        "decode": Work(flop / 0.376, byte / 0.889, 14.8e-6, 1.6e-6, 0.0),
+        "complete": Work(0.0, 0.0, 0.0, 0.4e-3, 2e-3),
+        "publish": Work(0.0, byte / 0.4, 0.5e-3, 0.0, 2e-3),
+    }
+    return Device(name, memory * GB, link * GB, network * GB, prices)
+
+
+PUBLISHED = {
+    device.name: device
+    for device in (
+        # memory GB, dense bf16 TFLOP/s, memory TB/s, NVLink or PCIe GB/s one way, network GB/s a device
+        _from_peaks("B200", 180, 2250, 7.7, 900, 50),
+        _from_peaks("H200", 141, 989, 4.8, 450, 50),
+        _from_peaks("H100", 80, 989, 3.35, 450, 50),
+        _from_peaks("H800", 80, 989, 3.35, 200, 50),
+        _from_peaks("H20", 96, 148, 4.0, 450, 50),
+        _from_peaks("A100", 80, 312, 2.04, 300, 25),
+        _from_peaks("A100-40GB", 40, 312, 1.56, 300, 25),
+        _from_peaks("L40S", 48, 362, 0.864, 32, 12.5),
+        _from_peaks("A10G", 24, 70, 0.6, 32, 6),
+        _from_peaks("L4", 24, 121, 0.3, 32, 6),
+        _from_peaks("RTX4090", 24, 165, 1.01, 32, 3),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The devices of a plan."""
+
+    device: Device
+    each: int
+    """Devices of a machine."""
+    nodes: int
+
+    @property
+    def count(self) -> int:
+        return self.each * self.nodes
+
+    def bandwidth(self, processes: int) -> float:
+        """Bytes a second between neighbors of a group of so many processes, placed side by side."""
+        return self.device.link if processes <= self.each else self.device.network
+
+
+def parse_pool(text: str, nodes: int = 1) -> Pool:
+    """`8xH200`, `H100` or `cpu`, on each of so many machines."""
+    match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?([A-Za-z][\w-]*)", text.strip())
+    if match is None or match[1] == "0":
+        raise UsageError(f"--devices {text}: expected a number and a device, such as 8xH200 or 2xcpu")
+    return Pool(find_device(match[2]), int(match[1] or 1), nodes)
+
+
+def find_device(name: str) -> Device:
+    """A device by its name: as calibrated here, else by its published peaks."""
+    known = {published.upper(): published for published in (*PUBLISHED, CPU)}
+    if name.upper() not in known:
+        names = ", ".join(known.values())
+        hint = did_you_mean(name.upper(), known)
+        raise UsageError(f"--devices: there are no figures of {name}. {hint} Known are {names}; others by --calibrate")
+    name = known[name.upper()]
+    if (file := calibration_file(name)).is_file():
+        return read_calibration(file)
+    if name == CPU:
+        raise UsageError("--devices cpu: CPUs have no published figures that hold: palestra plan --calibrate first")
+    return PUBLISHED[name]
+
+
+def calibration_file(name: str) -> Path:
+    """Where the calibration of a device is; that of a CPU by its machine's type."""
+    return cache_root() / "devices" / f"{f'{CPU}-{platform.machine()}' if name == CPU else name}.json"
+
+
+def read_calibration(file: Path) -> Device:
+    """A stored calibration."""
+    try:
+        data: dict[str, Any] = json.loads(file.read_text())
+        listed = data.pop("prices")
+        prices = {phase: Work(**listed[phase]) for phase in PHASES}
+        return Device(**data, prices=prices)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(
+            f"{file} is not a calibration ({error}): remove it, and run palestra plan --calibrate"
+        ) from error
+
+
+def store_calibration(device: Device) -> Path:
+    """Write a calibration, whole or not at all."""
+    file = calibration_file(device.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    prices = {phase: work._asdict() for phase, work in device.prices.items()}
+    fields = ("name", "memory", "link", "network", "hop", "base", "source")
+    write_json(file, {**{name: getattr(device, name) for name in fields}, "prices": prices})
+    return file
+
+
+def this_cpu(prices: dict[str, Work], link: float, hop: float, base: float, source: str) -> Device:
+    """A core of this machine as a device."""
+    return Device(CPU, float(psutil.virtual_memory().total), link, link, prices, hop, base, source)
+
+
+def this_gpu(name: str, memory: float, prices: dict[str, Work], source: str) -> Device:
+    """A GPU of this machine: links and network as published, or as those of an H200."""
+    short = next((known for known in sorted(PUBLISHED, key=len, reverse=True) if known in name.replace(" ", "")), None)
+    like = PUBLISHED[short or "H200"]
+    return replace(like, name=short or name.split()[-1], memory=memory, prices=prices, source=source)
+
+
+def read_prices(file: Path, name: str) -> float:
+    """Dollars an hour of a device, from a YAML or JSON file `{H200: 3.5}`."""
+    from palestra.spec.source import read_file
+
+    data = read_file(file).data
+    if not isinstance(data, dict) or not all(isinstance(price, int | float) for price in data.values()):
+        raise UsageError(f"{file}: expected dollars an hour by device, such as {{H200: 3.5}}")
+    if name not in data:
+        raise UsageError(
+            f"{file}: there is no price of {name}, only of {', '.join(map(str, data)) or 'nothing'}: add it"
+        )
+    return float(data[name])
