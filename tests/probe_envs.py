@@ -15,7 +15,8 @@ from palestra.control.algorithms.ppo import PPO
 from palestra.control.envs.stepping import Stepper
 from palestra.control.nets.actor_critic import ActorCritic
 from palestra.control.nets.heads import ActionHead
-from palestra.control.policy import Policy, observation_shape
+from palestra.control.policy import Policy
+from palestra.control.spaces import observation_shape
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.shape import NetSpec
 

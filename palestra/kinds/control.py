@@ -11,6 +11,7 @@ from palestra.cluster.actor import Hub
 from palestra.cluster.capacity import Ask
 from palestra.cluster.placement import address_of, asks, backend_of, check_room
 from palestra.control.algorithms import ALGORITHMS, check_actions
+from palestra.control.envs.goals import check_goals, goals_of
 from palestra.control.envs.hosted import HostedEnvs, hosted_copies
 from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
 from palestra.control.envs.stepping import Stepper
@@ -18,6 +19,7 @@ from palestra.control.evaluation import has_display, play, random_episodes, vide
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
+from palestra.control.spaces import ObsShape
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarize
 from palestra.errors import UsageError
@@ -45,6 +47,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
         check_room(spec.cluster, _asked(spec))
     probe = make_single(spec.env, factory)
     check_actions(spec, ActionHead.of(probe.action_space))
+    if getattr(spec.algorithm, "her", None) is not None:
+        check_goals(goals_of(probe), spec.env.id)
     probe.close()
 
     def summary(trial: Run) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def load(run: Run, which: str = "best") -> Policy:
     spec = resolved(run.spec)
     assert isinstance(spec, ControlSpec)
     state = load_checkpoint(run.checkpoint(which)).state["algorithm"]["policy"]
-    shape = tuple(state["obs_shape"])
+    shape = ObsShape.of(state["obs_shape"], state.get("parts"))
     policy = Policy(shape, ALGORITHMS[spec.algorithm.name].actor(spec, shape, ActionHead(state["actions"])))
     policy.load_state(state)
     return policy

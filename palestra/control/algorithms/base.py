@@ -16,8 +16,9 @@ from palestra.control.graphs import Graphed
 from palestra.control.nets.actor_critic import Actor, Recurrent
 from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import compiled
-from palestra.control.policy import Policy, observation_shape
+from palestra.control.policy import Policy
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
+from palestra.control.spaces import ObsShape, observation_shape
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions
 
@@ -54,8 +55,8 @@ class AlgorithmParts:
         return compiled(method, self.compile and compiles)
 
     @property
-    def obs_shape(self) -> tuple[int, ...]:
-        """The shape of one observation."""
+    def obs_shape(self) -> ObsShape:
+        """The shape of one observation, and its parts."""
         return observation_shape(self.stepper.env.single_observation_space)
 
     @property

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import Algorithm, AlgorithmParts
+from palestra.control.envs.goals import check_goals
 from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
+from palestra.control.memory.hindsight import HindsightReplay
 from palestra.control.memory.replay import Replay, ReplayBatch
 from palestra.control.nets.heads import ActionHead
 from palestra.control.nets.values import check_bounds
@@ -36,7 +38,12 @@ class OffPolicy(Algorithm):
         shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
         options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
         options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
-        self.memory = Replay(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
+        memory = Replay
+        if self.spec.her is not None:
+            goals = check_goals(getattr(parts.stepper.env, "goals", None), parts.stepper.name)
+            memory, her = HindsightReplay, {"her": self.spec.her, "goals": goals, "storable": self.rewards.storable}
+            options |= her
+        self.memory = memory(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
         # Observations in an array of our own: environments may write into theirs again.
         self._shown = np.zeros_like(self.episodes.now)
         self._shown_tensor = torch.from_numpy(self._shown)

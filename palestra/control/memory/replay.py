@@ -271,16 +271,21 @@ class Replay:
         alive = (flags & TERMINATED) == 0
         discounts = (self.powers[1] if steps is None else self.powers[steps]) * alive
         obs = self._stacked(flat)
-        # A successor is the next row, or the final observation stored separately.
-        next_obs = columns["obs"].take((last + n) % (self.ring * n))
-        ends = (flags & ENDED).nonzero().squeeze(1)
-        if len(ends):
-            next_obs[ends] = self.finals.get(columns["final"].take(last[ends]))
+        next_obs = self._after(last, flags)
         if self.stack is not None:
             before = obs if steps is None else self._stacked(last)
             next_obs = torch.cat([before[:, 1:], next_obs[:, None]], dim=1)
         rows = places + (self.added - self._size) * n
         return ReplayBatch(obs, columns["actions"].take(flat), rewards, next_obs, discounts, weights, rows)
+
+    def _after(self, flat: Tensor, flags: Tensor) -> Tensor:
+        """What was observed after rows with these flags: the next row, or the final observation stored separately."""
+        columns, n = self.columns, self.num_envs
+        after = columns["obs"].take((flat + n) % (self.ring * n))
+        ends = (flags & ENDED).nonzero().squeeze(1)
+        if len(ends):
+            after[ends] = self.finals.get(columns["final"].take(flat[ends]))
+        return after
 
     def _window(
         self, places: Tensor, flat: Tensor, rewards: Tensor, flags: Tensor

@@ -182,6 +182,15 @@ class PrioritizedSpec(Model):
     """Added to every priority, so that none is zero."""
 
 
+class HerSpec(Model):
+    """Hindsight experience replay (Andrychowicz et al. 2017), for goal environments."""
+
+    strategy: Literal["future", "final"] = "future"
+    """Goals that the same episode reached: at a random later step, or at its last one so far."""
+    k: float = Field(default=4.0, gt=0)
+    """Relabeled transitions for each with its own goal."""
+
+
 class DistributionalSpec(Model):
     """QR-DQN (Dabney et al. 2018): predict quantiles of the return in place of its mean."""
 
@@ -210,6 +219,8 @@ class OffPolicySpec(Model):
     """Vector steps per training step, after which logging, evaluation and checkpoints may be due."""
     n_step: int = Field(default=1, ge=1)
     """n of n-step returns."""
+    her: HerSpec | None = None
+    """Hindsight experience replay; null: off."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Gradient norm clipping; null: none."""
     adam_eps: float = Field(default=1e-8, gt=0)
@@ -470,6 +481,12 @@ class ControlSpec(ExperimentSpec):
         if algorithm.horizon % algorithm.update_every:
             reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
             yield Conflict(("algorithm", "horizon"), reason)
+        if algorithm.her is not None and algorithm.n_step > 1:
+            yield Conflict(("algorithm", "n_step"), "expected 1, because `her` relabels single transitions")
+        if algorithm.her is not None and self.env.frame_stack is not None:
+            yield Conflict(
+                ("env", "frame_stack"), "expected null, because `algorithm.her` relabels single observations"
+            )
         if algorithm.buffer < (least := max(algorithm.start, n * (algorithm.n_step + 1))):
             yield Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}")
 
