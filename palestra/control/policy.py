@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.control.nets.actor_critic import Actor, Recurrent
+from palestra.control.nets.actor_critic import Actor, RecurrentActor
 from palestra.control.spaces import ObsShape, packed, structured
 from palestra.errors import UsageError
 
@@ -68,7 +68,7 @@ class Policy:
     def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         """The best actions for a batch of observations, or ones sampled with a generator."""
         obs, mask = obs.to(self.device), None if mask is None else mask.to(self.device)
-        if not isinstance(self.net, Recurrent):
+        if not isinstance(self.net, RecurrentActor):
             return self.net.actions(obs, mask, generator)
         if self._memory is None:
             self._memory = self.net.nothing(len(obs))
@@ -77,8 +77,8 @@ class Policy:
                 f"a recurrent policy with the memory of {len(self._memory)} parallel episodes got {len(obs)} "
                 "observations: call policy.reset() first"
             )
-        distribution, _, self._memory = self.net.advance(obs, self._memory, mask)
-        return self.net.chosen(distribution, obs, generator)
+        actions, self._memory = self.net.remembered(obs, self._memory, mask, generator)
+        return actions
 
     def _mask(self, mask: Any, single: bool, rows: int) -> Tensor:
         """The environment's mask as (B, choices)."""

@@ -10,7 +10,7 @@ from typing import Any
 from palestra.cluster.actor import Hub
 from palestra.cluster.capacity import Ask
 from palestra.cluster.placement import address_of, asks, backend_of, check_room
-from palestra.control.algorithms import ALGORITHMS, check_actions
+from palestra.control.algorithms import algorithm_of, check_actions
 from palestra.control.envs.goals import check_goals, goals_of
 from palestra.control.envs.hosted import HostedEnvs, hosted_copies
 from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
@@ -100,7 +100,7 @@ def load(run: Run, which: str = "best") -> Policy:
     assert isinstance(spec, ControlSpec)
     state = load_checkpoint(run.checkpoint(which)).state["algorithm"]["policy"]
     shape = ObsShape.of(state["obs_shape"], state.get("parts"))
-    policy = Policy(shape, ALGORITHMS[spec.algorithm.name].actor(spec, shape, ActionHead(state["actions"])))
+    policy = Policy(shape, algorithm_of(spec).actor(spec, shape, ActionHead(state["actions"])))
     policy.load_state(state)
     return policy
 

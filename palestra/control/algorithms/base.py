@@ -51,8 +51,14 @@ class AlgorithmParts:
         The tensors of its first `kept` arguments are the same in every call.
         """
         if self.device.type == "cuda":
-            return Graphed(method, kept) if self.spec.train.compile == "on" else method
-        return compiled(method, self.compile and compiles)
+            graphed = self.spec.train.compile == "on" and self.spec.net.recurrent is None
+            return Graphed(method, kept) if graphed else method
+        return compiled(method, self.compiles and compiles)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether updates are compiled: the steps of a recurrent network as one graph would take minutes."""
+        return self.compile and self.spec.net.recurrent is None
 
     @property
     def obs_shape(self) -> ObsShape:

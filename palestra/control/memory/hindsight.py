@@ -8,10 +8,10 @@ import torch
 
 from palestra.control.envs.goals import Goals
 from palestra.control.envs.stepping import Transition
-from palestra.control.memory.replay import DUMMY, ENDED, Replay, ReplayBatch
+from palestra.control.memory.replay import DUMMY, ENDED, Masks, Replay, ReplayBatch
 from palestra.control.spaces import Part
 from palestra.errors import UsageError
-from palestra.spec.kinds.control import HerSpec
+from palestra.spec.off_policy import HerSpec
 
 RUNNING = np.iinfo(np.int64).max  # of rows whose episode has not ended
 
@@ -28,8 +28,10 @@ class HindsightReplay(Replay):
         self.began = np.zeros(self.num_envs, np.int64)
         """The numbers of the first rows of the running episodes."""
 
-    def add(self, obs: np.ndarray, actions: Any, transition: Transition, **more: Any) -> None:
-        super().add(obs, actions, transition, **more)
+    def add(
+        self, obs: np.ndarray, actions: Any, transition: Transition, masks: Masks | None = None, **more: np.ndarray
+    ) -> None:
+        super().add(obs, actions, transition, masks, **more)
         last = self.added - 1
         self.until[last % self.ring] = RUNNING
         if transition.ended is not None:
