@@ -35,6 +35,7 @@ class Cut(Forbidding):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         obs, reward, over, _, info = super().step(action)
         ends = over and self.np_random.random() < 0.3
+        info = info if ends else {"action_mask": self._formed(obs > 0)}  # a time limit leaves the choices as they are
         return obs, reward, ends, over and not ends, info
 
 

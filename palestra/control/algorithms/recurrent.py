@@ -56,7 +56,8 @@ class Steps(NamedTuple):
 
 def learned_rows(batch: ReplayBatch, burn_in: int) -> Any:
     """The learned steps of sequences as a batch of (T · B, ...), time first, whose `weights` leave dummy steps out."""
-    rows = [None if column is None else column.transpose(0, 1)[burn_in:].flatten(0, 1) for column in batch[:9]]
+    columns: tuple[Any, ...] = batch[:9]
+    rows: list[Any] = [None if c is None else c.transpose(0, 1)[burn_in:].flatten(0, 1) for c in columns]
     assert batch.valid is not None
     valid = batch.valid.transpose(0, 1)[burn_in:].flatten().float()
     return ReplayBatch(*rows)._replace(weights=valid / valid.mean().clamp_min(1e-8))
