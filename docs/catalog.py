@@ -36,6 +36,7 @@ EXTRAS = {
     "mcp": "tools of MCP servers in the workflow `tools`",
     "box2d": "Box2D environments",
     "mujoco": "MuJoCo environments",
+    "robotics": "goal environments of gymnasium-robotics, such as FetchReach",
     "atari": "Atari games",
     "video": "MP4 from `palestra enjoy RUN`",
     "tensorboard": "the sink `tensorboard`",

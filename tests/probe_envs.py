@@ -9,13 +9,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
-from palestra.control.algorithms import ALGORITHMS
+from palestra.control.algorithms import algorithm_of
 from palestra.control.algorithms.base import Algorithm, AlgorithmParts
 from palestra.control.algorithms.ppo import PPO
 from palestra.control.envs.stepping import Stepper
 from palestra.control.nets.actor_critic import ActorCritic
 from palestra.control.nets.heads import ActionHead
-from palestra.control.policy import Policy, observation_shape
+from palestra.control.policy import Policy
+from palestra.control.spaces import observation_shape
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.shape import NetSpec
 
@@ -147,7 +148,7 @@ def learner_on(
             "train": {"frames": frames, "compile": "on" if compile else "off"},
         }
     )
-    made = ALGORITHMS[name](AlgorithmParts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))
+    made = algorithm_of(spec)(AlgorithmParts.of(spec, Stepper(env), seed, torch.device("cpu"), compile=compile))
     made.episodes.reset(seed)
     return made
 

@@ -48,7 +48,7 @@ def critic_step(algorithm: Any, batch: ReplayBatch) -> Tensor:
 
 def policy_step(algorithm: Any, batch: ReplayBatch) -> None:
     with torch.no_grad():
-        algorithm.step_policy(algorithm.learned, batch.obs, inputs_for(algorithm, batch, seed=7))
+        algorithm.step_policy(algorithm.learned, batch, inputs_for(algorithm, batch, seed=7))
 
 
 def aim() -> Aim:

@@ -15,7 +15,7 @@ from probe_envs import Scripted, scripted_action, sync
 
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Replay, ReplayBatch
-from palestra.spec.kinds.control import PrioritizedSpec
+from palestra.spec.off_policy import PrioritizedSpec
 
 MODES = list(AutoresetMode)
 GAMMA = 0.9

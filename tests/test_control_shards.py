@@ -14,7 +14,7 @@ from palestra.control.memory import replay
 from palestra.control.memory import storage as shards
 from palestra.control.memory.replay import Replay
 from palestra.control.memory.storage import DamagedShard
-from palestra.spec.kinds.control import PrioritizedSpec
+from palestra.spec.off_policy import PrioritizedSpec
 
 
 @pytest.fixture(autouse=True)

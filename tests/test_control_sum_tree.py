@@ -11,7 +11,7 @@ from probe_envs import Scripted, sync
 from palestra.control.envs.stepping import Stepper, Transition
 from palestra.control.memory.replay import Replay
 from palestra.control.memory.storage import SumTree
-from palestra.spec.kinds.control import PrioritizedSpec
+from palestra.spec.off_policy import PrioritizedSpec
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,7 +32,7 @@ from palestra.control.envs.watchdog import Patience, hung
 from palestra.control.envs.workers import portable
 from palestra.control.episodes import Episodes
 from palestra.control.nets.heads import ActionHead
-from palestra.control.policy import observation_shape
+from palestra.control.spaces import observation_shape
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import ControlSpec
 

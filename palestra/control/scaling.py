@@ -27,6 +27,7 @@ class ObsScale(nn.Module):
     mean: Tensor
     var: Tensor
     count: Tensor
+    pixels: Tensor | None
 
     def __init__(self, obs_shape: Sequence[int], clip: float):
         super().__init__()
@@ -34,11 +35,18 @@ class ObsScale(nn.Module):
         self.register_buffer("mean", torch.zeros(tuple(obs_shape), dtype=torch.float64))
         self.register_buffer("var", torch.ones(tuple(obs_shape), dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        parts = getattr(obs_shape, "parts", None) or []
+        pixels = torch.zeros(tuple(obs_shape), dtype=torch.bool)
+        for part in parts:
+            pixels[..., part.start : part.stop] = part.pixels
+        # Of an observation with images in it these stay as they are: networks divide them by 255.
+        self.register_buffer("pixels", pixels if pixels.any() else None, persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
         """(obs - mean) / √(var + 1e-8) within ±clip, in single precision; subtracted in double, where 1e4 ± 1 stays."""
         scaled = (obs.to(torch.float64) - self.mean) * torch.rsqrt(self.var + 1e-8)
-        return scaled.clamp(-self.clip, self.clip).to(torch.float32)
+        scaled = scaled.clamp(-self.clip, self.clip).to(torch.float32)
+        return scaled if self.pixels is None else torch.where(self.pixels, obs.to(torch.float32), scaled)
 
     @torch.no_grad()
     def update(self, obs: Tensor, valid: Tensor | None = None) -> None:

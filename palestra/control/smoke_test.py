@@ -19,7 +19,8 @@ from palestra.control.seeding import stream
 from palestra.control.trainer import ControlTrainer
 from palestra.errors import PalestraError, UsageError
 from palestra.spec.base import ExperimentSpec
-from palestra.spec.kinds.control import ControlSpec, OffPolicySpec
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.off_policy import OffPolicySpec
 
 STEPS = 3
 HORIZON = 64  # vector steps in a step, at most

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from palestra.control.algorithms import ALGORITHMS, check_actions
+from palestra.control.algorithms import algorithm_of, check_actions
 from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.envs.make import Factory, MakeVector, evaluation_vector, make_vector
 from palestra.control.envs.snapshot import vector_exactness
@@ -75,7 +75,7 @@ class ControlTrainer:
         parts = AlgorithmParts.of(spec, Stepper(self.env, spec.env.id), stream(seed, "policy"), device, compile=compile)
         self.generator = parts.generator
         check_actions(spec, parts.head)
-        self.algorithm = ALGORITHMS[spec.algorithm.name](parts)
+        self.algorithm = algorithm_of(spec)(parts)
         self.policy, self.episodes = self.algorithm.policy, self.algorithm.episodes
         self._metrics: Row = {}
 

@@ -10,8 +10,9 @@ from typing import Any
 from palestra.cluster.actor import Hub
 from palestra.cluster.capacity import Ask
 from palestra.cluster.placement import address_of, asks, backend_of, check_room
-from palestra.control.algorithms import ALGORITHMS, check_actions
+from palestra.control.algorithms import algorithm_of, check_actions
 from palestra.control.asynchronous import Elsewhere, HostedCollector
+from palestra.control.envs.goals import check_goals, goals_of
 from palestra.control.envs.hosted import HostedEnvs, hosted_copies
 from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
 from palestra.control.envs.stepping import Stepper
@@ -20,6 +21,7 @@ from palestra.control.evaluation import has_display, play, random_episodes, vide
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
+from palestra.control.spaces import ObsShape
 from palestra.control.trainer import train
 from palestra.control.trial_metrics import summarize
 from palestra.errors import UsageError
@@ -48,6 +50,8 @@ def run(spec: ControlSpec, launch: Launch) -> Run:
         check_room(spec.cluster, _asked(spec))
     probe = make_single(spec.env, factory)
     check_actions(spec, ActionHead.of(probe.action_space))
+    if getattr(spec.algorithm, "her", None) is not None:
+        check_goals(goals_of(probe), spec.env.id)
     probe.close()
 
     def summary(trial: Run) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def _collected(spec: ControlSpec, session: Session, launch: Launch, stack: ExitS
 def _collector(spec: ControlSpec, factory: bytes, copies: int, seed: int) -> HostedCollector:
     """In another process: its collector."""
     settle_products()
-    return HostedCollector(spec, ALGORITHMS[spec.algorithm.name].actor, factory, copies, seed)
+    return HostedCollector(spec, algorithm_of(spec).actor, factory, copies, seed)
 
 
 def load(run: Run, which: str = "best") -> Policy:
@@ -129,8 +133,8 @@ def load(run: Run, which: str = "best") -> Policy:
     spec = resolved(run.spec)
     assert isinstance(spec, ControlSpec)
     state = load_checkpoint(run.checkpoint(which)).state["algorithm"]["policy"]
-    shape = tuple(state["obs_shape"])
-    policy = Policy(shape, ALGORITHMS[spec.algorithm.name].actor(spec, shape, ActionHead(state["actions"])))
+    shape = ObsShape.of(state["obs_shape"], state.get("parts"))
+    policy = Policy(shape, algorithm_of(spec).actor(spec, shape, ActionHead(state["actions"])))
     policy.load_state(state)
     return policy
 

@@ -101,6 +101,11 @@ def target_entropy(actions: int, *, discrete: bool) -> float:
     return DISCRETE_TARGET * math.log(actions) if discrete else -float(actions)
 
 
+def allowed_entropy(target: float, masks: Tensor) -> Tensor:
+    """The target entropy where `masks` `(B, A)` allow some of A actions: the same share of the log of their number."""
+    return target * masks.sum(dim=-1).log().mean() / max(math.log(masks.shape[-1]), 1e-12)
+
+
 def soft_value(q: Tensor, logprobs: Tensor, alpha: Tensor) -> Tensor:
     """V of sampled actions, `(B,)`: the smaller of the twins `(2, B)` less α times their log-density `(B,)`."""
     return q.amin(dim=0) - alpha * logprobs
@@ -121,7 +126,7 @@ def twin_loss(q: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (q - targets).square().mean(dim=1).sum()
 
 
-def alpha_slope(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:
+def alpha_slope(log_alpha: Tensor, entropy: Tensor, target: float | Tensor) -> Tensor:
     """The gradient by log α of α · (H - H̄): above 0, so that α falls, where the entropy is above the target."""
     return log_alpha.exp() * (entropy - target)
 

@@ -21,6 +21,11 @@ class RecurrentSpec(Model):
     size: int = Field(default=64, ge=1)
     """Width of its state."""
 
+    @property
+    def width(self) -> int:
+        """Numbers of its state: an LSTM also has a cell state."""
+        return self.size * (2 if self.cell == "lstm" else 1)
+
 
 class GraphSpec(Model):
     """Custom trunk: torch.nn layers by name, and how they connect."""

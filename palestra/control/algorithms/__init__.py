@@ -5,6 +5,7 @@ from palestra.control.algorithms.base import Algorithm
 from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.dqn import DQN
 from palestra.control.algorithms.ppo import PPO
+from palestra.control.algorithms.recurrent import RecurrentDQN, RecurrentSAC
 from palestra.control.algorithms.reinforce import Reinforce
 from palestra.control.algorithms.sac import SAC
 from palestra.control.algorithms.sarsa import SARSA
@@ -23,6 +24,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "td3": TD3,
     "crossq": CrossQ,
 }
+
+RECURRENT: dict[str, type[Algorithm]] = {"dqn": RecurrentDQN, "sac": RecurrentSAC}
+"""Those that learn in another way with recurrent networks."""
+
+
+def algorithm_of(spec: ControlSpec) -> type[Algorithm]:
+    """The algorithm of a spec."""
+    name = spec.algorithm.name
+    return ALGORITHMS[name] if spec.net.recurrent is None else RECURRENT.get(name, ALGORITHMS[name])
 
 
 def check_actions(spec: ControlSpec, head: ActionHead) -> None:

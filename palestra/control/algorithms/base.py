@@ -16,8 +16,9 @@ from palestra.control.graphs import Graphed
 from palestra.control.nets.actor_critic import Actor, Recurrent
 from palestra.control.nets.heads import ActionHead
 from palestra.control.optim import compiled
-from palestra.control.policy import Policy, observation_shape
+from palestra.control.policy import Policy
 from palestra.control.scaling import ObsScale, Rewards, obs_scale
+from palestra.control.spaces import ObsShape, observation_shape
 from palestra.spec.kinds.control import ControlSpec
 from palestra.spec.schedule import in_fractions
 
@@ -50,12 +51,18 @@ class AlgorithmParts:
         The tensors of its first `kept` arguments are the same in every call.
         """
         if self.device.type == "cuda":
-            return Graphed(method, kept) if self.spec.train.compile == "on" else method
-        return compiled(method, self.compile and compiles)
+            graphed = self.spec.train.compile == "on" and self.spec.net.recurrent is None
+            return Graphed(method, kept) if graphed else method
+        return compiled(method, self.compiles and compiles)
 
     @property
-    def obs_shape(self) -> tuple[int, ...]:
-        """The shape of one observation."""
+    def compiles(self) -> bool:
+        """Whether updates are compiled: the steps of a recurrent network as one graph would take minutes."""
+        return self.compile and self.spec.net.recurrent is None
+
+    @property
+    def obs_shape(self) -> ObsShape:
+        """The shape of one observation, and its parts."""
         return observation_shape(self.stepper.env.single_observation_space)
 
     @property

@@ -48,7 +48,9 @@ class CrossQ(SAC):
 
     def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics on the joint batch; the loss and the mean value."""
-        next_actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
+        next_actions, logprobs, _ = self.sampled(
+            learned.actor.vector, batch.next_obs, inputs.noise[0], batch.next_masks
+        )
         alpha, rows = learned.alpha.vector.exp(), len(batch.rewards)
         obs = torch.cat([batch.obs, batch.next_obs])
         actions = None if next_actions is None else torch.cat([batch.actions, next_actions])

@@ -17,12 +17,13 @@ from palestra.control.algorithms.base import AlgorithmParts
 from palestra.control.algorithms.off_policy import OffPolicy
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import Exploration, ExplorationNoise, QNet
+from palestra.control.nets.values import Exploration, ExplorationNoise, QNet, forbid
 from palestra.control.optim import FlatNet, Trained, clip_norm, copied, pace, restore, together
 from palestra.control.scaling import obs_scale
 from palestra.rl.losses import quantile_loss
 from palestra.rl.schedules import value
-from palestra.spec.kinds.control import ControlSpec, DQNSpec
+from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.off_policy import DQNSpec
 from palestra.spec.schedule import in_fractions
 
 
@@ -47,7 +48,7 @@ class DQN(OffPolicy):
         self.trained = Trained.of(self.flat.vector)
         # Updates in one graph: a divisor of those made at once, and of those between two copies of the network.
         most, made = together(parts.spec), self.spec.updates_at_once(self.episodes.num_envs)
-        self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compile else 1
+        self.together = math.gcd(most, made, self.spec.target_every or most) if parts.compiles else 1
         self._update = parts.compiled(self.update)
 
     @classmethod
@@ -61,7 +62,7 @@ class DQN(OffPolicy):
         return self.exploration.noise(horizon, self.episodes.num_envs)
 
     def act(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
-        return self.exploration.actions(obs, noise, t, progress)
+        return self.exploration.chosen(lambda: self.net.q(obs), noise, t, progress, self.episodes.mask)
 
     @torch.no_grad()
     def learn(self, updates: int, progress: float) -> Tensor:
@@ -108,7 +109,7 @@ class DQN(OffPolicy):
         """The TD targets, (B, quantiles), without gradient."""
         following = self.target(self.target.vector)(batch.next_obs)  # (B, A, quantiles)
         chooses = self.flat(self.flat.vector)(batch.next_obs) if self.spec.double else following
-        best = chooses.mean(dim=2).argmax(dim=1)
+        best = forbid(chooses.mean(dim=2), batch.next_masks).argmax(dim=1)
         return (batch.rewards[:, None] + batch.discounts[:, None] * _of_action(following, best)).detach()
 
     def loss(self, net: Any, batch: ReplayBatch, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from palestra.control.algorithms.base import Algorithm, AlgorithmParts
+from palestra.control.envs.goals import check_goals
 from palestra.control.envs.stepping import Transition
 from palestra.control.episodes import Episodes
-from palestra.control.memory.replay import Replay, ReplayBatch
+from palestra.control.memory.hindsight import HindsightReplay
+from palestra.control.memory.replay import Masks, Replay, ReplayBatch
+from palestra.control.memory.sequences import SequenceReplay
 from palestra.control.nets.heads import ActionHead
-from palestra.control.nets.values import check_bounds
+from palestra.control.nets.values import check_bounds, forbid
 from palestra.control.optim import BETA1, FlatNet, copied, no_denormals, pace, products, restore
 from palestra.errors import UsageError
 from palestra.rl.losses import td_target, twin_loss
@@ -29,6 +32,8 @@ class OffPolicy(Algorithm):
 
     metrics: ClassVar[tuple[str, ...]]
     """The names of what `learn` returns."""
+    cells: ClassVar[int] = 1
+    """Recurrent cells whose states are stored, where the networks are recurrent."""
 
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
@@ -36,7 +41,18 @@ class OffPolicy(Algorithm):
         shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
         options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
         options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
-        self.memory = Replay(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
+        self.sampled_rows = self.spec.batch
+        """Of the memory, in a batch: transitions, or sequences of them."""
+        memory: Any = Replay
+        if self.spec.her is not None:
+            goals = check_goals(getattr(parts.stepper.env, "goals", None), parts.stepper.name)
+            memory, her = HindsightReplay, {"her": self.spec.her, "goals": goals, "storable": self.rewards.storable}
+            options |= her
+        if parts.spec.net.recurrent is not None:
+            memory, sequence = SequenceReplay, self.spec.sequence
+            options |= {"sequence": sequence, "width": self.cells * parts.spec.net.recurrent.width}
+            self.sampled_rows = self.spec.batch // sequence.length
+        self.memory = memory(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
         # Observations in an array of our own: environments may write into theirs again.
         self._shown = np.zeros_like(self.episodes.now)
         self._shown_tensor = torch.from_numpy(self._shown)
@@ -44,6 +60,10 @@ class OffPolicy(Algorithm):
     @abstractmethod
     def explore(self, horizon: int) -> Any:
         """Generate all the noise that `act` needs for `horizon` vector steps at once."""
+
+    def observe(self, obs: Tensor) -> dict[str, Any]:
+        """Take notice of what is acted on next, also where actions are random; what else to store with it."""
+        return {}
 
     @abstractmethod
     def act(self, obs: Tensor, noise: Any, t: int, progress: float) -> Tensor:
@@ -60,7 +80,6 @@ class OffPolicy(Algorithm):
 
     def _step(self, progress: float) -> dict[str, float]:
         spec, episodes = self.spec, self.episodes
-        refuse_masks(episodes, spec.name)
         began, before = episodes.frame, self.updates
         at_once = spec.updates_at_once(episodes.num_envs)
         noise = self.explore(spec.horizon)
@@ -69,16 +88,20 @@ class OffPolicy(Algorithm):
         for t in range(spec.horizon):
             now = progress + (episodes.frame - began) / self.frames
             self._shown[:] = episodes.now
-            if episodes.frame < spec.start:
-                actions = random[t]
-            else:
-                # A few rows: rounding the factors to bfloat16 would cost more than the products.
-                with torch.no_grad(), products("fp32"):
+            mask = episodes.mask
+            # A few rows: rounding the factors to bfloat16 would cost more than the products.
+            with torch.no_grad(), products("fp32"):
+                stored = self.observe(self._shown_tensor)
+                if episodes.frame >= spec.start:
                     actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
+                else:
+                    actions = random[t] if mask is None else random_allowed(mask, self.generator)
             transition = episodes.step(self.head.to_env(actions))
             self._check(transition)
-            stored = transition._replace(rewards=self.rewards.storable(transition.rewards))
-            self.memory.add(self._shown, actions.numpy(force=True), stored)
+            if mask is not None and episodes.mask is not None:
+                stored["masks"] = Masks(mask, episodes.mask, episodes.stepper.final_mask)
+            storable = transition._replace(rewards=self.rewards.storable(transition.rewards))
+            self.memory.add(self._shown, actions.numpy(force=True), storable, **stored)
             if self.rewards.scale is not None:
                 _, rewards, terminated, truncated, valid, _, _ = transition
                 columns = [rewards, np.logical_or(terminated, truncated)] + ([] if valid is None else [valid])
@@ -94,10 +117,11 @@ class OffPolicy(Algorithm):
 
     def batches(self, updates: int, beta: float | None = None) -> Iterator[list[ReplayBatch]]:
         """The batches of `updates` gradient steps, in groups gathered together; priorities are set after each group."""
-        size = self.spec.batch
+        size = self.sampled_rows
         most = max(1, GATHERED_BYTES // (8 * size * math.prod(self._shown.shape[1:]) * self._shown.itemsize)) * 4
         if beta is not None:
             most = min(most, SAMPLED_AT_ONCE)
+        most = max(1, most // (self.spec.batch // size))
         for done in range(0, updates, most):
             count = min(most, updates - done)
             many = self.memory.sample(size, self.generator, beta, batches=count)
@@ -161,7 +185,7 @@ class TwinCritics(OffPolicy):
         """One gradient step of the critics; the loss and the mean value."""
 
     @abstractmethod
-    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
+    def step_policy(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> None:
         """One gradient step of the policy on the critics' values; the critics do not change."""
 
     def explore(self, horizon: int) -> Tensor:
@@ -196,7 +220,7 @@ class TwinCritics(OffPolicy):
     def update(self, learned: Any, batch: ReplayBatch, inputs: Inputs, totals: Tensor) -> None:
         """One gradient step of the critics, then one of the policy."""
         seen = self.step_critics(learned, batch, inputs)
-        self.step_policy(learned, batch.obs, inputs)
+        self.step_policy(learned, batch, inputs)
         totals.add_(torch.cat([seen, learned.seen]))
 
     def update_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs, totals: Tensor) -> None:
@@ -224,10 +248,15 @@ def random_actions(head: ActionHead, generator: torch.Generator, *batch: int) ->
     return torch.randint(head.outputs, batch, generator=generator)
 
 
+def random_allowed(mask: np.ndarray, generator: torch.Generator) -> Tensor:
+    """A uniformly random allowed action for each row, (N,)."""
+    return forbid(torch.rand(mask.shape, generator=generator), torch.from_numpy(mask)).argmax(dim=1)
+
+
 def refuse_masks(episodes: Episodes, name: str) -> None:
     """Refuse environments with action masks: the values of forbidden actions would be learned from and chosen."""
     if episodes.mask is not None:
         raise UsageError(
             f"{episodes.stepper.name} masks actions (info['action_mask']), which {name} does not support: "
-            "use ppo, a2c or reinforce"
+            "use dqn, sac, ppo, a2c or reinforce"
         )

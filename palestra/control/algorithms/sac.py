@@ -20,7 +20,9 @@ from palestra.control.algorithms.off_policy import Inputs, TwinCritics, critic_l
 from palestra.control.memory.replay import ReplayBatch
 from palestra.control.nets.values import Critics, SoftActor
 from palestra.control.optim import FunctionalNet, Trained
-from palestra.rl.losses import alpha_slope, expected_soft_value, polyak, soft_value, target_entropy
+from palestra.rl.losses import allowed_entropy, alpha_slope, expected_soft_value, polyak, soft_value, target_entropy
+
+LEAST_LOGPROB = -1e4
 
 Q = Callable[[Tensor | None], Tensor]
 """The critics in given observations: values of a Box's actions, (2, B); None: of every Discrete one, (2, B, A)."""
@@ -64,7 +66,8 @@ class SAC(TwinCritics):
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
         """Actions sampled from the policy."""
-        return self.net.forward(obs).sample(noise[t])
+        mask = self.episodes.mask
+        return self.net.forward(obs, None if mask is None else torch.from_numpy(mask).to(obs.device)).sample(noise[t])
 
     def inputs(self, updates: int, progress: float) -> Inputs:
         """Noise for the critics' and the policy's actions; the paces of the critics, of the policy and of α."""
@@ -72,11 +75,18 @@ class SAC(TwinCritics):
         noise = self.head.noise(self.generator, updates, 2, batch)
         return Inputs(noise, self.rates(updates, progress, "lr", "alpha_lr"))
 
-    def sampled(self, vector: Tensor, obs: Tensor, noise: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def sampled(
+        self, vector: Tensor, obs: Tensor, noise: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Sampled actions, their log-probabilities, (B,), and the entropy; None and (B, A) for Discrete actions."""
-        policy = self.actors(vector)(obs)
+        return self.scored(self.actors(vector)(obs, mask), noise, mask)
+
+    def scored(self, policy: Any, noise: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The same of a policy's distribution."""
         if not self.head.continuous:
-            return None, policy.logprobs, policy.entropy()
+            # Of a forbidden action so small that α times it overflows; e^LEAST is 0 just the same.
+            logprobs = policy.logprobs if mask is None else policy.logprobs.clamp_min(LEAST_LOGPROB)
+            return None, logprobs, policy.entropy()
         actions, logprobs = policy.sample_scored(noise)
         return actions, logprobs, -logprobs
 
@@ -86,7 +96,7 @@ class SAC(TwinCritics):
 
     def step_critics(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> Tensor:
         """One gradient step of the critics, then the targets follow; the loss and the mean value."""
-        actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0])
+        actions, logprobs, _ = self.sampled(learned.actor.vector, batch.next_obs, inputs.noise[0], batch.next_masks)
         following = self.critics(learned.target)(batch.next_obs, actions)
         values = self.value(following, logprobs, learned.alpha.vector.exp())
 
@@ -101,18 +111,26 @@ class SAC(TwinCritics):
         """The values of the actions that were taken, (2, B)."""
         return q if self.head.continuous else q.gather(2, batch.actions.expand(2, -1)[..., None])[..., 0]
 
-    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
+    def step_policy(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> None:
         """One gradient step of the policy on the critics' values, and one of α."""
-        q, alpha = self.values_of(learned, obs), learned.alpha.vector.exp()
+        q, alpha = self.values_of(learned, batch.obs), learned.alpha.vector.exp()
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
-            actions, logprobs, entropy = self.sampled(vector, obs, inputs.noise[1])
+            actions, logprobs, entropy = self.sampled(vector, batch.obs, inputs.noise[1], batch.masks)
             total = -self.value(q(actions), logprobs, alpha).mean()
             return total, torch.stack([total.detach(), entropy.detach().mean()])
 
+        self.descend_policy(learned, loss, inputs, batch.masks)
+
+    def descend_policy(self, learned: Any, loss: Callable, inputs: Inputs, masks: Tensor | None) -> None:
+        """One gradient step of the policy on `loss`, and one of α towards the target entropy."""
+        alpha = learned.alpha.vector.exp()
         seen = learned.actor.descend(loss, inputs.rates[1], self.spec.max_grad_norm, self.beta1)
         if self.spec.alpha == "auto":
-            slope = alpha_slope(learned.alpha.vector, seen[1], self.target_entropy)
+            target: Any = self.target_entropy
+            if masks is not None and self.spec.target_entropy == "auto":
+                target = allowed_entropy(target, masks)
+            slope = alpha_slope(learned.alpha.vector, seen[1], target)
             learned.alpha.step(slope, inputs.rates[2], None, self.beta1)
         learned.seen.copy_(torch.cat([seen, alpha]))
 

@@ -68,9 +68,9 @@ class TD3(TwinCritics):
 
         return learned.critics.descend(loss, inputs.rates[0], self.spec.max_grad_norm)
 
-    def step_policy(self, learned: Any, obs: Tensor, inputs: Inputs) -> None:
+    def step_policy(self, learned: Any, batch: ReplayBatch, inputs: Inputs) -> None:
         """One gradient step of the policy on the first critic; then both targets follow."""
-        critics = self.critics(learned.critics.vector)
+        obs, critics = batch.obs, self.critics(learned.critics.vector)
 
         def loss(vector: Tensor) -> tuple[Tensor, Tensor]:
             total = -critics(obs, self.actors(vector)(obs), 1).mean()

@@ -135,12 +135,12 @@ class HostedWorker:
 def hosted_copies(spec: EnvSpec, num_envs: int, factory: Factory | None, actors: Sequence[Actor]) -> Copies:
     """Copies spread evenly over processes that host `HostedEnvs`."""
     probe = Snapshot(make_single(spec, factory))
-    obs, actions = probe.observation_space, probe.action_space
-    assert isinstance(obs, spaces.Box)
+    assert isinstance(probe.observation_space, spaces.Box)
     probe.close()
-    arrays, packed = Arrays.of(num_envs, obs, actions, shared=False), pack(factory)
+    arrays = Arrays.of(num_envs, probe.observation_space, probe.action_space, shared=False)
+    packed = pack(factory)
     parts = zip(shares(num_envs, len(actors)), actors, strict=False)
     workers = [HostedWorker(spec, packed, actor, rows, arrays) for rows, actor in parts]
     for worker in workers:
         worker.finish()
-    return Copies(spec.id, workers, arrays, obs, actions)
+    return Copies(spec.id, workers, arrays, probe)

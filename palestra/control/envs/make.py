@@ -18,6 +18,7 @@ from palestra.control.envs.snapshot import Snapshot
 from palestra.control.envs.vector import copies
 from palestra.control.envs.workers import Make
 from palestra.control.seeding import load_random_state, random_state
+from palestra.control.spaces import FlatAction, PackedBox, PackedObservation, flat_actions
 from palestra.errors import MissingExtra, UsageError
 from palestra.spec.imports import import_named
 from palestra.spec.kinds.control import EnvSpec
@@ -127,7 +128,7 @@ def evaluation_vector(
 
 
 def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) -> gym.Env:
-    """One environment as in the vector of them: observations flattened to a Box, frames stacked."""
+    """One environment as in the vector of them: observations and actions as one array each, frames stacked."""
     if spec.module is not None:
         import_named(spec.module, "env.module")
     if factory is not None:
@@ -144,10 +145,15 @@ def make_single(spec: EnvSpec, factory: Factory | None = None, **kwargs: Any) ->
         with _explained(spec):
             arguments: dict[str, Any] = {**spec.kwargs, **kwargs}
             env = gym.make(spec.id, **arguments)
+    if flat_actions(env.action_space) is not env.action_space:
+        env = FlatAction(env)
     if not isinstance(env.observation_space, gym.spaces.Box):
-        env = gym.wrappers.FlattenObservation(env)
+        env = PackedObservation(env)
     if spec.frame_stack is not None:
+        single = env.observation_space
         env = gym.wrappers.FrameStackObservation(env, spec.frame_stack, padding_type="zero")
+        if isinstance(single, PackedBox):
+            env.observation_space = PackedBox(single.parts, spec.frame_stack)
     return env
 
 

@@ -88,6 +88,10 @@ class Stepper:
         """Which actions are allowed in the next observation, bool (N, choices); None: no action masks.
 
         A new array every step. Known after the first reset."""
+        self.final_mask: np.ndarray | None = None
+        """Which actions are allowed in the final observations of the last step, bool (K, choices); all where not given.
+
+        None where no episode ended, or without action masks."""
         self._sizes: list[int] = []  # of the parts of an action that has masks
         self.over: np.ndarray | None = None
         """Indices of the episodes that ended in the last step with a complete score; None when none did.
@@ -116,6 +120,10 @@ class Stepper:
         if self.has_dummy_steps:
             valid = ~self._dummy if self._dummy.any() else None
             self._dummy = ends
+        self.final_mask = None
+        if self.mask is not None and ended is not None:
+            final = self._masks(infos.get("final_info", {}) if same_step else infos)[ended]
+            self.final_mask = final | ~final.any(axis=1, keepdims=True)  # after a termination often none is allowed
         # With SAME_STEP the infos are of the new episode already; else the next action, if any, only resets.
         self._read_masks(infos, any_choice=None if same_step else ends)
         if ended is not None:
@@ -133,17 +141,7 @@ class Stepper:
             if KEY in infos:
                 raise UsageError(f"{self.name} gives info['{KEY}'] after a step but not with its first reset")
             return
-        masks = np.ones_like(self.mask)
-        given = infos.get(f"_{KEY}", np.full(len(masks), KEY in infos))
-        for i in np.flatnonzero(given):
-            row = infos[KEY][i]
-            flat = np.concatenate([np.ravel(part) for part in (row if isinstance(row, tuple) else [row])])
-            if flat.shape != masks[i].shape:
-                raise UsageError(
-                    f"{self.name} gave an info['{KEY}'] with {len(flat)} entries; "
-                    f"{self.env.single_action_space} has {masks.shape[1]} choices"
-                )
-            masks[i] = flat.astype(bool)
+        masks = self._masks(infos)
         if any_choice is not None:
             masks[any_choice] = True
         if keep is not None:
@@ -156,6 +154,22 @@ class Stepper:
                 f"{self.name} allows no action at all in {where}: end the episode there, or allow one in info['{KEY}']"
             )
         self.mask = masks
+
+    def _masks(self, infos: dict[str, Any]) -> np.ndarray:
+        """The masks in `infos`, all True where there is none."""
+        assert self.mask is not None
+        masks = np.ones_like(self.mask)
+        given = infos.get(f"_{KEY}", np.full(len(masks), KEY in infos))
+        for i in np.flatnonzero(given):
+            row = infos[KEY][i]
+            flat = np.concatenate([np.ravel(part) for part in (row if isinstance(row, tuple) else [row])])
+            if flat.shape != masks[i].shape:
+                raise UsageError(
+                    f"{self.name} gave an info['{KEY}'] with {len(flat)} entries; "
+                    f"{self.env.single_action_space} has {masks.shape[1]} choices"
+                )
+            masks[i] = flat.astype(bool)
+        return masks
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step or reset the environment; its errors name it."""

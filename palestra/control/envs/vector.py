@@ -13,6 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from palestra.control.envs.goals import Goals, goals_of
 from palestra.control.envs.workers import Arrays, LocalWorker, Make, ProcessWorker
 from palestra.errors import UsageError
 
@@ -35,13 +36,16 @@ class Worker(Protocol):
 class Copies(VectorEnv):
     """N copies of an environment that step together and reset themselves in the same step."""
 
-    def __init__(self, name: str, workers: Sequence[Worker], arrays: Arrays, obs: spaces.Box, actions: gym.Space):
+    def __init__(self, name: str, workers: Sequence[Worker], arrays: Arrays, single: gym.Env):
         self.name, self._workers, self._arrays = name, workers, arrays
         self.num_envs = len(arrays.rewards)
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+        obs, actions = single.observation_space, single.action_space
         self.single_observation_space, self.single_action_space = obs, actions
         self.observation_space = batch_space(obs, self.num_envs)
         self.action_space = batch_space(actions, self.num_envs)
+        self.goals: Goals | None = goals_of(single)
+        """Of a goal environment, what relabels its transitions."""
 
     @property
     def processes(self) -> int:
@@ -119,11 +123,11 @@ def shares(num_envs: int, workers: int) -> list[slice]:
 def copies(name: str, makers: Sequence[Make], processes: int, seconds: float) -> Copies:
     """Copies spread evenly over `processes` worker processes; 0: in this process. `seconds` is `env.reset_timeout`."""
     envs = [make() for make in (makers if processes == 0 else makers[:1])]
-    obs, actions = envs[0].observation_space, envs[0].action_space
+    obs = envs[0].observation_space
     assert isinstance(obs, spaces.Box)
-    arrays = Arrays.of(len(makers), obs, actions, shared=processes > 0)
+    arrays = Arrays.of(len(makers), obs, envs[0].action_space, shared=processes > 0)
     if processes == 0:
-        return Copies(name, [LocalWorker(name, envs, arrays, seconds)], arrays, obs, actions)
+        return Copies(name, [LocalWorker(name, envs, arrays, seconds)], arrays, envs[0])
     envs[0].close()
     workers: list[ProcessWorker] = []
     try:
@@ -136,4 +140,4 @@ def copies(name: str, makers: Sequence[Make], processes: int, seconds: float) ->
         for worker in workers:
             worker.close()
         raise
-    return Copies(name, workers, arrays, obs, actions)
+    return Copies(name, workers, arrays, envs[0])

@@ -128,7 +128,8 @@ class EnvBlock:
                 arrays.begin(i, RESET)
                 obs, info = env.reset()
                 # The mask is of the new episode; whether a game is over was in the last step's info.
-                passed_on = {k: v for k, v in passed_on.items() if k == "game_over"} | _passed_on(info)
+                final = {"final_info": passed_on} if "action_mask" in passed_on else {}
+                passed_on = {k: v for k, v in passed_on.items() if k == "game_over"} | final | _passed_on(info)
             arrays.obs[i] = obs
             infos.append(passed_on)
         arrays.doing[:] = 0

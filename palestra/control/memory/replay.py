@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palestra.control.envs.stepping import Transition
 from palestra.control.memory.storage import LIMIT, Sparse, SumTree, drop_shards, read_shard, write_shard
-from palestra.spec.kinds.control import PrioritizedSpec
+from palestra.spec.off_policy import PrioritizedSpec
 
 ENDED, TERMINATED, DUMMY = 1, 2, 4  # flags of a row
 
@@ -29,6 +29,19 @@ class ReplayBatch(NamedTuple):
     discounts: Tensor  # γ^k · (1 − terminated at the k-th): the factor of the value of next_obs
     weights: Tensor | None  # importance weights, where sampled by priority
     rows: Tensor  # for `update_priorities`
+    masks: Tensor | None = None  # actions allowed in obs; None: all always are
+    next_masks: Tensor | None = None  # and in next_obs
+    began: Tensor | None = None  # sequences (B, L, ...): first steps of episodes
+    states: Tensor | None = None  # sequences: the recurrent state before the first step, (B, width)
+    valid: Tensor | None = None  # sequences: which steps are not dummies, (B, L)
+
+
+class Masks(NamedTuple):
+    """Allowed actions around a vector step, as `Stepper` gives them."""
+
+    now: np.ndarray  # (N, choices) where actions were chosen
+    after: np.ndarray  # (N, choices) in what is acted on next
+    final: np.ndarray | None  # (K, choices) of the episodes that ended
 
 
 class ReplayColumn:
@@ -87,9 +100,7 @@ class Replay:
         self.dummies = 0
         """Dummy steps among the rows."""
 
-        def column(shape: tuple[int, ...], dtype: torch.dtype) -> ReplayColumn:
-            return ReplayColumn(self.ring, num_envs, shape, dtype, self.device)
-
+        column = self._column
         obs_type = torch.from_numpy(np.zeros(0, obs_dtype)).dtype
         single = obs_shape if frame_stack is None else obs_shape[1:]
         self.columns = {
@@ -100,6 +111,7 @@ class Replay:
             "final": column((), torch.int32),  # slot of the final observation
         }
         self.finals = Sparse(single, obs_type, self.device)
+        self.final_masks: Sparse | None = None  # with the column of masks, once there is one
         if frame_stack is not None:
             self.columns["age"] = column((), torch.uint8)  # steps since the episode began, frame_stack − 1 at most
             self.columns["start"] = column((), torch.int32)  # slot of the frames before an episode's first one
@@ -110,7 +122,6 @@ class Replay:
         self.tree = None if prioritized is None else SumTree(self.ring * num_envs)
         self.weighted = 0  # rows before this number have their priority
         self.top = 1.0  # the highest priority so far, to the power of alpha
-        self.row_bytes = sum(column.tensor[0].nbytes for column in self.columns.values())
         self.shard_rows = max(1, self.ring // 64)
         """Rows in one of the files that a large memory is saved in."""
         self.shards: dict[int, dict[str, Any]] = {}  # those written, by number
@@ -123,10 +134,33 @@ class Replay:
     def _size(self) -> int:
         return min(self.added, self.rows)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one vector step, final observations aside."""
+        return sum(column.tensor[0].nbytes for column in self.columns.values())
+
+    def _column(self, shape: tuple[int, ...], dtype: torch.dtype) -> ReplayColumn:
+        return ReplayColumn(self.ring, self.num_envs, shape, dtype, self.device)
+
+    def _add_masks(self, choices: int) -> None:
+        """Make the columns of masks: whether an environment has any is known after its first reset."""
+        self.columns |= {"masks": self._column((choices,), torch.bool), "final_mask": self._column((), torch.int32)}
+        self.final_masks = Sparse((choices,), torch.bool, self.device)
+
     # ---- writing
 
-    def add(self, obs: np.ndarray, actions: Any, transition: Transition) -> None:
-        """Store one vector step: the observations acted on, the stored actions, and the transition."""
+    def add(
+        self,
+        obs: np.ndarray,
+        actions: Any,
+        transition: Transition,
+        masks: Masks | None = None,
+        **more: np.ndarray,
+    ) -> None:
+        """Store one vector step: the observations acted on, the stored actions, the transition, and allowed actions.
+
+        `more` are rows of the columns that a subclass has.
+        """
         now, rewards, terminated, _, valid, ended, final_obs = transition
         at, columns = self.added % self.ring, self.columns
         following = (at + 1) % self.ring
@@ -150,8 +184,12 @@ class Replay:
         columns["actions"][at] = actions
         columns["rewards"][at] = rewards
         columns["flags"][at] = flags
+        for name, rows in more.items():
+            columns[name][at] = rows
         if ended is not None:
             columns["final"][at, ended] = self.finals.put(torch.as_tensor(final_obs))
+        if masks is not None:
+            self._put_masks(at, masks, ended)
         if self.stack is not None:
             np.minimum(self.ages + 1, self.stack - 1, out=self.ages)
             if ended is not None:
@@ -159,6 +197,16 @@ class Replay:
             if valid is not None:
                 self.ages[~valid] = 0
         self.added += 1
+
+    def _put_masks(self, at: int, masks: Masks, ended: np.ndarray | None) -> None:
+        if self.final_masks is None:
+            self._add_masks(masks.now.shape[1])
+        assert self.final_masks is not None
+        self.columns["masks"][at] = masks.now
+        self.columns["masks"][(at + 1) % self.ring] = masks.after
+        if ended is not None:
+            assert masks.final is not None
+            self.columns["final_mask"][at, ended] = self.final_masks.put(torch.from_numpy(masks.final))
 
     def cut(self, rows: np.ndarray) -> None:
         """These environments, bool (N,), restarted outside of a step: mark their last rows as ends of episodes."""
@@ -169,6 +217,9 @@ class Replay:
             shown = torch.as_tensor(self.columns["obs"][self.added % self.ring])[open_ended]
             self.columns["final"][at, open_ended] = self.finals.put(shown)
             self.columns["flags"][at, open_ended] = flags[open_ended] | ENDED
+            if self.final_masks is not None:
+                allowed = torch.as_tensor(self.columns["masks"][self.added % self.ring])[open_ended]
+                self.columns["final_mask"][at, open_ended] = self.final_masks.put(allowed)
         self.ages[rows] = 0
 
     def _clear(self, at: int) -> None:
@@ -271,16 +322,25 @@ class Replay:
         alive = (flags & TERMINATED) == 0
         discounts = (self.powers[1] if steps is None else self.powers[steps]) * alive
         obs = self._stacked(flat)
-        # A successor is the next row, or the final observation stored separately.
-        next_obs = columns["obs"].take((last + n) % (self.ring * n))
-        ends = (flags & ENDED).nonzero().squeeze(1)
-        if len(ends):
-            next_obs[ends] = self.finals.get(columns["final"].take(last[ends]))
+        next_obs = self._after(last, flags)
         if self.stack is not None:
             before = obs if steps is None else self._stacked(last)
             next_obs = torch.cat([before[:, 1:], next_obs[:, None]], dim=1)
         rows = places + (self.added - self._size) * n
-        return ReplayBatch(obs, columns["actions"].take(flat), rewards, next_obs, discounts, weights, rows)
+        masks = next_masks = None
+        if self.final_masks is not None:
+            masks, next_masks = columns["masks"].take(flat), self._after(last, flags, "masks", "final_mask")
+        actions = columns["actions"].take(flat)
+        return ReplayBatch(obs, actions, rewards, next_obs, discounts, weights, rows, masks, next_masks)
+
+    def _after(self, flat: Tensor, flags: Tensor, name: str = "obs", final: str = "final") -> Tensor:
+        """What was observed after rows with these flags: the next row, or the final observation stored separately."""
+        columns, n = self.columns, self.num_envs
+        after = columns[name].take((flat + n) % (self.ring * n))
+        ends = (flags & ENDED).nonzero().squeeze(1)
+        if len(ends):
+            after[ends] = self._sparse()[final].get(columns[final].take(flat[ends]))
+        return after
 
     def _window(
         self, places: Tensor, flat: Tensor, rewards: Tensor, flags: Tensor
@@ -357,6 +417,8 @@ class Replay:
         """Continue from `state()` of a memory made alike."""
         self.added, self.dummies, self.ages = state["added"], state["dummies"], state["ages"].copy()
         self.weighted, self.top = state["weighted"], state["top"]
+        if "masks" in state["tail"] and self.final_masks is None:
+            self._add_masks(state["tail"]["masks"].shape[2])
         self._put_rows(state["first"], state["head"])
         self.shards = {shard["number"]: shard for shard in state["shards"]}
         for number, shard in self.shards.items():
@@ -388,4 +450,5 @@ class Replay:
 
     def _sparse(self) -> dict[str, Sparse]:
         """The separately stored observations, by the column that has their slots."""
-        return {"final": self.finals} | ({} if self.stack is None else {"start": self.starts})
+        sparse = {"final": self.finals} | ({} if self.stack is None else {"start": self.starts})
+        return sparse if self.final_masks is None else sparse | {"final_mask": self.final_masks}

@@ -39,6 +39,20 @@ class Actor(nn.Module):
         return distribution.sample(self.head.noise(generator, len(obs)).to(obs.device))
 
 
+class RecurrentActor(Actor):
+    """A network that acts with a memory, (B, memory), which is cleared where episodes begin."""
+
+    def nothing(self, rows: int) -> Tensor:
+        """The memory before an episode, (rows, memory)."""
+        return next(self.parameters()).new_zeros(rows, self.memory)
+
+    def remembered(
+        self, obs: Tensor, memory: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`actions` in `obs` after what is in memory, and the memory after them."""
+        raise NotImplementedError
+
+
 class PolicyNet(Actor):
     """A policy without a value function."""
 
@@ -145,7 +159,7 @@ def _gru(projected: Tensor, gates: Tensor, hidden: Tensor) -> Tensor:
     return torch.lerp(new, hidden, z)
 
 
-class Recurrent(Actor):
+class Recurrent(RecurrentActor):
     """A policy and a value function with memory, each with its own hidden layers and cell, or with shared ones."""
 
     def __init__(self, obs_shape: Sequence[int], head: ActionHead, spec: NetSpec, obs_scale: nn.Module | None = None):
@@ -161,9 +175,11 @@ class Recurrent(Actor):
         self.policy_head, self.log_std = _policy_head(spec.recurrent.size, head, spec)
         self.value_head = linear(spec.recurrent.size, 1, gain)
 
-    def nothing(self, rows: int) -> Tensor:
-        """The memory before an episode, (rows, memory)."""
-        return self.policy_head.weight.new_zeros(rows, self.memory)
+    def remembered(
+        self, obs: Tensor, memory: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        distribution, _, memory = self.advance(obs, memory, mask)
+        return self.chosen(distribution, obs, generator), memory
 
     def advance(self, obs: Tensor, memory: Tensor, mask: Tensor | None = None) -> tuple[Distribution, Tensor, Tensor]:
         """One step: the distribution over actions, V of `obs`, (B,), and the memory after it, (B, memory)."""

@@ -42,19 +42,22 @@ class ActionHead:
 
     @classmethod
     def of(cls, space: gym.Space) -> "ActionHead":
-        """The head for `space`."""
+        """The head for `space`; one of `spaces.flat_actions` also knows the environment's own form."""
+        form = getattr(space, "form", None)
+        more = {} if form is None else {"form": form}
         match space:
             case spaces.Discrete():
                 return cls({"type": "discrete", "n": int(space.n), "start": int(space.start)})
             case spaces.MultiDiscrete() if space.nvec.ndim == 1:
-                return cls({"type": "multi_discrete", "sizes": space.nvec.tolist(), "start": space.start.tolist()})
+                sizes, start = space.nvec.tolist(), space.start.tolist()
+                return cls({"type": "multi_discrete", "sizes": sizes, "start": start, **more})
             case spaces.MultiBinary() if isinstance(space.n, int):
-                return cls({"type": "multi_binary", "n": space.n})
+                return cls({"type": "multi_binary", "n": space.n, **more})
             case spaces.Box() if len(space.shape) == 1 and space.dtype.kind == "f":
-                return cls({"type": "box", "low": space.low, "high": space.high})
+                return cls({"type": "box", "low": space.low, "high": space.high, **more})
         raise UsageError(
-            f"the action space {space} is not supported: "
-            "use Discrete, MultiDiscrete, MultiBinary or a one-dimensional Box of floats"
+            f"the action space {space} is not supported: use Discrete, MultiDiscrete, MultiBinary, a Box of floats, or "
+            "a Dict or Tuple of them"
         )
 
     def with_family(self, family: str) -> "ActionHead":

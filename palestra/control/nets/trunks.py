@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from palestra.control.spaces import Part
 from palestra.errors import UsageError
 from palestra.spec.shape import GraphSpec, NetSpec
 
@@ -164,14 +165,19 @@ class Trunk(nn.Module):
     ):
         super().__init__()
         mlp = None
+        parts = getattr(shape, "parts", None) or []
+        images = any(part.pixels or _image(part, spec) for part in parts)
         if spec.graph is None:
-            front = _images(tuple(shape), spec)
+            front = Parts(shape, parts, spec) if images else _images(tuple(shape), spec)
             inputs = math.prod(shape) if front is None else front.size
             mlp = last = Mlp([inputs, *(spec.hidden if hidden is None else hidden)], spec)
         else:
+            if images:
+                raise UsageError("net.graph takes observations without images in a Dict or Tuple: use net.trunk")
             front = last = GraphTrunk(shape, spec.graph, orthogonal=spec.orthogonal)
         self.obs_scale, self.front, self.mlp = obs_scale, front, mlp
         self.size: int = last.size
+        self._scales = not images  # parts are scaled each as it is
         # Beside the registered ones: on nets this small, looking a module up costs as much as its matmul.
         self._parts = (obs_scale, front, mlp)
 
@@ -180,13 +186,55 @@ class Trunk(nn.Module):
         obs_scale, front, mlp = self._parts
         if obs_scale is not None:
             x = obs_scale.forward(x)
-        if not x.is_floating_point():
-            x = x / 255 if x.dtype == torch.uint8 else x.float()  # the one place where images are scaled
+        if self._scales and not x.is_floating_point():
+            x = x / 255 if x.dtype == torch.uint8 else x.float()  # where images are scaled
         if front is not None:
             x = front.forward(x)
         elif x.ndim != 2:
             x = x.reshape(len(x), -1)
         return x if mlp is None else mlp.forward(x)
+
+
+PART_FEATURES = 256  # of an image among other parts, so that a few numbers beside it are not lost in thousands
+
+
+class Parts(nn.Module):
+    """Observations of several parts: each image through convolutions of its own, beside it all other numbers."""
+
+    def __init__(self, shape: Sequence[int], parts: list[Part], spec: NetSpec):
+        super().__init__()
+        self.parts, self.size = parts, 0
+        gain = math.sqrt(2) if spec.orthogonal else None
+        images: list[nn.Module] = []
+        for part in parts:
+            whole = (*shape[:-1], *part.shape)  # stacked where observations are
+            if _image(part, spec):
+                body = _images(whole, spec)
+                assert body is not None
+                images.append(nn.Sequential(body, linear(body.size, PART_FEATURES, gain), nn.ReLU()))
+                self.size += PART_FEATURES
+            else:
+                images.append(nn.Flatten())
+                self.size += math.prod(whole)
+        if spec.trunk in ("nature", "impala") and not any(_image(part, spec) for part in parts):
+            raise UsageError(f"net.trunk: {spec.trunk} takes images, and no part of the observations is one: use mlp")
+        self.fronts = nn.ModuleList(images)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., numbers of all parts) to (B, size)."""
+        features = []
+        for part, front in zip(self.parts, self.fronts, strict=True):
+            piece = x[..., part.start : part.stop].float()
+            piece = piece / 255 if part.pixels else piece
+            features.append(front(piece.unflatten(-1, part.shape) if isinstance(front, nn.Sequential) else piece))
+        return torch.cat(features, dim=1)
+
+
+def _image(part: Part, spec: NetSpec) -> bool:
+    """Whether a part of an observation goes through convolutions."""
+    sides = part.shape[-3:-1] if _channels_last(tuple(part.shape)) else part.shape[-2:]
+    least = 1 if spec.trunk == "impala" else SMALLEST_IMAGE
+    return spec.trunk != "mlp" and len(part.shape) >= 2 and min(sides) >= least
 
 
 class Mlp(nn.Module):

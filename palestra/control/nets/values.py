@@ -1,7 +1,7 @@
 """Q-networks and twin critics, the squashed policies that go with them, batch renormalization, exploration."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -62,8 +62,12 @@ class QNet(Actor):
 
     def actions(self, obs: Tensor, mask: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
         """The actions of the highest Q."""
-        q = self.q(obs)
-        return (q if mask is None else q.masked_fill(~mask, float("-inf"))).argmax(dim=1)
+        return forbid(self.q(obs), mask).argmax(dim=1)
+
+
+def forbid(q: Tensor, mask: Tensor | None) -> Tensor:
+    """Values (..., A) with −∞ where `mask` is False."""
+    return q if mask is None else q.masked_fill(~mask, float("-inf"))
 
 
 LOG_STD_BOUNDS = (-20.0, 2.0)  # of Haarnoja's code: beyond them log-densities overflow or nothing is learned
@@ -282,12 +286,33 @@ class Exploration:
 
     def actions(self, obs: Tensor, noise: ExplorationNoise, t: int, progress: float) -> Tensor:
         """Actions of the exploring policy for `obs`, (N, ...)."""
+        return self.chosen(lambda: self.net.q(obs), noise, t, progress)
+
+    def chosen(
+        self, q: Callable[[], Tensor], noise: ExplorationNoise, t: int, progress: float, mask: np.ndarray | None = None
+    ) -> Tensor:
+        """Actions of the exploring policy by the values `q()`, (N, A), of those that `mask` allows."""
+
+        def values() -> Tensor:
+            scores = q()
+            return scores if mask is None else forbid(scores, torch.from_numpy(mask).to(scores.device))
+
         if self.temperature is not None:
             assert noise.gumbel is not None
             degree = max(value(progress=progress, **self.temperature.arguments()), 1e-8)  # 0 is greedy
-            return (self.net.q(obs) / degree + noise.gumbel[t].to(obs.device)).argmax(dim=1)
-        random = noise.chance[t] < value(progress=progress, **self.epsilon.arguments())
+            scores = values() / degree
+            return (scores + noise.gumbel[t].to(scores.device)).argmax(dim=1)
+        epsilon = value(progress=progress, **self.epsilon.arguments())
+        random = noise.chance[t] < epsilon
+        others = noise.random[t] if mask is None else _allowed(noise.chance[t] / max(epsilon, 1e-12), mask)
         if random.all():
-            return noise.random[t]
-        best = self.net.actions(obs)
-        return best if not random.any() else torch.where(torch.from_numpy(random), noise.random[t], best.cpu())
+            return others
+        best = values().argmax(dim=1)
+        return best if not random.any() else torch.where(torch.from_numpy(random), others, best.cpu())
+
+
+def _allowed(uniform: np.ndarray, mask: np.ndarray) -> Tensor:
+    """The allowed action, (N,), that each of the numbers in [0, 1) falls on; the result for others is not used."""
+    counts = mask.sum(axis=1)
+    which = np.minimum((uniform * counts).astype(np.int64), counts - 1)
+    return torch.from_numpy((mask.cumsum(axis=1) > which[:, None]).argmax(axis=1))

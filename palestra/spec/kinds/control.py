@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag
 from palestra.spec.base import Every, ExperimentSpec, Module
 from palestra.spec.cluster import EnvClusterSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
+from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
 from palestra.spec.shape import NetSpec
 
@@ -173,151 +174,6 @@ class SARSASpec(Model):
         return 1
 
 
-class PrioritizedSpec(Model):
-    """Prioritized experience replay (Schaul et al. 2016)."""
-
-    alpha: float = Field(default=0.6, ge=0, le=1)
-    """Priority exponent α; 0 samples uniformly."""
-    beta: Rate = Schedule(shape="linear", start=0.4, end=1.0)
-    """Importance-weight exponent β; 1 corrects the bias fully."""
-    eps: float = Field(default=1e-6, gt=0)
-    """Added to every priority, so that none is zero."""
-
-
-class DistributionalSpec(Model):
-    """QR-DQN (Dabney et al. 2018): predict quantiles of the return in place of its mean."""
-
-    quantiles: int = Field(default=32, ge=2)
-    """Number of quantiles."""
-
-
-class OffPolicySpec(Model):
-    """Shared fields of this family of algorithms."""
-
-    gamma: float = Field(default=0.99, ge=0, le=1)
-    """Discount factor γ."""
-    lr: Rate = constant(3e-4)
-    """Learning rate (Adam)."""
-    batch: int = Field(default=256, ge=1)
-    """Batch size."""
-    buffer: int = Field(default=1_000_000, ge=1)
-    """Replay capacity in transitions, over all environments."""
-    start: int = Field(default=1000, ge=1)
-    """Frames with random actions before the first gradient step."""
-    replay_ratio: float = Field(default=1.0, gt=0)
-    """Gradient steps per frame (update-to-data ratio), for any number of environments."""
-    update_every: int = Field(default=1, ge=1)
-    """Vector steps between updates; each update makes replay_ratio × num_envs × update_every gradient steps."""
-    horizon: int = Field(default=256, ge=1)
-    """Vector steps per training step, after which logging, evaluation and checkpoints may be due."""
-    n_step: int = Field(default=1, ge=1)
-    """n of n-step returns."""
-    max_grad_norm: float | None = Field(default=None, gt=0)
-    """Gradient norm clipping; null: none."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """Adam's ε."""
-
-    def updates_at_once(self, num_envs: int) -> int:
-        """Gradient steps every `update_every` vector steps."""
-        return round(self.replay_ratio * num_envs * self.update_every)
-
-    def updates_per_step(self, num_envs: int) -> int:
-        """Gradient steps per training step, after `start`."""
-        return self.horizon // self.update_every * self.updates_at_once(num_envs)
-
-
-class DQNSpec(OffPolicySpec):
-    """DQN (Mnih et al. 2015) with its common extensions."""
-
-    name: Literal["dqn"]
-    """Name of the algorithm."""
-    lr: Rate = constant(1e-3)
-    """Learning rate (Adam)."""
-    batch: int = Field(default=128, ge=1)
-    """Batch size."""
-    epsilon: Rate = Schedule(shape="linear", start=1.0, end=0.05, finish=0.2)
-    """ε of ε-greedy exploration, per environment."""
-    temperature: Rate | None = None
-    """Boltzmann exploration, softmax(Q / temperature), in place of ε-greedy."""
-    target_every: int | None = Field(default=None, ge=1)
-    """Gradient steps between hard updates of the target network; null: soft updates by `tau`."""
-    tau: float = Field(default=0.005, gt=0, le=1)
-    """Soft update rate τ of the target network per gradient step; 1: no target network."""
-    double: bool = True
-    """Double DQN (van Hasselt et al. 2016)."""
-    dueling: bool = False
-    """Dueling network (Wang et al. 2016)."""
-    prioritized: PrioritizedSpec | None = None
-    """Prioritized replay; null: uniform."""
-    distributional: DistributionalSpec | None = None
-    """Quantile regression; null: off."""
-    max_grad_norm: float | None = Field(default=10.0, gt=0)
-    """Gradient norm clipping; null: none."""
-
-
-class ActorCriticSpec(OffPolicySpec):
-    """Shared fields of SAC, TD3 and CrossQ."""
-
-    critic_lr: Rate | None = None
-    """Learning rate of the critics; null: `lr`."""
-    policy_delay: int = Field(default=1, ge=1)
-    """Critic updates per policy update."""
-
-
-class EntropySpec(Model):
-    """Shared fields of SAC and CrossQ."""
-
-    alpha: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Entropy coefficient; auto tunes it towards `target_entropy`."""
-    target_entropy: float | Literal["auto"] = "auto"
-    """Target entropy in nats; auto: −dim(A), in units of half the range, or 0.6 · log n for Discrete(n)."""
-    alpha_lr: Rate | None = None
-    """Learning rate of `alpha`; null: `lr`."""
-
-
-class SACSpec(EntropySpec, ActorCriticSpec):
-    """Soft actor-critic (Haarnoja et al. 2018); for Discrete actions with exact expectations (Christodoulou 2019)."""
-
-    name: Literal["sac"]
-    """Name of the algorithm."""
-    tau: float = Field(default=0.005, gt=0, le=1)
-    """Soft update rate τ of the target critics per gradient step."""
-
-
-class TD3Spec(ActorCriticSpec):
-    """Twin delayed DDPG (Fujimoto et al. 2018)."""
-
-    name: Literal["td3"]
-    """Name of the algorithm."""
-    tau: float = Field(default=0.005, gt=0, le=1)
-    """Soft update rate τ of the target networks per policy update."""
-    policy_delay: int = Field(default=2, ge=1)
-    """Critic updates per policy and target update."""
-    noise: Rate = constant(0.1)
-    """Standard deviation of the exploration noise, in units of half the action range."""
-    target_noise: float = Field(default=0.2, ge=0)
-    """Standard deviation of target policy smoothing."""
-    noise_clip: float = Field(default=0.5, ge=0)
-    """Clip the smoothing noise to ± this."""
-
-
-class CrossQSpec(EntropySpec, ActorCriticSpec):
-    """CrossQ (Bhatt et al. 2024): SAC without target networks, with batch renormalization in the critics."""
-
-    name: Literal["crossq"]
-    """Name of the algorithm."""
-    lr: Rate = constant(1e-3)
-    """Learning rate (Adam)."""
-    policy_delay: int = Field(default=3, ge=1)
-    """Critic updates per policy update."""
-    beta1: float = Field(default=0.5, ge=0, lt=1)
-    """Adam's β₁."""
-    renorm_momentum: float = Field(default=0.01, gt=0, le=1)
-    """Momentum of batch renormalization's running statistics."""
-    renorm_warmup: int = Field(default=10_000, ge=0)
-    """Gradient steps of plain batch norm before batch renormalization is fully active."""
-
-
 AlgorithmSpec = Annotated[
     ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec,
     Field(discriminator="name"),
@@ -427,8 +283,8 @@ class ControlSpec(ExperimentSpec):
         if self.net.shared and isinstance(self.algorithm, ActorCriticSpec):
             reason = f"{self.algorithm.name} does not support it: policy and critics have separate networks"
             yield Conflict(("net", "shared"), reason)
-        if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec):
-            yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo or a2c")
+        if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec | DQNSpec | SACSpec):
+            yield Conflict(("net", "recurrent"), f"{self.algorithm.name} does not support it: use ppo, a2c, dqn or sac")
         yield from self._net_conflicts()
         if self.cluster.environments > self.env.num_envs:
             yield Conflict(("cluster", "environments"), f"expected at most `env.num_envs` = {self.env.num_envs}")
@@ -472,8 +328,23 @@ class ControlSpec(ExperimentSpec):
         elif size == 1 and algorithm.normalize_advantages:
             yield Conflict(at, "expected at least 2, because one advantage cannot be normalized")
 
+    def _sequence_conflicts(self, algorithm: DQNSpec | SACSpec) -> Iterator[Conflict]:
+        """Of a recurrent network that learns from sequences of a replay memory."""
+        length, least = algorithm.sequence.length, self.env.num_envs * algorithm.sequence.rows
+        if algorithm.batch % length:
+            reason = f"expected a multiple of sequence.length ({length}), because net.recurrent trains on sequences"
+            yield Conflict(("algorithm", "batch"), f"{reason}; got {algorithm.batch}")
+        if algorithm.start < least:
+            reason = f"expected at least num_envs × (length + burn_in) = {least}, a sequence of each environment"
+            yield Conflict(("algorithm", "start"), f"{reason}; got {algorithm.start}")
+        for name, usual in (("n_step", 1), ("prioritized", None), ("her", None)):
+            if getattr(algorithm, name, usual) != usual:
+                yield Conflict(("algorithm", name), f"expected {usual or 'null'}: net.recurrent does not support it")
+
     def _replay_conflicts(self, algorithm: OffPolicySpec) -> Iterator[Conflict]:
         n = self.env.num_envs
+        if self.net.recurrent is not None and isinstance(algorithm, DQNSpec | SACSpec):
+            yield from self._sequence_conflicts(algorithm)
         exact = algorithm.replay_ratio * n * algorithm.update_every
         if algorithm.updates_at_once(n) < 1 or abs(exact - round(exact)) > 1e-6:
             reason = (
@@ -484,6 +355,12 @@ class ControlSpec(ExperimentSpec):
         if algorithm.horizon % algorithm.update_every:
             reason = f"expected a multiple of update_every ({algorithm.update_every}), got {algorithm.horizon}"
             yield Conflict(("algorithm", "horizon"), reason)
+        if algorithm.her is not None and algorithm.n_step > 1:
+            yield Conflict(("algorithm", "n_step"), "expected 1, because `her` relabels single transitions")
+        if algorithm.her is not None and self.env.frame_stack is not None:
+            yield Conflict(
+                ("env", "frame_stack"), "expected null, because `algorithm.her` relabels single observations"
+            )
         if algorithm.buffer < (least := max(algorithm.start, n * (algorithm.n_step + 1))):
             yield Conflict(("algorithm", "buffer"), f"expected at least {least}, got {algorithm.buffer}")
 
