@@ -806,7 +806,7 @@ def quantized(tmp_path: Path) -> Path:
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, rows = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(256, (experts, rows, inputs // 32, 16), generator=draws).byte()
-        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, rows, inputs // 32), generator=draws).byte()
+        tensors[f"{name}_scales"] = torch.randint(114, 122, (experts, rows, inputs // 32), generator=draws).byte()
     save_file(tensors, folder / "model.safetensors")
     return folder
 

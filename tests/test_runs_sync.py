@@ -206,6 +206,7 @@ def test_place_that_refuses_is_said_once_and_the_run_ends_as_without_it(s3, tmp_
     assert any("does not have all of the run" in record.message for record in caplog.records)
     s3.deny = None
     caplog.clear()
+    monkeypatch.setattr(syncing, "WHOLE", 60.0)
     palestra.run(resume=run, sync=s3.place, quiet=True, root=tmp_path / "runs")  # sends the rest
     assert LISTING in there(s3, run)
 
