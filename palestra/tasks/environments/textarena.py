@@ -165,7 +165,7 @@ def _import_offline() -> None:
         nltk.corpus.words.words(), nltk.pos_tag(["word"])
     except LookupError:  # not downloaded
         nltk.corpus.words = Dictionary(_folder() / "envs" / "utils" / "data" / "en_US.dic")
-        nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+        nltk.pos_tag = lambda tokens, **_: [(token, "NN") for token in tokens]
     import_module("textarena")  # last: its modules bind these names
 
 
