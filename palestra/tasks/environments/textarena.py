@@ -158,8 +158,7 @@ class Game:
 @cache
 def _import_offline() -> None:
     """Import the package so that no game downloads anything."""
-    import nltk
-
+    nltk: Any = import_module("nltk")
     nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
     try:
         nltk.corpus.words.words(), nltk.pos_tag(["word"])
