@@ -158,14 +158,13 @@ class Game:
 @cache
 def _import_offline() -> None:
     """Import the package so that no game downloads anything."""
-    import nltk
-
+    nltk: Any = import_module("nltk")
     nltk.download = lambda *_, **__: False  # games do so when imported, whether there is a network or not
     try:
         nltk.corpus.words.words(), nltk.pos_tag(["word"])
     except LookupError:  # not downloaded
         nltk.corpus.words = Dictionary(_folder() / "envs" / "utils" / "data" / "en_US.dic")
-        nltk.pos_tag = lambda words, **_: [(word, "NN") for word in words]
+        nltk.pos_tag = lambda tokens, **_: [(token, "NN") for token in tokens]
     import_module("textarena")  # last: its modules bind these names
 
 
