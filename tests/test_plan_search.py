@@ -202,7 +202,7 @@ def test_devices_and_prices_that_are_unknown_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"no figures of H2000\. Did you mean 'H200'\?"):
         parse_pool("8xH2000")
     with pytest.raises(UsageError, match="expected a number and a device"):
-        parse_pool("x8")
+        parse_pool("8x")
     assert parse_pool("8xh200", 4).count == 32
     file = tmp_path / "prices.yaml"
     file.write_text("H100: 2.5\n")

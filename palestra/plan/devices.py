@@ -143,8 +143,8 @@ def find_device(name: str) -> Device:
     known = {published.upper(): published for published in (*PUBLISHED, CPU)}
     if name.upper() not in known:
         names = ", ".join(known.values())
-        hint = did_you_mean(name.upper(), known)
-        raise UsageError(f"--devices: there are no figures of {name}. {hint} Known are {names}; others by --calibrate")
+        words = " ".join(filter(None, (did_you_mean(name.upper(), known), f"Known are {names}; others by --calibrate")))
+        raise UsageError(f"--devices: there are no figures of {name}. {words}")
     name = known[name.upper()]
     if (file := calibration_file(name)).is_file():
         return read_calibration(file)
