@@ -1,6 +1,6 @@
-"""Draws the learning curves of docs/algorithms/: every preset from one model, and TD3, which has no benchmark row.
+"""Draws the learning curves of docs/algorithms/: every preset from one model, and control specs without benchmark rows.
 
-    python docs/curves.py [presets] [td3] [--steps 24] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [off_policy] [--steps 24] [--seeds 1] [--folder .bench/curves]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each. Runs that
 are in the folder already are drawn as they are, so that an interrupted call continues. The other control algorithms
@@ -95,15 +95,34 @@ def td3(given: argparse.Namespace) -> Path:
     return Path(shutil.copy(run.path / "plots" / "learning_curve.png", IMAGES / "td3_pendulum.png"))
 
 
+def off_policy(given: argparse.Namespace) -> Path:
+    """Held-out return of hindsight and of memory: the shipped specs, a line for each seed from 100 on."""
+    names = ["her_bitflip", "her_fetch_reach", "r2d2_tmaze"]
+    figure = new_figure(9.6, 3.0)
+    for panel, name in zip(figure.subplots(1, len(names)), names, strict=True):
+        for seed in range(100, 100 + given.seeds):
+            spec = ROOT / "examples" / "control" / f"{name}.yaml"
+            run = trained(spec, f"{name}_{seed}", given, f"seed={seed}", "max_session=1")
+            rows = [row for row in run.metrics() if "eval/return" in row]
+            panel.plot([row["frame"] for row in rows], [row["eval/return"] for row in rows], marker=".", label=seed)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("frames")
+    figure.supylabel("return of the best actions", fontsize=10)
+    path = IMAGES / "off_policy.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", help="presets, td3; by default both")
+    parser.add_argument("which", nargs="*", help="presets, td3, off_policy; by default all")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".bench/curves"))
     given = parser.parse_args()
-    for name in given.which or ("presets", "td3"):
-        print({"presets": presets, "td3": td3}[name](given))
+    drawn = {"presets": presets, "td3": td3, "off_policy": off_policy}
+    for name in given.which or drawn:
+        print(drawn[name](given))
 
 
 if __name__ == "__main__":
