@@ -1,6 +1,6 @@
-"""Draws learning curves: every preset from one model, TD3, two agents, and the games of the examples.
+"""Draws learning curves: every preset from one model, TD3, off-policy parts, two agents, and the games of the examples.
 
-    python docs/curves.py [presets] [td3] [agents] [games] [--steps 24] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [agents] [games] [off_policy] [--steps 24] [--seeds 1] [--folder .bench/curves]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each; `agents`
 trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards. Runs that are in the folder
@@ -148,8 +148,26 @@ def agents(given: argparse.Namespace) -> Path:
     return path
 
 
+def off_policy(given: argparse.Namespace) -> Path:
+    """Held-out return of hindsight and of memory: the shipped specs, a line for each seed from 100 on."""
+    names = ["her_bitflip", "her_fetch_reach", "r2d2_tmaze"]
+    figure = new_figure(9.6, 3.0)
+    for panel, name in zip(figure.subplots(1, len(names)), names, strict=True):
+        for seed in range(100, 100 + given.seeds):
+            spec = ROOT / "examples" / "control" / f"{name}.yaml"
+            run = trained(spec, f"{name}_{seed}", given, f"seed={seed}", "max_session=1")
+            rows = [row for row in run.metrics() if "eval/return" in row]
+            panel.plot([row["frame"] for row in rows], [row["eval/return"] for row in rows], marker=".", label=seed)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("frames")
+    figure.supylabel("return of the best actions", fontsize=10)
+    path = IMAGES / "off_policy.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main() -> None:
-    drawn = {"presets": presets, "td3": td3, "agents": agents, "games": games}
+    drawn = {"presets": presets, "td3": td3, "off_policy": off_policy, "agents": agents, "games": games}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help=f"{', '.join(drawn)}; by default all but games")
     parser.add_argument("--steps", type=int, default=24)

@@ -24,6 +24,7 @@ from palestra.control.envs.vector import Copies
 from palestra.control.envs.watchdog import EnvironmentHung, Patience
 from palestra.control.episodes import Episodes
 from palestra.control.evaluation import random_episodes
+from palestra.control.spaces import PackedObservation
 from palestra.errors import UsageError
 from palestra.spec.kinds.control import EnvSpec
 
@@ -64,7 +65,7 @@ def test_step_here_and_in_processes_gives_gymnasiums_bytes(name):  # points 5, 1
     flat = name == "Blackjack-v1"
 
     def single() -> gym.Env:
-        return gym.wrappers.FlattenObservation(gym.make(name)) if flat else gym.make(name)
+        return PackedObservation(gym.make(name)) if flat else gym.make(name)
 
     theirs = SyncVectorEnv([single] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
     actions = actions_for(theirs, 150)
