@@ -38,6 +38,7 @@ EXTRAS = {
     "mujoco": "MuJoCo environments",
     "atari": "Atari games",
     "video": "MP4 from `palestra enjoy RUN`",
+    "onnx": "`palestra export RUN -o policy.onnx`",
     "tensorboard": "the sink `tensorboard`",
     "wandb": "the sink `wandb`",
     "swanlab": "the sink `swanlab`",

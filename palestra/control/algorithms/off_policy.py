@@ -33,6 +33,9 @@ class OffPolicy(Algorithm):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.head, self.frames = parts.head, parts.spec.train.frames
+        self.random_frames = (
+            self.spec.start if parts.spec.init is None else 0
+        )  # a trained policy fills the memory itself
         shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
         options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
         options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
@@ -69,7 +72,7 @@ class OffPolicy(Algorithm):
         for t in range(spec.horizon):
             now = progress + (episodes.frame - began) / self.frames
             self._shown[:] = episodes.now
-            if episodes.frame < spec.start:
+            if episodes.frame < self.random_frames:
                 actions = random[t]
             else:
                 # A few rows: rounding the factors to bfloat16 would cost more than the products.

@@ -372,6 +372,8 @@ class ControlSpec(ExperimentSpec):
     """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
     """Policy and value networks."""
+    init: str | None = Field(default=None, min_length=1)
+    """A zip of Stable-Baselines3 whose policy, critics and targets to start from; null: new networks."""
     train: TrainSpec
     """Length of training and precision."""
     eval: EvalSpec = EvalSpec()
