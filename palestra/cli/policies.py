@@ -34,11 +34,11 @@ def enjoy(
 def export(
     run: options.RunName,
     out: Annotated[Path, Option("--out", "-o", help="The file to write.")],
-    to: Annotated[str | None, Option(help="onnx or torchscript; by default by the file's ending.")] = None,
+    to: Annotated[str | None, Option(help="onnx, torchscript or transitions; by default by the file's ending.")] = None,
     which: Which = "best",
     root: options.Root = options.RUNS,
 ) -> None:
-    """Write the policy of a control run as a file that runs without Palestra."""
+    """Write the policy of a control run as a file that runs without Palestra, or the transitions it stored."""
     settings = locals()
     from palestra.api import export as write
 

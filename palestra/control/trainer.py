@@ -132,7 +132,7 @@ class ControlTrainer:
     def due(self, before: Counters, last: bool) -> list[str]:
         """An evaluation; `every.eval: auto` also limits its cost in frames."""
         spec = self.spec
-        if last or (due(spec.evaluations, before, self.counters) and spec.every.eval != "auto"):
+        if last or (due(spec.evaluations, before, self.counters) and (spec.every.eval != "auto" or spec.offline)):
             return ["eval"]
         lengths = [length for _, length in self.episodes.recent]
         if not lengths or not due(spec.evaluations, before, self.counters):

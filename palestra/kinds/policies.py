@@ -11,12 +11,16 @@ from palestra.control.envs.make import Factory, evaluation_vector, factory_of, m
 from palestra.control.envs.stepping import Stepper
 from palestra.control.evaluation import evaluate, has_display, play, tiled, video_path, write_video
 from palestra.control.export import export, format_of
+from palestra.control.memory.replay import Replay
+from palestra.control.nets.heads import ActionHead
 from palestra.control.seeding import stream
+from palestra.control.transitions import write_transitions
 from palestra.errors import UsageError
 from palestra.kinds.control import load
+from palestra.runs.checkpoint import load as load_checkpoint
 from palestra.runs.run import Run
 from palestra.spec.imports import OBJECT
-from palestra.spec.kinds.control import ControlSpec
+from palestra.spec.kinds.control import ControlSpec, OffPolicySpec
 from palestra.spec.load import resolved
 
 
@@ -73,11 +77,31 @@ def enjoy(
 
 
 def export_run(run: Run, *, out: Path, to: str | None, which: str, env: Any = None) -> str:
-    """Write a run's policy as a file that runs without Palestra; a sentence on its inputs and outputs."""
-    spec, form = _spec_of(run), format_of(out, to)
+    """Write a run's policy as a file that runs without Palestra, or its transitions; a sentence on what is in it."""
+    spec = _spec_of(run)
+    form = to if to == "transitions" else format_of(out, to)
     with closing(make_single(spec.env, _factory(run, env))) as made:
-        dtype = made.observation_space.dtype
-    return export(load(run, which), np.dtype(np.float32) if dtype is None or dtype.kind == "f" else dtype, out, form)
+        space = made.observation_space.dtype
+    dtype = np.dtype(np.float32) if space is None or space.kind == "f" else space
+    if form != "transitions":
+        return export(load(run, which), dtype, out, form)
+    written = write_transitions(*_memory(run, spec, which, dtype), out)
+    return f"{out}: {written} transitions of {spec.env.id}"
+
+
+def _memory(run: Run, spec: ControlSpec, which: str, dtype: np.dtype) -> tuple[Replay, ActionHead]:
+    """The replay memory of a checkpoint with single steps and γ = 1, and the action head of its policy."""
+    path = run.checkpoint(which)
+    state = load_checkpoint(path).state["algorithm"]
+    if not isinstance(spec.algorithm, OffPolicySpec):
+        raise UsageError(
+            f"{run.path} has no replay memory: {spec.algorithm.name} is not off-policy. Use dqn, sac or td3"
+        )
+    shape, head = tuple(state["policy"]["obs_shape"]), ActionHead(state["policy"]["actions"])
+    made = (spec.algorithm.buffer, spec.env.num_envs, shape, dtype, head.shape, head.dtype)
+    memory = Replay(*made, gamma=1.0, frame_stack=spec.env.frame_stack)
+    memory.load_state(state["memory"], path.parent.parent / "replay")
+    return memory, head
 
 
 def _spec_of(run: Run) -> ControlSpec:

@@ -33,16 +33,18 @@ class OffPolicy(Algorithm):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.head, self.frames = parts.head, parts.spec.train.frames
-        self.random_frames = (
-            self.spec.start if parts.spec.init is None else 0
-        )  # a trained policy fills the memory itself
-        shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
-        options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
-        options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
-        self.memory = Replay(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
+        self.fresh = parts.spec.init is None  # a trained policy fills the memory itself
+        self.memory = self.make_memory(parts)
         # Observations in an array of our own: environments may write into theirs again.
         self._shown = np.zeros_like(self.episodes.now)
         self._shown_tensor = torch.from_numpy(self._shown)
+
+    def make_memory(self, parts: AlgorithmParts) -> Any:
+        """What batches are sampled from."""
+        shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
+        options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
+        options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
+        return Replay(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
 
     @abstractmethod
     def explore(self, horizon: int) -> Any:
@@ -72,7 +74,7 @@ class OffPolicy(Algorithm):
         for t in range(spec.horizon):
             now = progress + (episodes.frame - began) / self.frames
             self._shown[:] = episodes.now
-            if episodes.frame < self.random_frames:
+            if self.fresh and episodes.frame < spec.start:
                 actions = random[t]
             else:
                 # A few rows: rounding the factors to bfloat16 would cost more than the products.
