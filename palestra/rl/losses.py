@@ -127,7 +127,7 @@ def alpha_slope(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
-    """1 - Var(return - V) / Var(return): 1 for perfect values, 0 for ones no better than a constant or equal returns."""
+    """1 - Var(return - V) / Var(return): 1 for perfect values, 0 for a constant or equal returns."""
     if mask is not None:
         values, returns = values[mask], returns[mask]
     variance = returns.var(correction=0)
