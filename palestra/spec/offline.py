@@ -12,7 +12,7 @@ class OfflineSpec(Model):
     """Shared fields of this family of algorithms."""
 
     data: str = Field(min_length=1)
-    """File of transitions, .npz or .parquet, as `palestra export RUN --to transitions` writes it."""
+    """File of transitions, .npz or .parquet, as `palestra export RUN --to transitions -o FILE.npz` writes it."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount factor γ."""
     lr: Rate = constant(3e-4)
