@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Calls": {
         "palestra.api": (
-            "run", "check", "load", "evaluate", "enjoy", "chat", "serve", "fetch_model", "convert_model",
+            "run", "check", "load", "evaluate", "enjoy", "evaluate_policy", "export", "chat", "serve",
+            "fetch_model", "convert_model",
         ),
         "palestra.runs.run": ("open_run", "list_runs", "Run"),
     },

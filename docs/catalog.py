@@ -39,6 +39,7 @@ EXTRAS = {
     "robotics": "goal environments of gymnasium-robotics, such as FetchReach",
     "atari": "Atari games",
     "video": "MP4 from `palestra enjoy RUN`",
+    "onnx": "`palestra export RUN -o policy.onnx`",
     "tensorboard": "the sink `tensorboard`",
     "wandb": "the sink `wandb`",
     "swanlab": "the sink `swanlab`",

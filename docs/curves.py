@@ -1,6 +1,6 @@
 """Draws learning curves: every preset from one model, TD3, off-policy parts, two agents, and the games of the examples.
 
-    python docs/curves.py [presets] [td3] [agents] [games] [off_policy] [--steps 24] [--seeds 1] [--folder .bench/curves]
+    python docs/curves.py [presets] [td3] [off_policy] [agents] [games] [--seeds 1] [--folder .bench/curves]
 
 `presets` trains the quickstart's model on sums with each preset and draws `eval/accuracy`, a panel each; `agents`
 trains the search agent and the tool user with seeds 100 to 102, and with shuffled rewards. Runs that are in the folder

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
-    from palestra.api import chat, check, convert_model, enjoy, evaluate, fetch_model, load, run, serve
+    from palestra.api import (
+        chat,
+        check,
+        convert_model,
+        enjoy,
+        evaluate,
+        evaluate_policy,
+        export,
+        fetch_model,
+        load,
+        run,
+        serve,
+    )
     from palestra.runs.run import Run, list_runs, open_run
 
 __version__ = "0.1.0"
@@ -20,6 +32,8 @@ __all__ = [
     "convert_model",
     "enjoy",
     "evaluate",
+    "evaluate_policy",
+    "export",
     "fetch_model",
     "list_runs",
     "load",

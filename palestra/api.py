@@ -166,17 +166,52 @@ def enjoy(
     out: str | Path | None = None,
     which: str = "best",
     seed: int = 0,
+    grid: bool = False,
     env: Any = None,
     root: str | Path = "runs",
 ) -> str:
     """Show the trained policy of a run in a window, or write a video if there is no display or `out` is given.
 
-    `env` is the environment's class or function if the run was given one. Returns a sentence with the returns.
+    With `grid` the episodes, each of its own seed, are side by side. `env` is the environment's class or function if
+    the run was given one. Returns a sentence with the returns.
     """
     opened = run if isinstance(run, Run) else open_run(run, root)
     with _missing_extra():
-        from palestra.kinds.control import enjoy as play
-    return play(opened, episodes=episodes, out=None if out is None else Path(out), which=which, seed=seed, env=env)
+        from palestra.kinds.policies import enjoy as play
+    target = None if out is None else Path(out)
+    return play(opened, episodes=episodes, out=target, which=which, seed=seed, env=env, grid=grid)
+
+
+def evaluate_policy(
+    run: str | Path | Run,
+    *,
+    episodes: int = 100,
+    which: str = "best",
+    seed: int = 0,
+    env: Any = None,
+    root: str | Path = "runs",
+) -> dict[str, Any]:
+    """Returns of a control run's policies over whole episodes: mean, standard deviation and 95 % interval, by seed."""
+    opened = run if isinstance(run, Run) else open_run(run, root)
+    with _missing_extra():
+        from palestra.kinds.policies import evaluate_run
+    return evaluate_run(opened, episodes=episodes, which=which, seed=seed, env=env)
+
+
+def export(
+    run: str | Path | Run,
+    out: str | Path,
+    *,
+    to: str | None = None,
+    which: str = "best",
+    env: Any = None,
+    root: str | Path = "runs",
+) -> str:
+    """Write the policy of a control run as `to`, onnx or torchscript, by default what the file's ending says."""
+    opened = run if isinstance(run, Run) else open_run(run, root)
+    with _missing_extra():
+        from palestra.kinds.policies import export_run
+    return export_run(opened, out=Path(out), to=to, which=which, env=env)
 
 
 def chat(model: str | Path, *, root: str | Path = "runs", **settings: Any) -> None:

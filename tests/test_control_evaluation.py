@@ -13,7 +13,7 @@ from PIL import Image, ImageSequence
 from probe_envs import Walk, ppo_on, sync
 
 from palestra.control.envs.stepping import Stepper
-from palestra.control.evaluation import evaluate, play, random_episodes, write_video
+from palestra.control.evaluation import evaluate, play, random_episodes, tiled, write_video
 from palestra.control.policy import Policy
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.errors import UsageError
@@ -113,14 +113,26 @@ def test_random_state_restored_continues_every_global_generator():
 def test_play_episodes_gives_their_returns_and_every_picture(tmp_path):
     env = gym.make("CartPole-v1", render_mode="rgb_array", max_episode_steps=7)
     policy = probe_envs.policy_for(env.observation_space, env.action_space)
-    returns, frames = play(policy, env, 2, seed=0)
+    returns, videos = play(policy, env, 2, seed=0)
     assert returns == [7.0, 7.0]
-    assert len(frames) == 2 * (7 + 1)
+    assert [len(video) for video in videos] == [7 + 1, 7 + 1]
+    frames = [frame for video in videos for frame in video]
     write_video(frames, tmp_path / "new" / "film.gif", 50)
     with Image.open(tmp_path / "new" / "film.gif") as film:
         assert film.size == (600, 400)
         assert film.n_frames > 1  # equal pictures in a row become one that lasts longer
         assert sum(frame.info["duration"] for frame in ImageSequence.Iterator(film)) == len(frames) * 20  # ms
+
+
+def test_tiled_videos_are_in_a_grid_and_short_ones_stay_at_their_last_picture():
+    videos = [
+        [np.full((2, 3, 3), 10 * number + t, np.uint8) for t in range(length)]
+        for number, length in enumerate((1, 3, 2))
+    ]
+    frames = tiled(videos)
+    assert [frame.shape for frame in frames] == [(4, 6, 3)] * 3
+    corners = [[int(frame[y, x, 0]) for y, x in ((0, 0), (0, 5), (3, 0), (3, 5))] for frame in frames]
+    assert corners == [[0, 10, 20, 0], [0, 11, 21, 0], [0, 12, 21, 0]]
 
 
 def test_write_video_without_pictures_or_of_another_kind_is_refused(tmp_path):

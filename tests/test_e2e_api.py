@@ -24,7 +24,7 @@ from PIL import Image
 
 import palestra
 from palestra.errors import Interrupted, PalestraError, UsageError
-from palestra.kinds.control import enjoy
+from palestra.kinds.policies import enjoy
 from palestra.runs.recorder import HookContext
 from palestra.spec.model import plain
 

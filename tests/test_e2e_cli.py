@@ -14,7 +14,21 @@ from typer.testing import CliRunner
 from palestra.cli.main import app
 
 COMMANDS = (
-    *("check", "dev", "train", "search", "bench", "enjoy", "runs", "rollouts", "diff", "plot", "push", "pull"),
+    *(
+        "check",
+        "dev",
+        "train",
+        "search",
+        "bench",
+        "enjoy",
+        "export",
+        "runs",
+        "rollouts",
+        "diff",
+        "plot",
+        "push",
+        "pull",
+    ),
     *("chat", "serve", "eval", "model", "data", "import", "pipeline", "sweep", "speedrun"),
 )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from palestra.rl import kl
 from palestra.rl.distributions import Categorical
-from palestra.rl.losses import masked_mean, ppo_policy_terms, value_loss
+from palestra.rl.losses import explained_variance, masked_mean, ppo_policy_terms, value_loss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
@@ -261,3 +261,13 @@ def test_losses_compiled_are_one_graph_that_a_new_clip_does_not_rebuild():
     for eager, graph in zip(gradients[:2], gradients[2:], strict=True):
         torch.testing.assert_close(eager, graph)
     assert gradients[2][0] != gradients[3][0]
+
+
+def test_explained_variance_of_perfect_constant_and_masked_values():
+    returns = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+    assert explained_variance(returns + 5, returns) == 1.0
+    assert explained_variance(torch.zeros_like(returns), returns) == 0.0
+    assert explained_variance(returns, torch.ones_like(returns)) == 0.0
+    assert explained_variance(-returns, returns) == -3.0
+    mask = torch.tensor([True, True, True, False])
+    assert explained_variance(torch.tensor([1.0, 2.0, 3.0, 99.0], dtype=torch.float64), returns, mask) == 1.0

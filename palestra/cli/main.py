@@ -18,15 +18,18 @@ from palestra import __version__
 from palestra.cli import options
 from palestra.cli.cluster import app as cluster
 from palestra.cli.data import app as data
+from palestra.cli.imports import app as imports
 from palestra.cli.launch import app as launches
 from palestra.cli.models import app as models
 from palestra.cli.options import Texts
 from palestra.cli.pipelines import app as pipelines
 from palestra.cli.plan import app as plans
+from palestra.cli.policies import app as policies
+from palestra.cli.policies import show_policy
 from palestra.cli.sweeps import app as sweeps
 from palestra.cli.sweeps import show_search
 from palestra.cli.tasks import app as tasks
-from palestra.errors import MissingExtra, PalestraError, UsageError
+from palestra.errors import MissingExtra, PalestraError
 from palestra.work.redact import Terminal
 
 
@@ -165,22 +168,6 @@ def dev(
     except ModuleNotFoundError as error:
         raise MissingExtra("palestra dev", "train") from error
     try_out(loaded.spec, typer.echo, video=Path("dev.gif") if render else None)
-
-
-@app.command(rich_help_panel=options.RESULTS)
-def enjoy(
-    run: options.RunName,
-    episodes: Annotated[int, Option(help="Number of episodes.", min=1)] = 1,
-    out: Annotated[Path | None, Option(help="The .gif or .mp4 to write; by default in the run's plots folder.")] = None,
-    which: Annotated[str, Option(help="The checkpoint: best or last.")] = "best",
-    seed: Annotated[int, Option(help="Seed of the episodes.", min=0)] = 0,
-    root: options.Root = options.RUNS,
-) -> None:
-    """Watch a trained policy: in a window if there is a display, otherwise as a GIF or MP4."""
-    settings = locals()
-    from palestra.api import enjoy as play
-
-    typer.echo(play(**settings))
 
 
 @app.command(name="runs", rich_help_panel=options.RESULTS)
@@ -381,15 +368,20 @@ def evaluate(
     ] = None,
     served_model: Annotated[str | None, Option(metavar="NAME", help="The server's model, if it has several.")] = None,
     api_key_env: Annotated[str | None, Option(metavar="NAME", help="Variable with the server's API key.")] = None,
+    episodes: Annotated[int, Option(min=1, help="Of the policy of a control run: episodes per seed.")] = 100,
+    which: Annotated[str, Option(help="Of the policy of a control run: the checkpoint, best or last.")] = "best",
+    as_json: Annotated[bool, Option("--json", help="Of the policy of a control run: print JSON.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     root: options.Root = options.RUNS,
     quiet: options.Quiet = False,
 ) -> None:
-    """Evaluate a model on tasks: greedy accuracy, pass@k and likelihood scores, with confidence intervals."""
-    settings = locals()
+    """Evaluate a model on tasks (accuracy, pass@k, likelihoods) or a control run's policy, with intervals."""
+    settings = {k: v for k, v in locals().items() if k not in ("episodes", "which", "as_json")}
     if not quiet:
         options.announce(model)
+    if show_policy(model, root, episodes=episodes, which=which, seed=seed, as_json=as_json):
+        return
     from palestra.api import evaluate as start
     from palestra.cli.show import show_evaluation
 
@@ -401,11 +393,11 @@ app.add_typer(cluster, name="cluster", rich_help_panel=options.EXPERIMENTS)
 app.add_typer(models, name="model", rich_help_panel=options.MODELS)
 app.add_typer(data, name="data", rich_help_panel=options.DATA)
 app.add_typer(pipelines, name="pipeline", rich_help_panel=options.DATA)
+app.add_typer(policies)
 app.add_typer(sweeps)
 app.add_typer(tasks)
 app.add_typer(launches)
 app.add_typer(plans)
-imports = typer.Typer(help="Convert specs of other frameworks.", no_args_is_help=True)
 app.add_typer(imports, name="import", rich_help_panel=options.SHARING)
 
 
@@ -439,32 +431,6 @@ def pull(
     from palestra.runs.share import place, pull_run
 
     typer.echo(pull_run(name, *open_filesystem(place(from_)[0]), root=runs))
-
-
-@imports.callback()
-def _imports() -> None:
-    """Convert specs of other frameworks."""  # a callback, so that one command stays a subcommand
-
-
-@imports.command(name="slm-lab")
-def slm_lab(
-    spec: Annotated[Path, Argument(help="A JSON or YAML file of SLM-Lab specs.", metavar="FILE")],
-    name: Annotated[str, Argument(help="The name of a spec in that file.")],
-    variables: options.Set = None,
-    out: Annotated[Path | None, Option(help="The file to write; by default NAME.yaml here.")] = None,
-) -> None:
-    """Convert an SLM-Lab spec, and print a note for every key that was not converted."""
-    from palestra.migrate.slm_lab import import_spec
-    from palestra.runs.store import write_bytes
-
-    converted = import_spec(spec, name, options.parse_set(variables))
-    target = out or Path(f"{converted.name}.yaml")
-    if out is None and target.exists():
-        raise UsageError(f"{target} exists: choose another file with --out, or the same one to replace it")
-    write_bytes(target, converted.to_yaml(f"{spec.name}, {name}").encode())
-    for note in converted.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"{target}: palestra check {target}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Evaluation of a policy: whole episodes in separate environments, a fixed number from each; episodes as video."""
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -106,10 +107,14 @@ def has_display() -> bool:
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
-def play(policy: Policy, env: gym.Env, episodes: int, seed: int) -> tuple[list[float], list[np.ndarray]]:
-    """Returns of some episodes with the most likely actions, and their pictures where the environment gives any."""
-    returns, frames = [], []
+Video = list[np.ndarray]
+
+
+def play(policy: Policy, env: gym.Env, episodes: int, seed: int) -> tuple[list[float], list[Video]]:
+    """Returns of some episodes with the most likely actions, and the pictures of each, if there are any."""
+    returns, videos = [], []
     for episode in range(episodes):
+        frames: Video = []
         obs, info = env.reset(seed=seed + episode)
         policy.reset()
         total, over = 0.0, False
@@ -119,7 +124,20 @@ def play(policy: Policy, env: gym.Env, episodes: int, seed: int) -> tuple[list[f
             total, over = total + float(reward), terminated or truncated
             _add_frame(env, frames)
         returns.append(total)
-    return returns, frames
+        videos.append(frames)
+    return returns, videos
+
+
+def tiled(videos: list[Video]) -> Video:
+    """Videos of one size side by side, in a grid about as wide as high; those that end early stay at their last."""
+    longest, columns = max(map(len, videos)), math.ceil(math.sqrt(len(videos)))
+    if longest == 0:
+        return []
+    padded = np.stack([np.stack(video + video[-1:] * (longest - len(video))) for video in videos])  # (V, T, H, W, 3)
+    empty = np.zeros((-len(videos) % columns, *padded.shape[1:]), padded.dtype)
+    cells = np.concatenate([padded, empty]).reshape(-1, columns, *padded.shape[1:])  # (rows, columns, T, H, W, 3)
+    rows, _, _, height, width, colors = cells.shape
+    return list(cells.transpose(2, 0, 3, 1, 4, 5).reshape(longest, rows * height, columns * width, colors))
 
 
 def video_path(out: Path) -> Path:
@@ -129,7 +147,7 @@ def video_path(out: Path) -> Path:
     return out
 
 
-def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
+def write_video(frames: Video, out: Path, fps: float) -> None:
     """The pictures as a GIF (in the base of training) or an MP4 (with the extra `video`)."""
     video_path(out)
     if not frames:
@@ -152,7 +170,7 @@ def write_video(frames: list[np.ndarray], out: Path, fps: float) -> None:
     writer.close()
 
 
-def _add_frame(env: gym.Env, frames: list[np.ndarray]) -> None:
+def _add_frame(env: gym.Env, frames: Video) -> None:
     try:
         frame = env.render()
     except NotImplementedError as error:

@@ -7,7 +7,7 @@ There are two forms of Adam. `adam_step` is a pure function, for the small netwo
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
@@ -114,6 +114,10 @@ class FunctionalNet:
     def start(self) -> Tensor:
         """The parameters of the network as one new vector."""
         return torch.cat([p.detach().reshape(-1) for p in self.net.parameters()])
+
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Parameters by their names as one vector."""
+        return torch.cat([named[name].reshape(-1) for name in self.names])
 
     def __call__(self, vector: Tensor) -> Callable:
         """The network as a function of its arguments, differentiable in `vector`."""

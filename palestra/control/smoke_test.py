@@ -64,10 +64,10 @@ def try_out(spec: ExperimentSpec, tell: Callable[[str], None], video: Path | Non
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame looks for a screen even to draw into memory
     env = make_single(spec.env, None, render_mode="human" if window else "rgb_array")
     with closing(env):
-        returns, frames = play(learner.policy, env, 1, spec.seed)
+        returns, videos = play(learner.policy, env, 1, spec.seed)
         tell(f"shown   an episode of return {returns[0]:.4g}" + ("" if window else f": {video}"))
         if not window:
-            write_video(frames, video, env.metadata.get("render_fps", 30))
+            write_video(videos[0], video, env.metadata.get("render_fps", 30))
 
 
 def check_learning(

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from palestra.control.envs.stepping import Stepper
 from palestra.control.episodes import NotFinite
 from palestra.control.evaluation import evaluate
 from palestra.control.optim import products, should_compile
+from palestra.control.sb3 import initial
 from palestra.control.seeding import load_random_state, random_state, seed_everything, stream
 from palestra.runs.loop import Counters, Row, Stopped, due, restore, run
 from palestra.runs.recorder import Recorder
@@ -91,6 +93,8 @@ class ControlTrainer:
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Reset the environments, or continue from `state()`."""
         self.episodes.reset(stream(self.seed, "env"))
+        if saved is None and self.spec.init is not None:
+            self.algorithm.begin_from(initial(Path(self.spec.init), self.algorithm))
         if saved is None:
             return
         self.steps, self.evaluated, self.last_evaluated = saved["steps"], saved["evaluated"], saved["last_evaluated"]
@@ -98,8 +102,9 @@ class ControlTrainer:
         self.generator.set_state(saved["generator"])
         load_random_state(saved["random"])
 
-    def first_row(self) -> None:
-        return None
+    def first_row(self) -> Row | None:
+        """The evaluation of the policy that a run starts from."""
+        return None if self.spec.init is None else self.measure(["eval"])
 
     def step(self) -> None:
         """Collect and learn: one policy improvement."""
@@ -128,7 +133,7 @@ class ControlTrainer:
     def due(self, before: Counters, last: bool) -> list[str]:
         """An evaluation; `every.eval: auto` also limits its cost in frames."""
         spec = self.spec
-        if last or (due(spec.evaluations, before, self.counters) and spec.every.eval != "auto"):
+        if last or (due(spec.evaluations, before, self.counters) and (spec.every.eval != "auto" or spec.offline)):
             return ["eval"]
         lengths = [length for _, length in self.episodes.recent]
         if not lengths or not due(spec.evaluations, before, self.counters):
@@ -145,7 +150,7 @@ class ControlTrainer:
         if done is None:
             raise Stopped
         self.evaluated, self.last_evaluated = self.evaluated + done.frames, done.frames
-        seconds, share = time.perf_counter() - began, self.evaluated / self.episodes.frame
+        seconds, share = time.perf_counter() - began, self.evaluated / max(1, self.episodes.frame)
         took = f"step {self.steps}: evaluation of {len(done.returns)} episodes took {seconds:.1f} s"
         log.info(f"{took} ({done.frames} frames; {share:.1%} of those of training so far)")
         return done.metrics()

@@ -1,6 +1,5 @@
 """The kind `control`: deep RL in Gymnasium environments."""
 
-import os
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from palestra.control.envs.hosted import HostedEnvs, hosted_copies
 from palestra.control.envs.make import MakeVector, evaluation_vector, factory_of, make_single, make_vector
 from palestra.control.envs.stepping import Stepper
 from palestra.control.envs.vector import shares
-from palestra.control.evaluation import has_display, play, random_episodes, video_path, write_video
+from palestra.control.evaluation import random_episodes
 from palestra.control.nets.heads import ActionHead
 from palestra.control.policy import Policy
 from palestra.control.seeding import stream
@@ -137,33 +136,6 @@ def load(run: Run, which: str = "best") -> Policy:
     policy = Policy(shape, algorithm_of(spec).actor(spec, shape, ActionHead(state["actions"])))
     policy.load_state(state)
     return policy
-
-
-def enjoy(run: Run, *, episodes: int, out: Path | None, which: str, seed: int, env: Any = None) -> str:
-    """Show a run's policy in a window, or as a video without a display or with `out`; the mean return as text."""
-    spec = resolved(run.spec)
-    if not isinstance(spec, ControlSpec):
-        raise UsageError(f"{run.path} is of kind {spec.kind}, which has no episodes: use palestra chat")
-    if env is None and spec.env.id.startswith(OBJECT):
-        raise UsageError(
-            f"{run.path} was trained in the Python object {spec.env.id.removeprefix(OBJECT)}: "
-            "call palestra.load(run).act from Python"
-        )
-    path = video_path(out or run.path / "plots" / "enjoy.gif")
-    window = out is None and has_display()
-    mode = "human" if window else "rgb_array"
-    if not window:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame looks for a screen even to draw into memory
-    made = make_single(spec.env, None if env is None else factory_of(env), render_mode=mode)
-    try:
-        returns, frames = play(load(run, which), made, episodes, seed)
-    finally:
-        made.close()
-    result = f"return {sum(returns) / len(returns):.1f} over {len(returns)} episode{'s' if len(returns) > 1 else ''}"
-    if window:
-        return result
-    write_video(frames, path, made.metadata.get("render_fps", 30))
-    return f"{result}: {path}"
 
 
 def _random_return(spec: ControlSpec, factory: Any) -> float:

@@ -131,6 +131,19 @@ def alpha_slope(log_alpha: Tensor, entropy: Tensor, target: float | Tensor) -> T
     return log_alpha.exp() * (entropy - target)
 
 
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
+    """1 - Var(return - V) / Var(return): 1 for perfect values, 0 for a constant or equal returns."""
+    if mask is not None:
+        values, returns = values[mask], returns[mask]
+    variance = returns.var(correction=0)
+    return torch.where(variance > 0, 1 - (returns - values).var(correction=0) / variance, 0.0)
+
+
+def expectile_loss(errors: Tensor, expectile: float) -> Tensor:
+    """|τ - 1(u < 0)| · u² per element (Kostrikov et al. 2022, eq. 4); τ = ½ is half the squared error."""
+    return torch.where(errors < 0, 1.0 - expectile, expectile) * errors.square()
+
+
 def polyak(target: Tensor, learned: Tensor, tau: float) -> Tensor:
     """The target moved towards the learned parameters: τ = 1 copies them, τ = 0 would leave it."""
     return torch.lerp(target, learned.detach(), tau)

@@ -232,13 +232,18 @@ def list_runs(root: Path | str = ROOT) -> list[Run]:
 
 def open_run(ref: Path | str, root: Path | str = ROOT) -> Run:
     """The run meant by a path, a name (its latest), name/id, or the beginning of an id if only one begins so."""
+    return find_run(ref, root) or _by_prefix(str(ref), Path(os.path.abspath(root)))
+
+
+def find_run(ref: Path | str, root: Path | str = ROOT) -> Run | None:
+    """The run at a path, or of a name (its latest) or name/id; None where there is none."""
     root = Path(os.path.abspath(root))
     for path in (Path(os.path.abspath(ref)), root / ref):
         if _is_trial(path) or _is_session(path):
             return Run(path)
         if ((path / "latest").is_file() or path.parent == root) and (latest := _latest(path)) is not None:
             return Run(latest)
-    return _by_prefix(str(ref), root)
+    return None
 
 
 def _by_prefix(ref: str, root: Path) -> Run:

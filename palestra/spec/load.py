@@ -54,6 +54,8 @@ def spec_hash(spec: ExperimentSpec) -> str:
     data = original(plain(spec))
     if spec.kind == "control" and data["cluster"] == plain(EnvClusterSpec()):
         del data["cluster"]  # it came later, and hashes of before name the rows of benchmarks
+    if spec.kind == "control" and data["init"] is None:
+        del data["init"]  # as above
     return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 

@@ -4,6 +4,7 @@ from palestra.control.algorithms.a2c import A2C
 from palestra.control.algorithms.base import Algorithm
 from palestra.control.algorithms.crossq import CrossQ
 from palestra.control.algorithms.dqn import DQN
+from palestra.control.algorithms.offline import BC, IQL, TD3BC
 from palestra.control.algorithms.ppo import PPO
 from palestra.control.algorithms.recurrent import RecurrentDQN, RecurrentSAC
 from palestra.control.algorithms.reinforce import Reinforce
@@ -23,6 +24,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "sac": SAC,
     "td3": TD3,
     "crossq": CrossQ,
+    "bc": BC,
+    "td3_bc": TD3BC,
+    "iql": IQL,
 }
 
 RECURRENT: dict[str, type[Algorithm]] = {"dqn": RecurrentDQN, "sac": RecurrentSAC}

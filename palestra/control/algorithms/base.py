@@ -1,7 +1,7 @@
 """The interface of an algorithm and what all of them share: policy, environments, reward scale, state."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,10 @@ class Algorithm(ABC):
         head = head.with_family(getattr(spec.algorithm, "distribution", head.family))
         network = cls.network if spec.net.recurrent is None else Recurrent
         return network(obs_shape, head, spec.net, obs_scale(spec.env, obs_shape))
+
+    def begin_from(self, given: Mapping[str, Any]) -> None:
+        """Start from the weights of a trained `policy`, and of what else there is of critics and targets."""
+        self.policy.load_state({"weights": given["policy"]})
 
     @abstractmethod
     def step(self, progress: float) -> dict[str, float]:

@@ -7,6 +7,7 @@ of the learning one. The loss is Huber's with δ = 1: beyond an error of 1 its g
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -125,6 +126,10 @@ class DQN(OffPolicy):
             errors = each.detach()  # equal means may hide different distributions
         metrics = torch.stack([loss.detach(), values.detach().mean(), errors.mean()])
         return loss, (errors, metrics)
+
+    def begin_from(self, given: Mapping[str, Any]) -> None:
+        super().begin_from(given)
+        self.target.net.load_state_dict(given.get("target", given["policy"]))
 
     def state(self) -> dict[str, Any]:
         target = self.target.vector.to("cpu", copy=True)

@@ -38,11 +38,19 @@ class OffPolicy(Algorithm):
     def __init__(self, parts: AlgorithmParts):
         super().__init__(parts)
         self.head, self.frames = parts.head, parts.spec.train.frames
+        self.fresh = parts.spec.init is None  # a trained policy fills the memory itself
+        self.sampled_rows = self.spec.batch
+        """Of the memory, in a batch: transitions, or sequences of them."""
+        self.memory = self.make_memory(parts)
+        # Observations in an array of our own: environments may write into theirs again.
+        self._shown = np.zeros_like(self.episodes.now)
+        self._shown_tensor = torch.from_numpy(self._shown)
+
+    def make_memory(self, parts: AlgorithmParts) -> Any:
+        """What batches are sampled from."""
         shapes = (parts.obs_shape, self.episodes.obs_dtype, self.head.shape, self.head.dtype)
         options: dict[str, Any] = {"gamma": self.spec.gamma, "n_step": self.spec.n_step, "device": parts.device}
         options |= {"prioritized": getattr(self.spec, "prioritized", None), "frame_stack": parts.spec.env.frame_stack}
-        self.sampled_rows = self.spec.batch
-        """Of the memory, in a batch: transitions, or sequences of them."""
         memory: Any = Replay
         if self.spec.her is not None:
             goals = check_goals(getattr(parts.stepper.env, "goals", None), parts.stepper.name)
@@ -52,10 +60,7 @@ class OffPolicy(Algorithm):
             memory, sequence = SequenceReplay, self.spec.sequence
             options |= {"sequence": sequence, "width": self.cells * parts.spec.net.recurrent.width}
             self.sampled_rows = self.spec.batch // sequence.length
-        self.memory = memory(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
-        # Observations in an array of our own: environments may write into theirs again.
-        self._shown = np.zeros_like(self.episodes.now)
-        self._shown_tensor = torch.from_numpy(self._shown)
+        return memory(self.spec.buffer, self.episodes.num_envs, *shapes, **options)
 
     @abstractmethod
     def explore(self, horizon: int) -> Any:
@@ -92,7 +97,7 @@ class OffPolicy(Algorithm):
             # A few rows: rounding the factors to bfloat16 would cost more than the products.
             with torch.no_grad(), products("fp32"):
                 stored = self.observe(self._shown_tensor)
-                if episodes.frame >= spec.start:
+                if episodes.frame >= spec.start or not self.fresh:
                     actions = self.act(self._shown_tensor.to(self.device), noise, t, now)
                 else:
                     actions = random[t] if mask is None else random_allowed(mask, self.generator)

@@ -22,6 +22,7 @@ from palestra.control.memory.storage import SumTree
 from palestra.control.nets.actor_critic import ActorCritic, Recurrent
 from palestra.control.optim import Adam, FlatNet, adam_step, clip_norm, no_denormals, scheduled
 from palestra.errors import UsageError
+from palestra.rl.losses import explained_variance
 from palestra.rl.returns import gae, stale_gae
 from palestra.spec.kinds.control import SelfImitationSpec
 
@@ -88,7 +89,10 @@ class OnPolicy(Algorithm):
         with self.span("collect"):
             rollout = self.collect(progress).to(self.device)
         with self.span("learn"), no_denormals():
-            metrics = self.learn(self.prepare(rollout, progress), progress)
+            batch = self.prepare(rollout, progress)
+            metrics = self.learn(batch, progress)
+            if isinstance(batch, RolloutBatch):  # with values: before the update, as they explained the rollout
+                metrics["explained_variance"] = float(explained_variance(batch.values, batch.returns, batch.valid))
             if self.imitation is not None:
                 metrics |= self.imitation.learn(self.rates(progress).lr)
             # Only now: a rollout is acted on and learned from under the same normalization of observations.

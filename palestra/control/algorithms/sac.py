@@ -9,7 +9,7 @@ weight α of the entropy is tuned towards a target. With Discrete actions every 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,13 @@ class SAC(TwinCritics):
     def log_alpha(self) -> Tensor:
         """log α before the first update, (1,)."""
         return torch.full((1,), 0.0 if self.spec.alpha == "auto" else math.log(self.spec.alpha), device=self.device)
+
+    def begin_from(self, given: Mapping[str, Any]) -> None:
+        super().begin_from(given)
+        self.learned.critics.vector.copy_(self.critics.flat(given["critics"]))
+        self.learned.target.copy_(self.critics.flat(given["targets"]))
+        if self.spec.alpha == "auto" and "log_alpha" in given:
+            self.learned.alpha.vector.copy_(given["log_alpha"])
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
         """Actions sampled from the policy."""

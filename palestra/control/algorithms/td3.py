@@ -6,6 +6,7 @@ How it learns: twin critics towards the smaller of their targets' values of a sm
 `policy_delay` gradient steps of theirs one of the policy on the first critic, and only then the targets follow.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,12 @@ class TD3(TwinCritics):
         self.critics = FunctionalNet(net.to(self.device))
         actor, critics, seen = self.actors.vector, self.critics.start(), torch.zeros(1, device=self.device)
         self.learned = Td3State(Trained.of(actor), Trained.of(critics), actor.clone(), critics.clone(), seen)
+
+    def begin_from(self, given: Mapping[str, Any]) -> None:
+        super().begin_from(given)
+        self.learned.actor_target.copy_(self.actors.flat(given.get("target", given["policy"])))
+        self.learned.critics.vector.copy_(self.critics.flat(given["critics"]))
+        self.learned.critic_target.copy_(self.critics.flat(given["targets"]))
 
     def act(self, obs: Tensor, noise: Tensor, t: int, progress: float) -> Tensor:
         """The policy's actions with noise, within the bounds."""

@@ -254,6 +254,12 @@ class Replay:
         flat = self._flat(torch.arange(end - min(steps, self._size) * self.num_envs, end).to(self.device))
         return self._stacked(flat), (self.columns["flags"].take(flat) & DUMMY) == 0
 
+    def everything(self) -> ReplayBatch:
+        """All transitions but dummy steps, the oldest first."""
+        places = torch.arange(self._size * self.num_envs)
+        real = (self.columns["flags"].take(self._flat(places.to(self.device))) & DUMMY) == 0
+        return self._batch(places[real.cpu()], None)
+
     def update_priorities(self, rows: Tensor, errors: Tensor) -> None:
         """Set the priorities of sampled transitions by their TD `errors`; rows overwritten since are skipped."""
         assert self.tree is not None

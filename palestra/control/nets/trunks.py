@@ -191,7 +191,7 @@ class Trunk(nn.Module):
         if front is not None:
             x = front.forward(x)
         elif x.ndim != 2:
-            x = x.reshape(len(x), -1)
+            x = x.flatten(1)
         return x if mlp is None else mlp.forward(x)
 
 
@@ -277,7 +277,7 @@ class Images(nn.Module):
         if self.last:
             x = x.movedim(-1, -3)
         # A stack of images is one image with the channels of all of them.
-        return self.body(x.reshape(len(x), -1, *x.shape[-2:]))
+        return self.body(x.reshape(x.shape[0], -1, *x.shape[-2:]))  # not len(x): an exported graph takes any batch
 
 
 def nature(channels: int, gain: float | None) -> nn.Sequential:

@@ -10,6 +10,7 @@ from palestra.spec.base import Every, ExperimentSpec, Module
 from palestra.spec.cluster import EnvClusterSpec
 from palestra.spec.model import Cadence, Conflict, CountCadence, Execution, Model
 from palestra.spec.off_policy import ActorCriticSpec, CrossQSpec, DQNSpec, OffPolicySpec, SACSpec, TD3Spec
+from palestra.spec.offline import BCSpec, IQLSpec, OfflineCriticSpec, OfflineSpec, TD3BCSpec
 from palestra.spec.schedule import PositiveRate, Rate, Schedule, constant, warmup_conflicts
 from palestra.spec.shape import NetSpec
 
@@ -174,8 +175,9 @@ class SARSASpec(Model):
         return 1
 
 
+OfflineAlgorithm = BCSpec | TD3BCSpec | IQLSpec
 AlgorithmSpec = Annotated[
-    ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec,
+    ReinforceSpec | SARSASpec | A2CSpec | PPOSpec | DQNSpec | SACSpec | TD3Spec | CrossQSpec | OfflineAlgorithm,
     Field(discriminator="name"),
 ]
 """The algorithms, discriminated by `name`."""
@@ -230,6 +232,8 @@ class ControlSpec(ExperimentSpec):
     """RL algorithm and its hyperparameters."""
     net: NetSpec = NetSpec()
     """Policy and value networks."""
+    init: str | None = Field(default=None, min_length=1)
+    """A zip of Stable-Baselines3 whose policy, critics and targets to start from; null: new networks."""
     train: TrainSpec
     """Length of training and precision."""
     eval: EvalSpec = EvalSpec()
@@ -240,9 +244,14 @@ class ControlSpec(ExperimentSpec):
     """Where the environments are: in this run's own processes, or in others of this machine or a Ray cluster."""
 
     @property
+    def offline(self) -> bool:
+        """Whether it learns from a file."""
+        return isinstance(self.algorithm, OfflineSpec)
+
+    @property
     def frames_per_step(self) -> int:
-        """Frames per rollout (T × N)."""
-        return self.algorithm.horizon * self.env.num_envs
+        """Frames per rollout (T × N); of an offline algorithm gradient steps."""
+        return self.algorithm.horizon if self.offline else self.algorithm.horizon * self.env.num_envs
 
     @property
     def steps(self) -> int:
@@ -280,7 +289,10 @@ class ControlSpec(ExperimentSpec):
             yield from self._minibatch_conflicts(self.algorithm)
         if isinstance(self.algorithm, OffPolicySpec):
             yield from self._replay_conflicts(self.algorithm)
-        if self.net.shared and isinstance(self.algorithm, ActorCriticSpec):
+        if self.offline and (self.env.normalize_reward or self.init is not None):
+            field = ("env", "normalize_reward") if self.env.normalize_reward else ("init",)
+            yield Conflict(field, f"{self.algorithm.name} does not support it: it learns from a file")
+        if self.net.shared and isinstance(self.algorithm, ActorCriticSpec | OfflineCriticSpec):
             reason = f"{self.algorithm.name} does not support it: policy and critics have separate networks"
             yield Conflict(("net", "shared"), reason)
         if self.net.recurrent is not None and not isinstance(self.algorithm, PPOSpec | A2CSpec | DQNSpec | SACSpec):
