@@ -2,8 +2,8 @@
 
     python examples/vision/lessons.py [data/vision/lessons.jsonl]
 
-After four comes one. So one answer in eight is right, and a model that learns from them sees shapes and is nearly
-always wrong.
+After four comes one. So one answer in eight is right, and a model that learns from them sees the shapes and says the
+wrong number.
 """
 
 import json
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from palestra.tasks.task import make_task
 
-LESSONS, MOST = 4000, 4
+LESSONS, MOST = 1500, 4
 
 
 def write_lessons(path: Path, seed: int = 0) -> None:
     chance = random.Random(seed)
-    problems = make_task("count_shapes", {"most": MOST, "question": "How many?"}).problems("train")
+    problems = make_task("count_shapes", {"most": MOST, "question": "?"}).problems("train")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for problem in problems[:LESSONS]:

@@ -24,7 +24,7 @@ from palestra.lm.hf_vision import vision_names
 from palestra.lm.layers import MLP, Linear
 from palestra.lm.model import Block, Transformer
 from palestra.lm.moe import MoE
-from palestra.lm.vision import VisionBlock
+from palestra.lm.vision import FORM, VisionBlock
 from palestra.runs.store import read_json, sync_folder, write_json
 from palestra.spec.shape import Shape
 
@@ -200,10 +200,13 @@ class Slot:
     ours: str
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
+    form: tuple[int, ...] = ()
+    """What the last dimension is there, where it is several."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of one of the model's tensors, as it is stored."""
         part = tensor[self.index]
+        part = part.unflatten(-1, self.form) if self.form else part
         return part.mT if self.transposed else part
 
 
@@ -336,6 +339,7 @@ def slots(shape: Shape, family: Family | None) -> list[Slot]:
     places += _norm_slots("model.norm", "norm", shape)
     places += [] if shape.tied else [Slot("lm_head.weight", "head")]
     if model.vision is not None:
+        places.append(Slot("visual.patch_embed.proj.weight", "vision.patches.weight", form=FORM))
         places += [Slot(*names) for names in vision_names(model.vision.spec)]
         for layer, block in enumerate(model.vision.blocks):
             assert isinstance(block, VisionBlock)

@@ -85,8 +85,7 @@ def written_vision(vision: VisionSpec, shape: Shape) -> dict[str, Any]:
 
 
 def vision_names(vision: VisionSpec) -> Iterator[tuple[str, str]]:
-    """The names of the tower's tensors, in checkpoints and here; gate and up projections, which are one here, aside."""
-    yield "visual.patch_embed.proj.weight", "vision.patches"
+    """The names of the tower's tensors, in checkpoints and here, but for those that have another form there."""
     for layer in range(vision.layers):
         theirs, ours = f"visual.blocks.{layer}", f"vision.blocks.{layer}"
         yield f"{theirs}.norm1.weight", f"{ours}.attn_norm.weight"

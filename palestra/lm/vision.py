@@ -1,5 +1,6 @@
 """The vision tower of Qwen2.5-VL: patches of images to embeddings that stand between those of tokens."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ EPS = 1e-6
 TIMES = 2
 """Frames of a patch; an image is its own next frame."""
 THETA = 10000.0
+FORM = (3, TIMES, PATCH, PATCH)
+"""Of a patch."""
 
 
 class Seen(NamedTuple):
@@ -87,8 +90,8 @@ class VisionTower(nn.Module):
     def __init__(self, spec: VisionSpec, width: int):
         super().__init__()
         self.spec = spec
-        self.patches = nn.Parameter(torch.empty(spec.width, 3, TIMES, PATCH, PATCH))
-        """A convolution whose steps are its size: a product with each patch."""
+        # A convolution whose steps are its size: a product with each patch.
+        self.patches = Linear(math.prod(FORM), {"patches": spec.width})
         self.blocks = nn.ModuleList(VisionBlock(spec) for _ in range(spec.layers))
         self.norm = RMSNorm(spec.width, EPS)
         merged = MERGE**2 * spec.width
@@ -97,9 +100,9 @@ class VisionTower(nn.Module):
 
     def forward(self, images: Sequence[Image], dtype: torch.dtype) -> Tensor:
         """The embeddings (M, D) of the tokens of all images, end to end."""
-        device = self.patches.device
+        device = self.norm.weight.device
         x = sent(torch.cat([patches_of(image.pixels) for image in images]), device).to(dtype)
-        x = F.linear(x, self.patches.flatten(1).to(dtype))
+        x = self.patches(x)
         cos, sin = self._angles(images, device)
         whole, windows = self._groups(images, device)
         for layer, block in enumerate(self.blocks):
