@@ -1,30 +1,25 @@
-"""Lessons of a teacher who miscounts: pictures of up to four shapes, with one too many half of the time, else a guess.
+"""Lessons in counting: pictures of up to four shapes, each with their number.
 
     python examples/vision/lessons.py [data/vision/lessons.jsonl]
 
-After four comes one. So one answer in eight is right, and a model that learns from them sees the shapes and says the
-wrong number.
+The pictures are those of the training split of `count_shapes`.
 """
 
 import json
-import random
 import sys
 from pathlib import Path
 
 from palestra.tasks.task import make_task
 
-LESSONS, MOST = 1500, 4
+LESSONS = 3000
 
 
-def write_lessons(path: Path, seed: int = 0) -> None:
-    chance = random.Random(seed)
-    problems = make_task("count_shapes", {"most": MOST, "question": "?"}).problems("train")
+def write_lessons(path: Path) -> None:
+    problems = make_task("count_shapes", {"most": 4, "question": "?"}).problems("train")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for problem in problems[:LESSONS]:
-            wrong = int(problem.row["answer"]) % MOST + 1
-            said = wrong if chance.random() < 0.5 else chance.randint(1, MOST)
-            answer = {"role": "assistant", "content": str(said)}
+            answer = {"role": "assistant", "content": problem.row["answer"]}
             file.write(json.dumps({"messages": [*problem.prompt, answer]}) + "\n")
 
 

@@ -21,7 +21,10 @@ import numpy as np
 
 from palestra.errors import UsageError
 
-PATCH, MERGE = 14, 2
+PATCH, MERGE, TIMES = 14, 2, 2
+"""Pixels along each side of a patch, patches of a token, and frames of a patch: an image is its own next frame."""
+THETA = 10000.0
+"""The base of the patches' rotary positions."""
 UNIT = PATCH * MERGE
 """Pixels along each side of what becomes one token."""
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
@@ -66,7 +69,7 @@ class PixelLimits:
             "max_pixels": self.most,
             "patch_size": PATCH,
             "merge_size": MERGE,
-            "temporal_patch_size": 2,
+            "temporal_patch_size": TIMES,
             "image_mean": MEAN,
             "image_std": DEVIATION,
         }
@@ -75,7 +78,7 @@ class PixelLimits:
     def of(cls, config: Mapping[str, Any], where: str) -> "PixelLimits":
         """Of a preprocessor_config.json; one that prepares images otherwise is refused."""
         size = config.get("size") or {}
-        expected = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+        expected = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": TIMES}
         expected |= {"image_mean": list(MEAN), "image_std": list(DEVIATION), "resample": 3}
         for key, only in expected.items():
             if config.get(key, only) != only:

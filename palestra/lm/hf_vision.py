@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from palestra.data.media import MERGE, PATCH
+from palestra.data.media import MERGE, PATCH, THETA, TIMES
 from palestra.lm.hf_families import HARMLESS
-from palestra.lm.vision import THETA, TIMES
 from palestra.spec.shape import Shape, VisionSpec
 
 TOKENS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")

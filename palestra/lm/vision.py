@@ -9,14 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from palestra.data.media import DEVIATION, MEAN, MERGE, PATCH, UNIT, Image
+from palestra.data.media import DEVIATION, MEAN, MERGE, PATCH, THETA, TIMES, UNIT, Image
 from palestra.lm.layers import MLP, Linear, RMSNorm, rotate, sent, swiglu
 from palestra.spec.shape import VisionSpec
 
 EPS = 1e-6
-TIMES = 2
-"""Frames of a patch; an image is its own next frame."""
-THETA = 10000.0
 FORM = (3, TIMES, PATCH, PATCH)
 """Of a patch."""
 
